@@ -38,10 +38,10 @@ from reft.control.overlay import connect
 from reft.control.transport import Buffers
 from reft.control.tree import FANOUT, children_of, parent_of
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.recover.decide import Verdict, encode_verdicts
-from reft.recover.sift import Head, Summary
+from reft.recover.findings import Head, Summary
 
 SECRET = b"b" * 32
 WAIT_SECS = 240.0

@@ -22,8 +22,8 @@ from simulator.schedules import from_deepspeed
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
+from reft.tools.profile.display import show
 from reft.tools.profile.figure import draw
-from reft.tools.profile.table import show
 
 STAGES, MICRO_BATCHES, STEPS = 4, 8, 8
 SNAPSHOT_BYTES = (1.1e9, 0.9e9, 1.2e9, 0.45e9)

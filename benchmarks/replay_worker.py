@@ -19,15 +19,16 @@ from reft.control.control import ControlGroup
 from reft.engine.copying import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions

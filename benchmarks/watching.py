@@ -24,9 +24,8 @@ from typing import Any
 
 from results import estimate, machine, run_lines
 
-from reft.engine.watching import at_instruction, open_page
 from reft.node.hangs import Watch
-from reft.node.progress import ProgressPage, read_pages
+from reft.node.progress import ProgressPage, at_instruction, open_page, read_pages
 
 LOOKS_PER_SEC = 4
 STEP_SECS, MICRO_BATCHES = 0.1, 8

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from reft.data.resumable import resumable
     from reft.engine.deepspeed import attach, resume
     from reft.engine.install import initialize
-    from reft.engine.watching import pause_watch
     from reft.errors import (
         ArenaError,
         AuthenticationError,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedStateError,
     )
     from reft.grid import topology
+    from reft.node.progress import pause_watch
     from reft.optim import ExactAdam
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _ELSEWHERE = {
     "ReftConfig": "reft.config",
     "attach": "reft.engine.deepspeed",
     "initialize": "reft.engine.install",
-    "pause_watch": "reft.engine.watching",
+    "pause_watch": "reft.node.progress",
     "resumable": "reft.data.resumable",
     "resume": "reft.engine.deepspeed",
     "topology": "reft.grid",

@@ -8,11 +8,14 @@ waits for it without end and without a word.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from reft.env import ENV_EXTENSIONS, ENV_LAUNCHER_PID
 
@@ -72,3 +75,18 @@ def _open_files() -> Iterator[tuple[int, int]]:
         with contextlib.suppress(OSError):
             status = entry.stat()
             yield status.st_dev, status.st_ino
+
+
+def compiled(module: str, name: str) -> Any:
+    """The C function ``name`` of an extension, its argument types still to be set.
+
+    Raises:
+        OSError: it was not built, or cannot be loaded here.
+    """
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise OSError("it was not built when reft was installed; that takes a C++ compiler")
+    try:
+        return getattr(ctypes.CDLL(found.origin), name)
+    except AttributeError as error:
+        raise OSError(f"{found.origin} is of another version of reft: {error}") from error

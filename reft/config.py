@@ -12,16 +12,88 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from reft.config_persist import AUTO, Block, PersistConfig
 from reft.naming import JOB_ID
 from reft.protect.codes import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme
 
+
 logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+class Block(BaseModel):
+    """The ``reft`` block or a part of it: no unknown keys, never changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PersistConfig(Block):
+    """Low-frequency checkpoints on storage, written from host memory in the background."""
+
+    dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
+    interval_steps: int | Literal["auto"] = Field(
+        0,
+        description="write the newest committed version every so many steps; 0: only on SIGTERM; 'auto': as "
+        "often as failures make it worth what it costs, measured while the job runs",
+    )
+    max_overhead: float = Field(
+        0.035, gt=0, le=1, description="part of the training time that storage may cost, for 'auto'"
+    )
+    max_lost_steps: int | None = Field(
+        None,
+        ge=2,
+        description="most steps to make again when memory has failed, for 'auto', which then writes at least "
+        "twice as often, whatever that costs; null: no bound",
+    )
+    node_mtbf_days: float = Field(
+        150.0,
+        gt=0,
+        description="mean time between failures of a node, for 'auto'; what the job's own history tells is "
+        "added to it",
+    )
+    survival: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="wished probability, such as 0.999, that memory alone carries the job from one version "
+        "on storage to the next, for 'auto'; null: what failures make worth it",
+    )
+    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
+    timeout_secs: float = Field(
+        600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
+    )
+
+    @property
+    def fixed_steps(self) -> int:
+        """The interval that is written in the block; 0 where there is none."""
+        return 0 if self.interval_steps == AUTO else int(self.interval_steps)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the job finds the interval itself."""
+        return self.interval_steps == AUTO
+
+    @model_validator(mode="after")
+    def _check(self) -> PersistConfig:
+        if self.fixed_steps < 0:
+            raise ValueError(
+                f"persist.interval_steps is {self.fixed_steps}; write a number of steps, "
+                f'0 to write only when the job is told to stop, or "auto"'
+            )
+        keys = ("max_overhead", "max_lost_steps", "node_mtbf_days", "survival")
+        given = [k for k in keys if getattr(self, k) != PersistConfig.model_fields[k].default]
+        if given and not self.adapts:
+            raise ValueError(
+                f'persist.{given[0]} belongs to "interval_steps": "auto"; found '
+                f'"interval_steps": {self.interval_steps}. Write "auto", or remove it'
+            )
+        return self
+
 
 AOR = "+aor"
 """Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
@@ -122,22 +194,6 @@ class HasConfig(Block):
     )
 
 
-class AorConfig(Block):
-    """How ring peers' optimizers are repeated on the host, under a protection with '+aor'."""
-
-    drift_ulps: int = Field(
-        0,
-        ge=0,
-        description="accepted distance of a recomputed partition from the model's weights, in units of their "
-        "last place; 0 accepts only what equals the owner's partition in every bit, as on CPUs",
-    )
-    resync_steps: int = Field(
-        100,
-        ge=1,
-        description="with drift_ulps: most versions between two copies of a partition from its owner",
-    )
-
-
 class ProfileConfig(Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
@@ -233,7 +289,6 @@ class ReftConfig(Block):
         description="stop the job at its first step, with an error, for all that is otherwise warned of: "
         "what would make a recovery impossible or different",
     )
-    aor: AorConfig = Field(default_factory=AorConfig, description="settings of '+aor'")
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
         None,
@@ -403,11 +458,6 @@ class ReftConfig(Block):
 
     def _check_aor(self) -> None:
         if not self.recompute:
-            if self.aor != AorConfig():
-                raise ValueError(
-                    f'"aor" belongs to a protection with it; found "protection": "{self.protection}". Write '
-                    f'"{self.protection}+aor", or remove "aor"'
-                )
             return
         if self._replicated_protection == "none":
             raise ValueError(
@@ -439,7 +489,6 @@ class ReftConfig(Block):
 
 
 NESTED: dict[str, type[Block]] = {
-    "aor": AorConfig,
     "persist": PersistConfig,
     "has": HasConfig,
     "profile": ProfileConfig,

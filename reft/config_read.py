@@ -5,23 +5,45 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from reft.config import NESTED, FaultConfig, ReftConfig
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
-from reft.json_file import read_object
 from reft.naming import BLOCK_NAME, name_of_run
 
 logger = logging.getLogger(__name__)
 
+
+def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, is not JSON or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} {path} holds a {type(values).__name__}; expected {expected}")
+    return values
+
+
 _GONE = {
-    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says"
+    "aor": "this key is gone; remove it: what peers recompute is kept where it equals the owner's partition "
+    "in every bit, and a device gets there with reft.ExactAdam",
+    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says",
 }
 """Keys of older releases, and what to write instead."""
 
@@ -109,3 +131,52 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     if "faults" in path:
         return list(FaultConfig.model_fields)
     return list(ReftConfig.model_fields)
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One line of ``reft config --explain``."""
+
+    key: str
+    type: str
+    default: Any
+    unit: str
+    meaning: str
+
+
+_UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
+
+
+def explain() -> Iterator[KeyDoc]:
+    """Every key of the block with type, default, unit and meaning, in the order of definition."""
+    yield from _explain_model(ReftConfig, "")
+
+
+def _explain_model(model: type[BaseModel], prefix: str) -> Iterator[KeyDoc]:
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        if name in NESTED:
+            yield from _explain_model(NESTED[name], key + ".")
+        elif name == "faults":
+            yield KeyDoc(key, "list", [], "", field.description or "")
+            yield from _explain_model(FaultConfig, key + "[].")
+        else:
+            unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
+            yield KeyDoc(key, _type_name(field.annotation), _default_of(field), unit, field.description or "")
+
+
+def _type_name(annotation: Any) -> str:
+    if (origin := get_origin(annotation)) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin in (Union, UnionType, Literal):
+        return " | ".join(map(_type_name, get_args(annotation)))
+    if annotation is NoneType:
+        return "null"
+    return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
+
+
+def _default_of(field: FieldInfo) -> Any:
+    if field.is_required():
+        return "(required)"
+    default = field.get_default(call_default_factory=True)
+    return str(default) if isinstance(default, Path) else default

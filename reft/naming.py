@@ -11,7 +11,33 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+
+def committed_key(job_id: str) -> str:
+    """Where the rendezvous store holds the newest committed version of a job."""
+    return f"reft/{job_id}/committed"
+
+
+@dataclass(frozen=True, order=True)
+class Label:
+    """A version of the job's state.
+
+    Ordered by incarnation first: a later incarnation starts from the best version there was, so what
+    it commits replaces everything older, also where a node that was cut off ran further.
+
+    Attributes:
+        incarnation: 1 for the first start of the job, one more after every restart.
+        step: optimizer steps that the state has seen (DeepSpeed's ``global_steps``).
+    """
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (incarnation {self.incarnation})"
+
 
 BLOCK_NAME = "reft"
 """Key of the block in DeepSpeed's JSON."""

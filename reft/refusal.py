@@ -6,15 +6,18 @@ sets its environment.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any, NoReturn
 
+from reft import __version__
 from reft.env import ENV_ERROR_FILE
 
 EX_REFUSED = 2
@@ -72,3 +75,34 @@ def end_in_words() -> None:
     traceback. Doing it twice does no harm."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        super().add_usage(usage, actions, groups, "Usage: " if prefix is None else prefix)
+
+
+class Parser(argparse.ArgumentParser):
+    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``.
+
+    Args:
+        words: what stands behind the options in the line of usage.
+        others: as for :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft demo``.
+    """
+
+    def __init__(self, *, words: str = "", **others: Any) -> None:
+        usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])
+        super().__init__(usage=usage, formatter_class=_Formatter, **others)
+        self.add_argument(
+            "--version", action="version", version=f"reft {__version__}", help="print the version"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"Try '{self.prog} -h' for help.\n\nError: {message}\n")

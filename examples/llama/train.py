@@ -32,7 +32,7 @@ from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sha
 from examples.llama.tokenizer import load_tokenizer
 from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
-from reft.events import EventLog
+from reft.log import EventLog
 from reft.tools.planning.layout import Layout, choose_order, parse_order
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from reft.snapshot.scheduling.pacing import Pacer
+from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.scheduling.trace import InstructionRecord
 
 _running: list[MegatronWeaver] = []

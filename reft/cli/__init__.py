@@ -37,9 +37,9 @@ class Command:
 
 
 COMMANDS = {
-    "launch": Command("reft.job.usage", "main", "torchrun with reft: start this node's trainers", True),
+    "launch": Command("reft.cli.launch", "main", "torchrun with reft: start this node's trainers", True),
     "mpi-run": Command("reft.job.mpi_run", "main", "a training process under mpiexec or srun", True),
-    "rendezvous": Command("reft.job.rendezvous", "main", "serve the store where nodes meet", True),
+    "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "heed the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
     "plan": Command("reft.cli.plan", "plan_command", "what a job's protection will cost and survive"),
@@ -48,7 +48,7 @@ COMMANDS = {
     "demo": Command("reft.tools.demo", "main", "train here, kill nodes, compare with a quiet run", True),
     "status": Command("reft.cli.status", "status_command", "the whole job from any node, once or live"),
     "advise": Command("reft.cli.advise", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
-    "history": Command("reft.cli.history", "history_command", "what failed and what was resumed from"),
+    "history": Command("reft.cli.status", "history_command", "what failed and what was resumed from"),
     "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
     "scale": Command("reft.cli.scale", "scale_command", "have a running job go to another number of nodes"),
     "inspect": Command("reft.cli.memory", "inspect_command", "versions in memory, recoverable or why not"),

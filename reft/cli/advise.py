@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +12,8 @@ from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
 from reft.memory.free_memory import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.history import read_history
-from reft.node.signals import Board, read_board
-from reft.policy.advice import Advice, advise
-from reft.policy.scale_plan import scale_plan, to_yaml
-from reft.policy.seen import situation
+from reft.node.report import newest_board
+from reft.policy.advice import advise, scale_plan, situation
 
 
 def advise_command(
@@ -28,7 +24,8 @@ def advise_command(
     ] = None,
     as_json: AsJson = False,
     as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="a ScalePlan for DLRover's operator (elastic.iml.github.io)")
+        bool,
+        typer.Option("--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)"),
     ] = False,
 ) -> None:
     """What to change: nodes to replace or drop, another number of them, memory of a node.
@@ -37,7 +34,7 @@ def advise_command(
     'reft scale' carries it out.
     """
     paths = find_memory(memory_dir, job)
-    seen = situation(paths, _newest_board(paths), max_nodes)
+    seen = situation(paths, newest_board(paths), max_nodes)
     found = advise(seen)
     name = JobDir.open(paths[0]).job_id
     if as_json or as_yaml:
@@ -47,19 +44,9 @@ def advise_command(
         cores = len(os.sched_getaffinity(0))
         plan = scale_plan(name, number, found, workers=len(seen.nodes), cpu=cores, memory_bytes=memory)
         told = {"job_id": name, "advice": [a.to_json() for a in found], "scale_plan": plan}
-        typer.echo(to_yaml(plan) if as_yaml else json.dumps(told, indent=2), nl=not as_yaml)
+        typer.echo(json.dumps(plan if as_yaml else told, indent=2))  # what is JSON is YAML too
         return
     for advice in found:
         typer.echo(str(advice))
     if not found:
         typer.echo(f"job {name}: nothing to change, as far as its nodes tell")
-
-
-def advice_now(paths: Sequence[Path], board: Board) -> tuple[Advice, ...]:
-    """For ``reft status``."""
-    return advise(situation(paths, board, None))
-
-
-def _newest_board(paths: Sequence[Path]) -> Board | None:
-    boards = [board for path in paths if (board := read_board(path)) is not None]
-    return max(boards, key=lambda board: board.written_unix_secs) if boards else None

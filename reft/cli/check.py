@@ -19,7 +19,7 @@ from reft.control.rendezvous_store import StoreError
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
 from reft.memory.user_secret import user_secret
-from reft.tools.check.run import Checked, NodeCheck, Settings
+from reft.tools.check import MEASURES, Checked, Settings, check_nodes
 
 
 def check_command(
@@ -36,7 +36,6 @@ def check_command(
         float, typer.Option(min=1.05, help="a node that is so many times slower than the others is bad")
     ] = 1.5,
     secs: Annotated[float, typer.Option(min=0.1, help="that each measure of a node takes")] = 1.0,
-    megabytes: Annotated[int, typer.Option(min=1, help="that two nodes reduce together")] = 16,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds to wait for a node, in each turn")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -55,13 +54,13 @@ def check_command(
             f"all reach, and write --rdzv-endpoint HOST:29400"
         )
     logging.getLogger("torch").setLevel(logging.ERROR)
-    settings = Settings(nnodes, node_id or socket.gethostname(), factor, secs, megabytes * 2**20, timeout)
+    settings = Settings(nnodes, node_id or socket.gethostname(), factor, secs, timeout)
     secret = user_secret()
     server = None if rdzv_endpoint else KeyValueServer(listen("127.0.0.1", 0), secret)
     endpoint = rdzv_endpoint if server is None else f"127.0.0.1:{server.port}"
     store = KeyValueStore(endpoint, secret, prefix=f"reft-check/{rdzv_id}/")
     try:
-        checked = NodeCheck(store, settings).run()
+        checked = check_nodes(store, settings)
     except StoreError as error:
         raise ReftError(f"the rendezvous at {endpoint} does not answer: {error}") from error
     finally:
@@ -77,31 +76,21 @@ def _show(checked: Checked, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(checked.to_json(), indent=2))
         return
-    console = Console()
-    console.print(_table(checked))
-    for bad in checked.verdict.bad:
-        console.print(f"[bold red]bad:[/] {escape(bad.node)}: {escape('; '.join(bad.reasons))}")
-    for said in checked.verdict.unclear:
-        console.print(f"[bold yellow]not clear which:[/] {escape(said)}")
-    if checked.verdict.well:
-        console.print("[green]all nodes are well[/]")
-
-
-def _table(checked: Checked) -> Table:
     table = Table("node", "matmul TFLOP/s", "memory GB/s", "to device GB/s", "all-reduce 1", "2, in ms")
     for index, name in enumerate(checked.names):
         alone = checked.alone.get(index)
         cells = ["no answer"] * 3
         if alone is not None:
-            link = "" if alone.link_bytes is None else f"{alone.link_bytes / 1e9:.3g}"
-            cells = [f"{alone.matmul_flops / 1e12:.3g}", f"{alone.memory_bytes / 1e9:.3g}", link]
-        rounds = [_millis(seconds, index) for seconds in checked.rounds]
+            scaled = zip(MEASURES, (1e12, 1e9, 1e9), strict=True)
+            cells = [f"{alone[of] / unit:.3g}" if of in alone else "" for of, unit in scaled]
+        took = [secs.get(index, "") for _, secs in checked.rounds]
+        rounds = ["failed" if t is None else f"{t * 1e3:.3g}" if isinstance(t, float) else "" for t in took]
         table.add_row(escape(name), *cells, *rounds)
-    return table
-
-
-def _millis(seconds: dict[int, float | None], index: int) -> str:
-    if index not in seconds:
-        return ""
-    took = seconds[index]
-    return "failed" if took is None else f"{took * 1000:.3g}"
+    console = Console()
+    console.print(table)
+    for name, why in checked.verdict.bad.items():
+        console.print(f"[bold red]bad:[/] {escape(name)}: {escape('; '.join(why))}")
+    for said in checked.verdict.unclear:
+        console.print(f"[bold yellow]not clear which:[/] {escape(said)}")
+    if checked.verdict.well:
+        console.print("[green]all nodes are well[/]")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from reft import __version__
-from reft.config_keys import explain as explain_keys
+from reft.config_read import explain as explain_keys
 from reft.errors import ConfigError
 
 
@@ -40,14 +40,14 @@ def config_command(
     for key in keys:
         unit = f" {key.unit}" if key.unit else ""
         typer.echo(f"{key.key} ({key.type}) = {json.dumps(key.default)}{unit}")
-        typer.echo(textwrap.indent(textwrap.fill(key.meaning, 96), "    "))
+        typer.echo(textwrap.indent(textwrap.fill(key.meaning, 76), "    "))
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     """Print what a configuration and a script say of the job; whether reft takes it."""
+    from reft.config_read import read_object
     from reft.engine.findings import Finding, Severity, config_findings
     from reft.engine.script_look import ScriptLook
-    from reft.json_file import read_object
 
     block = None
     findings: list[Finding] = []

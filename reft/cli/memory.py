@@ -17,8 +17,8 @@ from rich.table import Table
 from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
-from reft.label import Label
 from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
+from reft.naming import Label
 from reft.recover.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
 
 EXIT_NOT_WELL = 1
@@ -200,7 +200,7 @@ def _versions_table(report: JobReport) -> Table:
             "yes" if version.committed else "no",
             f"{version.whole_ranks} of {version.ranks} ranks",
             version.scheme or "not said",
-            _size(version.nbytes),
+            say_size(version.nbytes),
             _age(version),
         )
     return table
@@ -227,8 +227,8 @@ def _content(arena: ArenaReport) -> list[str]:
         _label(header.label),
         "torn (being written)" if not header.state.whole else str(header.state),
         str(len(header.entries)),
-        _size(arena.own_bytes),
-        _size(arena.redundant_bytes),
+        say_size(arena.own_bytes),
+        say_size(arena.redundant_bytes),
     ]
 
 
@@ -250,21 +250,22 @@ def _show_cleaning(results: Sequence[Cleaning], dirs: Sequence[Path], dry_run: b
             s.owner_uid,
             s.incarnation,
             s.arenas,
-            _size(s.nbytes),
+            say_size(s.nbytes),
             s.path,
             result.action,
         )
         table.add_row(*map(str, cells))
     console.print(table, markup=False)
     freed = sum(r.summary.nbytes for r in results if r.removed or r.planned)
-    console.print(f"{_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
+    console.print(f"{say_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
 
 
 def _label(label: Label) -> str:
     return f"step {label.step} (incarnation {label.incarnation})"
 
 
-def _size(nbytes: int) -> str:
+def say_size(nbytes: int) -> str:
+    """For people."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 1024:.1f} KiB"
 
 

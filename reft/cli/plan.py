@@ -100,7 +100,7 @@ def plan_command(
     Exit code 1: what is asked for does not fit, costs too much, or survives
     fewer losses than wished.
     """
-    from reft.json_file import read_object
+    from reft.config_read import read_object
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.display import show_plan
     from reft.tools.planning.job import Layouting, plan_job

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reft.arguments import Parser
 from reft.config import ProfileConfig
 from reft.env import ENV_JOB_ID, ENV_PROFILE
 from reft.errors import ConfigError
+from reft.refusal import Parser
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
@@ -36,41 +36,24 @@ def main(argv: Sequence[str]) -> int:
         ReftError: a :class:`~reft.errors.ConfigError` for wrong use.
     """
     if any(word.partition("=")[0] == "--from" for word in argv):
-        saved, rest = _saved_parser().parse_known_args(list(argv))
+        parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
+        _add_outputs(parser)
+        saved, rest = parser.parse_known_args(list(argv))
         if not rest:  # elsewhere it is an option of the script
             return _show_saved(saved)
     return _run(argv)
 
 
 def _add_outputs(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the profile as JSON; '-' is stdout")
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write Chrome trace events, for ui.perfetto.dev"
-    )
-    group.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw the timeline (png, svg, pdf; needs matplotlib)"
-    )
-    group.add_argument("--figure-step", type=int, metavar="STEP", help="draw this step, not the median one")
-
-
-# -- a saved profile -------------------------------------------------------------------------------
-
-
-def _saved_parser() -> Parser:
-    parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
-    _add_saved(parser)
-    _add_outputs(parser)
-    return parser
-
-
-def _add_saved(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--from",
-        type=Path,
-        dest="saved",
-        metavar="FILE",
-        help="show the profile that --json has saved there; no job is run",
-    )
+    says = "show the profile that --json has saved there; no job is run"
+    group.add_argument("--from", type=Path, dest="saved", metavar="FILE", help=says)
+    for option, kind, metavar, says in (
+        ("--json", Path, "FILE", "write the profile as JSON; '-' is stdout"),
+        ("--trace", Path, "FILE", "write Chrome trace events, for ui.perfetto.dev"),
+        ("--figure", Path, "FILE", "draw the timeline (png, svg, pdf; needs matplotlib)"),
+        ("--figure-step", int, "STEP", "draw this step, not the median one"),
+    ):
+        group.add_argument(option, type=kind, metavar=metavar, help=says)
 
 
 def _show_saved(args: argparse.Namespace) -> int:
@@ -83,9 +66,6 @@ def _show_saved(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     _present(saved, args)
     return 0
-
-
-# -- a new one -------------------------------------------------------------------------------------
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -125,22 +105,15 @@ def _run(argv: Sequence[str]) -> int:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     defaults = ProfileConfig()
     group = parser.add_argument_group("profile")
-    _add_saved(group)
-    group.add_argument(
-        "--steps", type=int, default=10, help="steps to measure (default: %(default)s)", dest="profile_steps"
-    )
-    group.add_argument(
-        "--warmup-steps",
-        type=int,
-        default=defaults.warmup_steps,
-        help="steps to let pass before (default: %(default)s)",
-    )
-    group.add_argument(
-        "--pipelines",
-        type=int,
-        default=defaults.pipelines,
-        help="pipelines whose instructions are gathered in full (default: %(default)s)",
-    )
+    for option, default, says in (
+        ("--steps", 10, "steps to measure"),
+        ("--warmup-steps", defaults.warmup_steps, "steps to let pass before"),
+        ("--pipelines", defaults.pipelines, "pipelines whose instructions are gathered in full"),
+    ):
+        dest = f"profile_{option[2:].replace('-', '_')}"
+        group.add_argument(
+            option, type=int, default=default, dest=dest, help=f"{says} (default: %(default)s)"
+        )
     group.add_argument("--dir", type=Path, help="keep everything that is written in this directory")
     group.add_argument(
         "--keep-running", action="store_true", help="let the job go on after the measurement, to its own end"
@@ -155,16 +128,16 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
     """What the trainers, who inherit it, are to do; see :func:`reft.config_read.parse_block`."""
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
-        ("--warmup-steps", args.warmup_steps, 0),
-        ("--pipelines", args.pipelines, 1),
+        ("--warmup-steps", args.profile_warmup_steps, 0),
+        ("--pipelines", args.profile_pipelines, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} is {value}; expected at least {least}")
     profile = ProfileConfig(
         steps=args.profile_steps,
-        warmup_steps=args.warmup_steps,
+        warmup_steps=args.profile_warmup_steps,
         dir=folder,
-        pipelines=args.pipelines,
+        pipelines=args.profile_pipelines,
         then="go_on" if args.keep_running else "exit",
     )
     block: dict[str, object] = {"profile": profile.model_dump(mode="json"), "allow_unprotected": True}
@@ -182,20 +155,14 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
     if ranks and 0 not in ranks:
         print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
         return 0
-    print(
-        f"{_NAME}: the job ended well, but left no profile: "
-        + (
-            "making it failed, see the log above"
-            if ranks
-            else f"it made fewer than {args.warmup_steps} + {args.profile_steps} + 1 steps (lower "
+    why = "making it failed, see the log above"
+    if not ranks:
+        why = (
+            f"it made fewer than {args.profile_warmup_steps} + {args.profile_steps} + 1 steps (lower "
             f"--warmup-steps or --steps), or has no pipeline engine"
-        ),
-        file=sys.stderr,
-    )
+        )
+    print(f"{_NAME}: the job ended well, but left no profile: {why}", file=sys.stderr)
     return EXIT_NOT_WELL
-
-
-# -- output ----------------------------------------------------------------------------------------
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -211,8 +178,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _present(result: ProfileResult, args: argparse.Namespace) -> None:
     from reft.tools.profile.chrome import write_trace
+    from reft.tools.profile.display import show
     from reft.tools.profile.figure import draw
-    from reft.tools.profile.table import show
 
     if args.json is not None and str(args.json) == "-":
         json.dump(result.to_json(), sys.stdout)
@@ -220,15 +187,12 @@ def _present(result: ProfileResult, args: argparse.Namespace) -> None:
     else:
         wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
         show(result, Console(width=wide))
-    written = []
-    if args.json is not None and str(args.json) != "-":
-        result.save(args.json)
-        written.append(args.json)
+        if args.json is not None:
+            result.save(args.json)
     if args.trace is not None:
         write_trace(result, args.trace)
-        written.append(args.trace)
     if args.figure is not None:
         draw(result, args.figure, args.figure_step)
-        written.append(args.figure)
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
+    for path in (args.json, args.trace, args.figure):
+        if path is not None and str(path) != "-":
+            print(f"wrote {path}", file=sys.stderr)

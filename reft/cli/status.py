@@ -1,15 +1,13 @@
-"""``reft status``: a whole job, seen from any of its nodes, once or live."""
+"""``reft status``, a whole job seen from any of its nodes, once or live; ``reft history``, its restarts."""
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,16 +18,25 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
-from reft.cli.advise import advice_now
-from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
-from reft.cli.node import node_is_well, node_status, node_table
+from reft.cli.memory import (
+    EXIT_NOT_WELL,
+    AsJson,
+    Job,
+    MemoryDirs,
+    find_memory,
+    find_memory_or_say,
+    say_size,
+)
+from reft.cli.protect import describe
 from reft.errors import ReftError
 from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
-from reft.node.history import describe_parts, read_history
+from reft.node.history import Round, describe_parts, read_history, restarts_among, why
 from reft.node.observe import Doing, NodeObserver
 from reft.node.progress import read_pages
-from reft.node.signals import Board, Row, Signal, is_well, read_board, summary
-from reft.speed.reports import STEP_PARTS
+from reft.node.protection import read_record
+from reft.node.report import Board, Row, Signal, is_well, newest_board, read_board, summary
+from reft.node.stragglers import STEP_PARTS
+from reft.policy.advice import advise, situation
 
 _OLD_SECS = 10.0
 _MOST_RANKS = 16
@@ -60,13 +67,13 @@ def status_command(
     why.
     """
     try:
-        looker = _Looker(_find(memory_dir, job))
+        looker = _Looker(find_memory(memory_dir, job))
         if watch:
             told = _watch(looker, interval, as_json=as_json)
         else:
             told = looker.look()
             _show(told, as_json=as_json)
-    except ReftError as error:
+    except (ReftError, PermissionError) as error:
         if as_json:
             typer.echo(json.dumps({"job_id": None, "nodes": [], "here": [], "problem": str(error)}))
         raise
@@ -74,60 +81,55 @@ def status_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _find(memory_dir: list[Path] | None, job: str | None) -> list[Path]:
-    """As :func:`find_memory`, but an error says whose memory there is instead."""
-    others = _others(memory_dir or [])
-    try:
-        return find_memory(memory_dir, job)
-    except PermissionError as error:
-        raise ReftError(f"{error.filename} cannot be read. {others}") from error
-    except ReftError as error:
-        if not others:
-            raise
-        raise type(error)(f"{error}. {others}") from error
+def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """Every start of a job's trainers on a node: why the one before ended, and what it resumed from.
+
+    With --json a list of nodes, empty where no memory is found; standard error says why.
+    """
+    paths = find_memory_or_say(memory_dir, job, as_json=as_json)
+    nodes = [(JobDir.open(path), read_history(path)) for path in paths]
+    if as_json:
+        told = [
+            {"job_id": directory.job_id, "node": directory.node, "rounds": [row.to_json() for row in rounds]}
+            for directory, rounds in nodes
+        ]
+        typer.echo(json.dumps(told, indent=2))
+        return
+    for directory, rounds in nodes:
+        title = f"job {directory.job_id}, as node {directory.node} saw it"
+        table = Table("when", "why", "resumed from", "seconds", title=title, show_lines=True)
+        for row in rounds:
+            ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
+            when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
+            table.add_row(when, why(row) + ended, _resumed(row), describe_parts(row.secs))
+        Console().print(table, markup=False)
 
 
-def _others(given: Sequence[Path]) -> str:
-    """Whose jobs may be meant."""
-    owners = set()
-    for path in given or Path("/dev/shm").glob("reft-*"):
-        with suppress(OSError):
-            owner = path.stat().st_uid
-            if owner not in (os.geteuid(), 0):
-                owners.add(owner)
-    if not owners:
-        return ""
-    names = ", ".join(sorted(map(_user, owners)))
-    place = ", ".join(map(str, given)) or "this host"
-    return f"In {place} there is memory of another user ({names}), whose jobs they alone see"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
+def _resumed(row: Round) -> str:
+    if row.resumed_from is None:
+        return "the beginning"
+    lost = row.newest_step - (row.resumed_step or 0)
+    said = f"step {row.resumed_step} ({row.resumed_from})"
+    return f"{said}; {lost} committed steps were lost" if lost > 0 else said
 
 
 # -- looking -------------------------------------------------------------------------------------------
 
 
-@dataclass
 class _Looker:
     """Looks at a job again and again.
 
-    Attributes:
+    Args:
         paths: its memory, on the nodes of this host that are asked.
     """
 
-    paths: list[Path]
-
-    def __post_init__(self) -> None:
-        self._observers = {
-            path: NodeObserver(path, directory.node, directory.node, has_daemon=_has_daemon(path))
-            for path in self.paths
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self._observers = [
+            NodeObserver(path, directory.node, directory.node, has_daemon=(path / DAEMON_FILE).exists())
+            for path in paths
             for directory in [JobDir.open(path)]
-        }
+        ]
 
     def look(self) -> dict[str, Any]:
         """Everything that is told, as JSON types."""
@@ -135,19 +137,20 @@ class _Looker:
         running = any(map(_runs, self.paths))
         board, said = self._board(now, running)
         told = summary(board, now)
-        told["warnings"] = [*said, *told["warnings"]]
-        here = [node_status(path) for path in self.paths]
-        told["advice"] = [a.to_json() for a in advice_now(self.paths, board)] if running else []
-        ended = None if running else _end(self.paths)
-        told |= {"state": "runs" if running else "ended", "ended": ended}
-        told["well"] = running and is_well(told) and all(map(node_is_well, here))
-        return {**told, "here": here}
+        here = [_node(path) for path in self.paths]
+        found = advise(situation(self.paths, board, None)) if running else ()
+        return told | {
+            "warnings": [*said, *told["warnings"]],
+            "advice": [advice.to_json() for advice in found],
+            "state": "runs" if running else "ended",
+            "ended": None if running else _end(self.paths),
+            "well": running and is_well(told) and all(map(_node_is_well, here)),
+            "here": here,
+        }
 
     def _board(self, now: float, running: bool) -> tuple[Board, list[str]]:
         """The newest board on any of the nodes; of a job without one what these nodes tell themselves."""
-        boards = [b for path in self.paths if (b := read_board(path)) is not None]
-        if boards:
-            board = max(boards, key=lambda b: b.written_unix_secs)
+        if (board := newest_board(self.paths)) is not None:
             said = []
             if running and (old := now - board.written_unix_secs) > _OLD_SECS:
                 said.append(f"the launcher of this node has told nothing for {old:.0f} s: is it stopped?")
@@ -157,28 +160,51 @@ class _Looker:
                     f"this is the last that was heard"
                 )
             return board, said
-        rows = tuple(
-            Row(report=observer.look(Doing("runs" if _runs(path) else "ended")))
-            for path, observer in self._observers.items()
-        )
+        rows = tuple(Row(report=observer.look(Doing())) for observer in self._observers)
         said = ["no launcher of reft tells of other nodes: this is what is known here"] if running else []
         return Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows), said
 
 
-def _has_daemon(path: Path) -> bool:
-    return (path / DAEMON_FILE).exists()
+def _node(path: Path) -> dict[str, Any]:
+    """What the node's own files tell, next to what the whole job knows: storage, traffic, protection."""
+    directory = JobDir.open(path)
+    restarts = restarts_among(read_history(path))
+    record = read_record(path)
+    return {
+        "job_id": directory.job_id,
+        "node": directory.node,
+        "memory": str(path),
+        "daemon_runs": _daemon_runs(path),
+        "status": directory.read_status(),
+        "restarts": f"{len(restarts)}; the last: {why(restarts[-1])}" if restarts else "none",
+        "last_recovery": restarts[-1].to_json() if restarts else None,
+        "protection": None if record is None else record.to_json(),
+    }
+
+
+def _node_is_well(node: dict[str, Any]) -> bool:
+    status = node["status"] or {}
+    persist = status.get("persist") or {}
+    stale = status.get("stale_since_step") is not None or persist.get("stale_since_step") is not None
+    return bool(node["daemon_runs"]) and status.get("last_committed") is not None and not stale
+
+
+def _daemon_runs(path: Path) -> bool:
+    daemon = read_json(path / DAEMON_FILE)
+    return daemon is not None and is_running(daemon)
+
+
+def _launcher_says(path: Path) -> str:
+    return str((read_json(path / "launcher.json") or {}).get("state", ""))
 
 
 def _runs(path: Path) -> bool:
     """Whether any process of the job runs on the node, without touching a lock that it may want."""
-    daemon, launcher = read_json(path / DAEMON_FILE), read_json(path / "launcher.json") or {}
-    if daemon is not None and is_running(daemon):
-        return True
-    if any(page.state not in ("", "Z") for page in read_pages(path)):
+    if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
         return True
     board = read_board(path)
     told = board is not None and time.time() - board.written_unix_secs < _OLD_SECS
-    return told and not str(launcher.get("state", "")).startswith("ended")
+    return told and not _launcher_says(path).startswith("ended")
 
 
 def _end(paths: Sequence[Path]) -> str:
@@ -187,7 +213,7 @@ def _end(paths: Sequence[Path]) -> str:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:
             return rounds[-1].ended
-    states = [str((read_json(path / "launcher.json") or {}).get("state", "")) for path in paths]
+    states = list(map(_launcher_says, paths))
     if "ended well" in states:
         return "it ended well"
     return "its launcher was told to end" if "ended" in states else "its processes are gone"
@@ -200,9 +226,8 @@ def _watch(looker: _Looker, interval_secs: float, *, as_json: bool) -> dict[str,
     """Show the job until Ctrl-C or its end; returns what was seen last."""
     console = Console()
     told: dict[str, Any] = {"well": True}
-    live = console.is_terminal and not as_json
     try:
-        if live:
+        if console.is_terminal and not as_json:
             with Live(console=console, auto_refresh=False, transient=False) as screen:
                 for told in _looks(looker, interval_secs):
                     screen.update(_view(told), refresh=True)
@@ -223,24 +248,18 @@ def _watch(looker: _Looker, interval_secs: float, *, as_json: bool) -> dict[str,
 def _looks(looker: _Looker, interval_secs: float) -> Iterator[dict[str, Any]]:
     """What is seen, one look after the other, until the job has ended."""
     told: dict[str, Any] = {}
-    while True:
+    while told.get("state") != "ended":
+        if told:
+            time.sleep(interval_secs)
         try:
             told = looker.look()
         except (ReftError, OSError):
             if all(path.is_dir() for path in looker.paths):
                 raise
             # Its memory is removed when a job has ended well.
-            yield {
-                **told,
-                "state": "ended",
-                "ended": "it ended well, and its memory was removed",
-                "well": True,
-            }
-            return
+            ended = "it ended well, and its memory was removed"
+            told = {**told, "state": "ended", "ended": ended, "well": True}
         yield told
-        if told["state"] == "ended":
-            return
-        time.sleep(interval_secs)
 
 
 def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
@@ -250,7 +269,10 @@ def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None
     console = Console()
     console.print(_view(told))
     for node in () if briefly else told["here"]:
-        console.print(node_table(node), markup=False)
+        table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
+        for name, said in _facts_of_node(node):
+            table.add_row(name, escape(said))
+        console.print(table)
 
 
 def _view(told: dict[str, Any]) -> RenderableType:
@@ -272,44 +294,30 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
         yield "since the start", _since_start(counts)
-    commit = told["newest_commit"]
-    if commit is None:
-        yield "newest commit", "none"
-    else:
-        label = f"step {commit['step']} (incarnation {commit['incarnation']})"
-        yield "newest commit", f"{label}, {told['commit_age_secs']:.0f} s ago"
+    age = "" if told["newest_commit"] is None else f", {told['commit_age_secs']:.0f} s ago"
+    yield "newest commit", _label(told["newest_commit"]) + age
     yield "protection", _or(told["protection"], "not known")
     yield "survives now", _losses(told)
     if (last := told["last_recovery"]) is not None:
-        why = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
-        resumed = (
-            "" if last["resumed_step"] is None else f"; step {last['resumed_step']} ({last['resumed_from']})"
-        )
-        total = sum(last["secs"].values())
+        causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
+        resumed = ""
+        if last["resumed_step"] is not None:
+            resumed = f"; step {last['resumed_step']} ({last['resumed_from']})"
+        yield "last recovery", f"{_clock(last['unix_secs'])}, {causes}{resumed}"
         parts = describe_parts(last["secs"])
-        yield "last recovery", f"{_clock(last['unix_secs'])}, {why}{resumed}"
-        yield "its seconds", f"{total:.1f}: {parts}" if parts else "not known yet"
+        yield "its seconds", f"{sum(last['secs'].values()):.1f}: {parts}" if parts else "not known yet"
     yield "restarts", str(told["restarts"])
 
 
 def _since_start(counts: dict[str, Any]) -> str:
-    speed = counts["samples_per_sec"]
-    made = counts["newest_step"] - counts["first_step"]
     lost = ", ".join(f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
-    parts = (
-        f"{made} steps in {counts['elapsed_secs']:.0f} s",
-        "" if speed is None else f"{speed:.3g} samples/s",
-        _tflops(counts),
-        f"{counts['effective_ratio']:.1%} effective",
-        lost and f"lost to {lost}",
-    )
-    return "; ".join(filter(None, parts))
-
-
-def _tflops(counts: dict[str, Any]) -> str:
-    if counts["tflops"] is None:
-        return f"TFLOP/s not known: {counts['no_tflops']}"
-    return f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer"
+    parts = [f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} s"]
+    if counts["samples_per_sec"] is not None:
+        parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
+    if counts["tflops"] is not None:
+        parts.append(f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer")
+    parts.append(f"{counts['effective_ratio']:.1%} effective")
+    return "; ".join([*parts, f"lost to {lost}"] if lost else parts)
 
 
 def _losses(told: dict[str, Any]) -> str:
@@ -325,15 +333,15 @@ def _losses(told: dict[str, Any]) -> str:
 def _nodes(told: dict[str, Any]) -> Table:
     table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
-        signal = Signal(node["signal"])
-        since = node["since_unix_secs"]
+        signal, since = Signal(node["signal"]), node["since_unix_secs"]
+        doing = "waits as a spare" if node["spare"] else node["doing"]
         table.add_row(
             escape(node["node"]),
             f"[{_STYLES[signal]}]{signal}[/]",
             "" if since is None else _clock(since),
             str(_or(node["step"], "")),
             escape(_shards(node)),
-            escape(": ".join(filter(None, (_doing(node), node["why"])))),
+            escape(": ".join(filter(None, (doing, node["why"])))),
         )
     return table
 
@@ -341,24 +349,16 @@ def _nodes(told: dict[str, Any]) -> Table:
 def _speeds(told: dict[str, Any]) -> Table:
     """Of the ranks that compute longest."""
     longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
-    left_out = len(longest) - _MOST_RANKS
-    table = Table(
-        "rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title="what a step consists of, in ms"
-    )
+    title = "what a step consists of, in ms"
+    table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)
     slow = {rank for s in told["slow"] for rank in s["ranks"]}
     for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[Signal.UNHEALTHY] if speed["rank"] in slow else ""
-        secs = (speed[f"{name}_secs"] for name in ("step", *STEP_PARTS))
-        table.add_row(
-            str(speed["rank"]), escape(speed["node"]), *(f"{s * 1000:.3g}" for s in secs), style=style
-        )
-    if left_out > 0:
+        millis = (f"{speed[f'{name}_secs'] * 1000:.3g}" for name in ("step", *STEP_PARTS))
+        table.add_row(str(speed["rank"]), escape(speed["node"]), *millis, style=style)
+    if (left_out := len(longest) - _MOST_RANKS) > 0:
         table.caption = f"and {left_out} that compute no longer than these"
     return table
-
-
-def _doing(node: dict[str, Any]) -> str:
-    return "waits as a spare" if node["spare"] else str(node["doing"])
 
 
 def _shards(node: dict[str, Any]) -> str:
@@ -367,6 +367,72 @@ def _shards(node: dict[str, Any]) -> str:
     steps = sorted({s["step"] for s in node["shards"]})
     said = f"{len(node['shards'])} at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
     return said if node["holds_shards"] else f"{said} (replaced)"
+
+
+def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the node's own files tell, for people."""
+    status = node["status"] or {}
+    persist = status.get("persist") or {}
+    stats = [t["stats"] for t in (status.get("trainers") or {}).values() if t.get("stats")]
+    yield "restarts", node["restarts"]
+    yield "daemon", "runs" if node["daemon_runs"] else "does not run"
+    yield "newest commit", _label(status.get("last_committed"))
+    yield from zip(("protection", ""), describe(node["protection"] or {}), strict=False)
+    yield "snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause"))
+    yield "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"
+    yield from (("QUIET", said) for said in status.get("quiet") or ())
+    yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
+    if persist.get("dir"):
+        said = _staleness(persist.get("stale_since_step"), persist.get("error"))
+        if writing := persist.get("writing"):
+            said += f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
+        yield "persist", said
+    yield from _rates(stats)
+    yield from _traffic(stats)
+    made = sum(s.get("recomputed", 0) for s in stats)
+    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
+    if made or copied:
+        causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items()) or "none"
+        yield "recomputed", f"{made} partitions; copied from their owners: {causes}"
+    if updated := status.get("updated_unix_secs"):
+        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
+
+
+def _rates(stats: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How often versions are taken, and go to storage, and why, where the job finds that itself; by the rank
+    that asks for the longest interval."""
+    for name, key, when in (
+        ("snapshot rate", "memory_rate", "after a failure that memory survives"),
+        ("persist rate", "persist_rate", "when memory fails"),
+    ):
+        if rates := [rate for s in stats if (rate := s.get(key))]:
+            rate = max(rates, key=lambda r: r["interval_steps"])
+            seen = "not measured yet" if rate["overhead"] is None else f"{rate['overhead']:.1%} observed"
+            most = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
+            looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
+            yield (
+                name,
+                f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
+                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost {when}",
+            )
+
+
+def _traffic(stats: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Bytes of the newest version of all ranks of the node, by what they are; nothing before there is one."""
+    counted = [s["traffic"] for s in stats if "traffic" in s]
+    for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
+        total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
+        parts = ", ".join(f"{kind.replace('_', ' ')} {say_size(n)}" for kind, n in total.items())
+        if counted:
+            yield name, f"{say_size(total.total())} ({parts})" if total else "nothing"
+
+
+def _staleness(since: int | None, cause: str | None) -> str:
+    return "up to date" if since is None else f"STALE since step {since}: {cause}"
+
+
+def _label(value: dict[str, Any] | None) -> str:
+    return "none" if value is None else f"step {value['step']} (incarnation {value['incarnation']})"
 
 
 def _or(value: Any, otherwise: str) -> str:

@@ -14,19 +14,18 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.control.overlay import SocketCarrier, shared_secret
-from reft.control.silence import OnSilence
-from reft.control.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
+from reft.control.overlay import carrier, shared_secret
+from reft.control.transport import Buffers, Bytes, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.label import Label
 from reft.mac import authenticate, check_authentic
+from reft.naming import Label
 
 SOCKETS, MPI = "sockets", "mpi"
 """What can carry the control plane: ``transport`` of the block."""
@@ -63,6 +62,9 @@ class Ballot:
     rung: int = 0
     persist_steps: int = 0
     complains: bool = False
+
+
+_RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")
 
 
 class ControlGroup:
@@ -105,18 +107,18 @@ class ControlGroup:
         self._secret = secret or shared_secret(
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
-        self.on_silence: OnSilence = no_silence
+        self.on_silence: OnSilence = lambda missing, secs: None
         self._kind = transport
-        self._carrier = self._make_carrier()
+        self._open = self._make_carrier()
         self._transport: Transport | None = None
         self._connect(lambda: True)
 
-    def _make_carrier(self) -> Carrier:
+    def _make_carrier(self) -> Open:
         if self._kind == MPI:
-            from reft.control.mpi import MpiCarrier  # mpi4py starts MPI when it is imported
+            from reft.control.mpi_transport import mpi_carrier  # mpi4py starts MPI when it is imported
 
-            return MpiCarrier(self.rank, self.world_size, self._node, self.timeout_secs)
-        return SocketCarrier(
+            return mpi_carrier(self.rank, self.world_size, self._node, self.timeout_secs)
+        return carrier(
             self._store,
             self._prefix,
             rank=self.rank,
@@ -126,16 +128,16 @@ class ControlGroup:
         )
 
     def _connect(self, go_on: Callable[[], bool]) -> None:
-        self._transport = self._carrier.open(self.timeout_secs, go_on, self._silent)
+        def silent(missing: list[str], secs: float) -> None:
+            self.on_silence(missing, secs)  # which may be set later
 
-    def _silent(self, missing: list[str], secs: float) -> None:
-        self.on_silence(missing, secs)
+        self._transport = self._open(self.timeout_secs, go_on, silent)
 
     @property
     def _connections(self) -> Transport:
         if self._transport is None:
             raise TransferError("this rank has left the control plane, or its job is closed")
-        self._transport.timeout_secs = self.timeout_secs
+        self._transport.limits.timeout_secs = self.timeout_secs
         return self._transport
 
     @property
@@ -149,11 +151,7 @@ class ControlGroup:
         return dict(self._connections.sent)
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
-        """The connections of the snapshot worker. Collective, in the same order on all ranks.
-
-        Args:
-            secret: the job's; None: that of this group.
-        """
+        """The connections of the snapshot worker, under the job's secret (None: this group's). Collective."""
         worker = WorkerControl(
             self.timeout_secs, node=self._node, secret=secret or self._secret, transport=self._kind
         )
@@ -161,32 +159,20 @@ class ControlGroup:
         return worker
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length; entry r is what rank r gave.
-
-        Raises:
-            TransferError: a peer is gone.
-            AuthenticationError: what came over MPI does not carry the job's secret; sockets see to that.
-        """
+        """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and over MPI
+        AuthenticationError (sockets see to that themselves)."""
         if self._kind != MPI:
             return self._connections.gather(data)
         told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
         return [check_authentic(body, self._secret, _GATHERED) for body in told]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather a list of integers of 64 bits; entry r is what rank r gave.
-
-        Raises:
-            TransferError: a peer is gone.
-        """
+        """All-gather a list of integers of 64 bits; entry r is what rank r gave. Raises TransferError."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
     def any_of(self, *said: bool) -> list[bool]:
-        """Of each of these, whether any rank says yes.
-
-        Raises:
-            TransferError: a peer is gone.
-        """
+        """Of each of these, whether any rank says yes. Raises TransferError."""
         return [not value for value in self._connections.reduce_min([not yes for yes in said])]
 
     def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -238,20 +224,12 @@ class ControlGroup:
         receives: Mapping[int, Inflow],
         wake: socket.socket | None = None,
     ) -> None:
-        """As :meth:`exchange`, where there may be no room yet for what comes; see :meth:`Transport.stream`.
-
-        Raises:
-            PeerLostError: a peer vanished.
-        """
+        """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
         with self._in_step():
             self._connections.stream(sends, receives, wake)
 
     def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        """Add up what ``ranks`` give each other; see :meth:`Transport.xor`. Collective among them.
-
-        Raises:
-            PeerLostError: a peer vanished.
-        """
+        """Add up what ``ranks`` give each other; see :meth:`Transport.xor`. Raises PeerLostError."""
         with self._in_step():
             return self._connections.xor(parts, ranks)
 
@@ -286,14 +264,8 @@ class WorkerControl(ControlGroup):
     """Votes and point-to-point transfers of the snapshot protocol. Used by the worker thread alone."""
 
     def rejoin(self, go_on: Callable[[], bool]) -> None:
-        """Make the connections anew, once all ranks have left the old ones. Collective.
-
-        Args:
-            go_on: asked now and then; the wait ends when it says no.
-
-        Raises:
-            TransferError: a peer did not come in time, or cannot be reached.
-        """
+        """Make the connections anew, once all ranks have left the old ones, as long as ``go_on`` says so.
+        Collective; raises TransferError where a peer did not come in time, or cannot be reached."""
         self.leave()
         self._connect(go_on)
 
@@ -307,23 +279,11 @@ class WorkerControl(ControlGroup):
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
-        word = [
-            int(ballot.ok),
-            -ballot.stop_after_step,
-            -int(ballot.relayout),
-            -ballot.interval_steps,
-            -ballot.order,
-            -int(ballot.late),
-            -ballot.rung,
-            -ballot.persist_steps,
-            -int(ballot.complains),
-            version.step,
-            -version.step,
-            version.incarnation,
-            -version.incarnation,
-        ]
-        result = self._connections.reduce_min(word)
-        *wishes, lowest, highest, oldest, newest = result
+        # The smallest of all: of what any rank may raise, the negative.
+        said = [getattr(ballot, name) for name in _RAISED]
+        word = [int(ballot.ok), *(-int(value) for value in said)]
+        word += [version.step, -version.step, version.incarnation, -version.incarnation]
+        ok, *raised, lowest, highest, oldest, newest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
                 f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); this rank "
@@ -334,18 +294,9 @@ class WorkerControl(ControlGroup):
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
-        ok, stop, relayout, interval, order, late, rung, persist, complains = wishes
-        return Ballot(
-            ok=bool(ok),
-            stop_after_step=-stop,
-            relayout=bool(relayout),
-            interval_steps=-interval,
-            order=-order,
-            late=bool(late),
-            rung=-rung,
-            persist_steps=-persist,
-            complains=bool(complains),
-        )
+        kinds = [type(value) for value in said]
+        results = {n: kind(-value) for n, kind, value in zip(_RAISED, kinds, raised, strict=True)}
+        return Ballot(ok=bool(ok), **results)
 
 
 def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

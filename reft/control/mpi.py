@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reft.backoff import Backoff
-from reft.control.silence import OnSilence, log
 from reft.control.transport import GoOn
 from reft.errors import ConfigError, TransferError
 
@@ -153,54 +152,3 @@ def within(call: Callable[[], Any], deadline: float, look: Callable[[], None], d
     if failed:
         raise failed[0]
     return done[0]
-
-
-class MpiCarrier:
-    """Makes transports over ``MPI_COMM_WORLD``; see :class:`reft.control.transport.Carrier`. Made on all
-    ranks, in the same order.
-
-    Args:
-        rank, world_size: as torch counts, which must be as MPI does.
-        node: the node that this rank runs on.
-        timeout_secs: for all ranks to come.
-
-    Raises:
-        ConfigError: there is no MPI, or this process is not that rank of its job.
-        TransferError: not all ranks came.
-    """
-
-    def __init__(self, rank: int, world_size: int, node: str, timeout_secs: float) -> None:
-        self._mpi = load_mpi()
-        world = self._mpi.COMM_WORLD
-        if (world.rank, world.size) != (rank, world_size):
-            raise ConfigError(
-                f'"transport": "mpi", but this process is rank {world.rank} of {world.size} for MPI and rank '
-                f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
-                f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
-            )
-        self._node = node
-        self._communicators = Communicators(Communicators(world).fresh(timeout_secs, lambda: True))
-
-    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Any:
-        """See :meth:`reft.control.transport.Carrier.open`."""
-        from reft.control.mpi_transport import MpiTransport
-
-        try:
-            communicator = self._communicators.fresh(timeout_secs, go_on)
-        except self._mpi.Exception as error:
-            raise TransferError(
-                f"MPI makes no further communicator for this process ({str(error).splitlines()[0]}); start "
-                f"the job's next step"
-            ) from error
-        transport = MpiTransport(self._mpi, communicator, timeout_secs)
-        nodes = [name.decode() for name in transport.gather(self._node.encode())]
-        transport.name_nodes(nodes)
-        is_first = nodes.index(self._node) == transport.rank
-        level = logging.WARNING if is_first else logging.INFO
-
-        def say(missing: list[str], secs: float) -> None:
-            log(missing, secs, level)
-            on_silence(missing, secs)
-
-        transport.on_silence = say
-        return transport

@@ -10,18 +10,145 @@ from __future__ import annotations
 import socket
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from reft.control.mpi import Pauses, within
-from reft.control.mpi_stream import Incoming, Outgoing
-from reft.control.silence import PATIENCE_SECS, OnSilence, Silence
-from reft.control.transport import Bytes, Inflow, no_silence, not_empty
+from reft.control.mpi import Communicators, Pauses, load_mpi, within
+from reft.control.peers import advance
+from reft.control.transport import Bytes, GoOn, Inflow, Limits, OnSilence, Open, Silence, not_empty, saying
 from reft.control.tree import children_of, parent_of
-from reft.errors import TransferError
+from reft.errors import ConfigError, TransferError
+
+BYTES = 4
+"""The tag of these messages."""
+PIECE_BYTES = 2**20
+AHEAD = 2
+"""Pieces on their way to, and from, each peer."""
+
+
+class Outgoing:
+    """What one peer gets.
+
+    Args:
+        communicator: of both.
+        peer: its rank there.
+        views: flat bytes, none of them empty.
+    """
+
+    def __init__(self, communicator: Any, peer: int, views: Sequence[memoryview]) -> None:
+        self._comm = communicator
+        self._peer = peer
+        self._views = deque(views)
+        self._under_way: deque[tuple[Any, memoryview]] = deque()
+
+    @property
+    def done(self) -> bool:
+        return not self._views and not self._under_way
+
+    def go_on(self) -> bool:
+        """Send what may be sent; whether anything moved."""
+        moved = False
+        while self._under_way and self._under_way[0][0].Test():
+            self._under_way.popleft()
+            moved = True
+        while self._views and len(self._under_way) < AHEAD:
+            piece = self._next()
+            self._under_way.append((self._comm.Issend(piece, self._peer, BYTES), piece))
+            moved = True
+        return moved
+
+    def _next(self) -> memoryview:
+        """The next piece: a part of a long view, or several short ones together."""
+        first = self._views[0]
+        if len(first) >= PIECE_BYTES or len(self._views) == 1:
+            piece = first[:PIECE_BYTES]
+            advance(self._views, len(piece))
+            return piece
+        parts: list[memoryview] = []
+        room = PIECE_BYTES
+        while self._views and room:
+            part = self._views[0][:room]
+            parts.append(part)
+            room -= len(part)
+            advance(self._views, len(part))
+        return memoryview(b"".join(parts))
+
+
+class Incoming:
+    """What one peer sends. What was taken and has no place yet waits here, also for the next exchange.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        communicator: of both.
+        peer: its rank there.
+    """
+
+    def __init__(self, mpi: Any, communicator: Any, peer: int) -> None:
+        self._mpi = mpi
+        self._comm = communicator
+        self._peer = peer
+        self._free: list[Bytes] = []
+        self._buffers = 0
+        self._under_way: deque[tuple[Any, Bytes, int]] = deque()
+        self._here: deque[tuple[memoryview, Bytes]] = deque()
+        self._rooms: deque[memoryview] = deque()
+
+    def go_on(self, inflow: Inflow) -> bool:
+        """Put into place what is here, and take what has come; whether anything moved."""
+        moved = False
+        while self._under_way and self._under_way[0][0].Test():
+            _, buffer, nbytes = self._under_way.popleft()
+            self._here.append((buffer[:nbytes].data, buffer))
+            moved = True
+        moved |= self._place(inflow)
+        while not inflow.complete and (free := self._buffer()) is not None:
+            status = self._mpi.Status()
+            message = self._comm.Improbe(self._peer, BYTES, status)
+            if message is None:
+                self._free.append(free)
+                break
+            nbytes = status.Get_count(self._mpi.BYTE)
+            self._under_way.append((message.Irecv(free[:nbytes]), free, nbytes))
+            moved = True
+        return moved
+
+    def _place(self, inflow: Inflow) -> bool:
+        moved = False
+        while self._here and not inflow.complete:
+            if not self._rooms:
+                self._rooms.extend(inflow.room())
+            if not self._rooms:
+                break
+            data, buffer = self._here[0]
+            nbytes = min(len(data), len(self._rooms[0]))
+            self._rooms[0][:nbytes] = data[:nbytes]
+            if full := advance(self._rooms, nbytes):
+                inflow.filled(full)
+            moved = True
+            if nbytes < len(data):
+                self._here[0] = data[nbytes:], buffer
+            else:
+                self._here.popleft()
+                self._free.append(buffer)
+        return moved
+
+    def _buffer(self) -> Bytes | None:
+        if self._free:
+            return self._free.pop()
+        if self._buffers == AHEAD:
+            return None
+        self._buffers += 1
+        return np.empty(PIECE_BYTES, np.uint8)
+
+    def rest(self) -> None:
+        """An exchange is over: the free buffers go."""
+        self._buffers -= len(self._free)
+        self._free.clear()
+
 
 _LEFT, _HERE, _MISSING = 1, 2, 3
 _WORDS = 16
@@ -37,19 +164,17 @@ class MpiTransport:
     Args:
         mpi: the module ``mpi4py.MPI``.
         communicator: of all ranks, for this alone.
-        timeout_secs: for a collective, and for an exchange in which nothing moves.
+        limits: of waiting.
     """
 
     adds_up = True
 
-    def __init__(self, mpi: Any, communicator: Any, timeout_secs: float) -> None:
+    def __init__(self, mpi: Any, communicator: Any, limits: Limits) -> None:
         self._mpi = mpi
         self._comm = communicator
         self.rank: int = communicator.rank
         self.world_size: int = communicator.size
-        self.timeout_secs = timeout_secs
-        self.patience_secs = PATIENCE_SECS
-        self.on_silence: OnSilence = no_silence
+        self.limits = limits
         self.sent = {"pairs": 0, "xor": 0}
         self._nodes: Sequence[str] = [""] * self.world_size
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -140,7 +265,7 @@ class MpiTransport:
         that. If a rank is silent then, the wait ends, but MPI may make no communicator any more in this
         process: what fails here ends the load, and the job."""
         if ranks not in self._groups:
-            deadline = time.monotonic() + self.timeout_secs
+            deadline = time.monotonic() + self.limits.timeout_secs
             members = self._comm.group.Incl(ranks)
             self._groups[ranks] = within(
                 lambda: self._comm.Create_group(members, tag=0),
@@ -182,7 +307,7 @@ class MpiTransport:
             TimeoutError: nothing moved for ``timeout_secs``.
             EOFError: a rank has left.
         """
-        silence, pauses = Silence(self.patience_secs), Pauses()
+        silence, pauses = Silence(self.limits.patience_secs), Pauses()
         busy, awaited = dict(out), dict(into)
         while busy or awaited:
             moved = False
@@ -196,16 +321,18 @@ class MpiTransport:
                     del awaited[peer]
                     self._incoming[peer].rest()
             if moved:
-                silence = Silence(self.patience_secs)
+                silence = Silence(self.limits.patience_secs)
                 pauses.restart()
                 continue
             self._hear()
             self._require_all()
             missing = [self._name(peer) for peer in sorted(busy.keys() | awaited.keys())]
-            if silence.secs > self.timeout_secs:
-                raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
+            if silence.secs > self.limits.timeout_secs:
+                raise TimeoutError(
+                    f"no byte was moved for {self.limits.timeout_secs:.0f} s; {', '.join(missing)}"
+                )
             if silence.says(missing):
-                self.on_silence(missing, silence.secs)
+                self.limits.on_silence(missing, silence.secs)
             if wake is not None:
                 with suppress(BlockingIOError):
                     wake.recv(_MOST_WAKES, socket.MSG_DONTWAIT)
@@ -220,20 +347,20 @@ class MpiTransport:
             TimeoutError: it took longer than ``timeout_secs``.
             EOFError: a rank has left.
         """
-        silence, pauses = Silence(self.patience_secs, shows=True), Pauses()
+        silence, pauses = Silence(self.limits.patience_secs, shows=True), Pauses()
         try:
             while not request.Test():
                 self._hear()
                 self._require_all(self._calls if ranks is None else None)
                 missing = self._missing() if ranks is None else []
-                if silence.secs > self.timeout_secs:
+                if silence.secs > self.limits.timeout_secs:
                     who = ", ".join(missing) or "a rank"
-                    raise TimeoutError(f"nothing was heard of {who} for {self.timeout_secs:.0f} s")
+                    raise TimeoutError(f"nothing was heard of {who} for {self.limits.timeout_secs:.0f} s")
                 if silence.shows() and ranks is None:
                     for peer in [0] if self.rank else self._waiting():
                         self._send(peer, _HERE, [self._calls])
                 if silence.says(missing):
-                    self.on_silence(missing, silence.secs)
+                    self.limits.on_silence(missing, silence.secs)
                     self._pass_on()
                 pauses.rest()
         except BaseException:
@@ -322,3 +449,42 @@ class MpiTransport:
             for peer in neighbours:
                 self._send(peer, _LEFT, [self._finished])
         _abandoned.extend((self._small, self._incoming))
+
+
+def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> Open:
+    """Makes transports over ``MPI_COMM_WORLD``. Called on all ranks, in the same order.
+
+    Args:
+        rank, world_size: as torch counts, which must be as MPI does.
+        node: the node that this rank runs on.
+        timeout_secs: for all ranks to come.
+
+    Raises:
+        ConfigError: there is no MPI, or this process is not that rank of its job.
+        TransferError: not all ranks came.
+    """
+    mpi = load_mpi()
+    world = mpi.COMM_WORLD
+    if (world.rank, world.size) != (rank, world_size):
+        raise ConfigError(
+            f'"transport": "mpi", but this process is rank {world.rank} of {world.size} for MPI and rank '
+            f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
+            f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
+        )
+    communicators = Communicators(Communicators(world).fresh(timeout_secs, lambda: True))
+
+    def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> MpiTransport:
+        try:
+            communicator = communicators.fresh(timeout_secs, go_on)
+        except mpi.Exception as error:
+            raise TransferError(
+                f"MPI makes no further communicator for this process ({str(error).splitlines()[0]}); start "
+                f"the job's next step"
+            ) from error
+        transport = MpiTransport(mpi, communicator, Limits(timeout_secs))
+        nodes = [name.decode() for name in transport.gather(node.encode())]
+        transport.name_nodes(nodes)
+        transport.limits.on_silence = saying(on_silence, first_on_node=nodes.index(node) == transport.rank)
+        return transport
+
+    return open_

@@ -7,18 +7,16 @@ arrival.
 
 from __future__ import annotations
 
-import logging
-import socket
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from reft.backoff import Backoff
 from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.control.peers import Peers
-from reft.control.silence import OnSilence, log
-from reft.control.transport import Bytes, Inflow, no_silence, xor_by_stream
+from reft.control.transport import Bytes, Limits, OnSilence, Open, saying, xor_by_stream
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -51,69 +49,23 @@ class Overlay:
     def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
         self.tree = tree
         self.peers = peers
+        self.limits = tree.limits
         self._reception = reception
-
-    @property
-    def timeout_secs(self) -> float:
-        return self.tree.timeout_secs
-
-    @timeout_secs.setter
-    def timeout_secs(self, secs: float) -> None:
-        self.tree.timeout_secs = self.peers.timeout_secs = secs
-
-    @property
-    def patience_secs(self) -> float:
-        return self.tree.patience_secs
-
-    @patience_secs.setter
-    def patience_secs(self, secs: float) -> None:
-        self.tree.patience_secs = self.peers.patience_secs = secs
-
-    @property
-    def on_silence(self) -> OnSilence:
-        return self.tree.on_silence
-
-    @on_silence.setter
-    def on_silence(self, told: OnSilence) -> None:
-        self.tree.on_silence = self.peers.on_silence = told
+        self.reduce_min, self.gather = tree.reduce_min, tree.gather
+        self.stream, self.end_pairs = peers.stream, peers.close
 
     @property
     def sent(self) -> dict[str, int]:
         return {"pairs": self.peers.sent_bytes}
 
-    @sent.setter
-    def sent(self, counted: dict[str, int]) -> None:
-        self.peers.sent_bytes = counted["pairs"]
-
-    def reduce_min(self, values: Sequence[int]) -> list[int]:
-        return self.tree.reduce_min(values)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self.tree.gather(data)
-
-    def stream(
-        self,
-        sends: Mapping[int, Sequence[memoryview]],
-        receives: Mapping[int, Inflow],
-        wake: socket.socket | None = None,
-    ) -> None:
-        self.peers.stream(sends, receives, wake)
-
     def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
         return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
-
-    def end_pairs(self) -> None:
-        self.peers.close()
 
     def close(self) -> None:
         """End all connections and take no more."""
         self._reception.close()
         self.peers.close()
         self.tree.close()
-
-
-def _always() -> bool:
-    return True
 
 
 def connect(
@@ -125,8 +77,8 @@ def connect(
     node: str,
     secret: bytes,
     timeout_secs: float,
-    go_on: GoOn = _always,
-    on_silence: OnSilence = no_silence,
+    go_on: GoOn = lambda: True,
+    on_silence: OnSilence = lambda missing, secs: None,
 ) -> Overlay:
     """Connect this rank with the others. Collective.
 
@@ -148,51 +100,28 @@ def connect(
     joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
     with joining.heard(rank):
         overlay = _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
-    # One line per node; the others have it where more is logged.
-    level = logging.WARNING if joining.is_first_on_node else logging.INFO
-
-    def say(missing: list[str], secs: float) -> None:
-        log(missing, secs, level)
-        on_silence(missing, secs)
-
-    overlay.on_silence = say
+    overlay.limits.on_silence = saying(on_silence, first_on_node=joining.is_first_on_node)
     return overlay
 
 
-class SocketCarrier:
-    """Makes overlays, each under a prefix of its own in the store.
+def carrier(store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes) -> Open:
+    """:func:`connect`, each time under a prefix of its own in the store."""
+    numbers = itertools.count()
 
-    Args:
-        store, rank, world_size, node, secret: as for :func:`connect`.
-        prefix: of the prefixes.
-    """
-
-    def __init__(
-        self, store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes
-    ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._rank = rank
-        self._world_size = world_size
-        self._node = node
-        self._secret = secret
-        self._opened = 0
-
-    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
-        """See :meth:`reft.control.transport.Carrier.open`."""
-        prefix = f"{self._prefix}/{self._opened}"
-        self._opened += 1
+    def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
         return connect(
-            self._store,
-            prefix,
-            rank=self._rank,
-            world_size=self._world_size,
-            node=self._node,
-            secret=self._secret,
+            store,
+            f"{prefix}/{next(numbers)}",
+            rank=rank,
+            world_size=world_size,
+            node=node,
+            secret=secret,
             timeout_secs=timeout_secs,
             go_on=go_on,
             on_silence=on_silence,
         )
+
+    return open_
 
 
 def _connect(
@@ -221,8 +150,9 @@ def _connect(
         if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
             raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
         raise
-    tree = Tree(rank, world_size, parent, links[parent is not None :], timeout_secs)
-    return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, timeout_secs), reception)
+    limits = Limits(timeout_secs)
+    tree = Tree(rank, world_size, parent, links[parent is not None :], limits)
+    return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, limits), reception)
 
 
 class _Joining:

@@ -16,8 +16,7 @@ from contextlib import suppress
 from itertools import islice
 
 from reft.control.links import PEER_ENDED, Endpoint, Reception, ended
-from reft.control.silence import PATIENCE_SECS, OnSilence, Silence
-from reft.control.transport import Buffers, Inflow, no_silence, not_empty
+from reft.control.transport import Buffers, Inflow, Limits, Silence, not_empty
 from reft.control.wire import Channel
 
 _KIND = "pair"
@@ -33,7 +32,7 @@ class Peers:
         reception: where others connect.
         endpoint_of: where a rank takes connections.
         watched: the connections whose end means that the exchange comes to nothing.
-        timeout_secs: how long a silent peer is waited for.
+        limits: of its transport.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class Peers:
         reception: Reception,
         endpoint_of: Callable[[int], Endpoint],
         watched: Callable[[], Sequence[Channel]],
-        timeout_secs: float,
+        limits: Limits,
     ) -> None:
         self._reception = reception
         self._endpoint_of = endpoint_of
         self._watched = watched
-        self.timeout_secs = timeout_secs
-        self.patience_secs = PATIENCE_SECS
-        self.on_silence: OnSilence = no_silence
+        self.limits = limits
         self._pairs: dict[int, Channel] = {}
         self.sent_bytes = 0
 
@@ -63,7 +60,7 @@ class Peers:
         wake: socket.socket | None = None,
     ) -> None:
         """See :meth:`reft.control.transport.Transport.stream`."""
-        deadline = time.monotonic() + self.timeout_secs
+        deadline = time.monotonic() + self.limits.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline) for peer in peers}
         flows = [
@@ -85,11 +82,11 @@ class Peers:
         return self._pairs[peer]
 
     def _await(self, peer: int, deadline: float) -> Channel:
-        silence = Silence(self.patience_secs)
+        silence = Silence(self.limits.patience_secs)
 
         def go_on() -> bool:
             if silence.says([str(peer)]):
-                self.on_silence([str(self._endpoint_of(peer))], silence.secs)
+                self.limits.on_silence([str(self._endpoint_of(peer))], silence.secs)
             return not ended(self._watched())
 
         return self._reception.await_call(_KIND, peer, deadline, go_on)
@@ -109,15 +106,17 @@ class Peers:
             poller.register(fd, flow.wants() | PEER_ENDED)
         if wake is not None:
             poller.register(wake, select.POLLIN)
-        silence = Silence(self.patience_secs)
+        silence = Silence(self.limits.patience_secs)
         while busy:
             missing = [flow.peer for flow in busy.values()]
-            if silence.secs > self.timeout_secs:
-                raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
+            if silence.secs > self.limits.timeout_secs:
+                raise TimeoutError(
+                    f"no byte was moved for {self.limits.timeout_secs:.0f} s; {', '.join(missing)}"
+                )
             if silence.says(missing):
-                self.on_silence(missing, silence.secs)
-            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.timeout_secs)):
-                silence = Silence(self.patience_secs)
+                self.limits.on_silence(missing, silence.secs)
+            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
+                silence = Silence(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():
                     wake.recv(_MOST_WAKES)
                     for each, flow in busy.items():

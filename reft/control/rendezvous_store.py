@@ -1,7 +1,7 @@
 """What launchers need of the store in which they meet: a table of bytes with compare-and-set.
 
 :class:`reft.control.keyvalue.KeyValueStore` is a client of reft's own server, and
-:class:`reft.job.etcd.EtcdStore` of an etcd cluster; the rendezvous above them is one and the same.
+:class:`reft.job.rendezvous.etcd.EtcdStore` of an etcd cluster; the rendezvous above them is one and the same.
 """
 
 from __future__ import annotations

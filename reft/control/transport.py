@@ -1,4 +1,5 @@
-"""What carries the control plane and the blocks between ranks: one protocol, two implementations.
+"""What carries the control plane and the blocks between ranks: one protocol, two implementations; and how
+they say whose answer is missing, where a rank that lives stands still: stopped, swapped, in a debugger.
 
 Sockets (:mod:`reft.control.overlay`) authenticate every connection and hear of a process that dies. MPI
 (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec`` started.
@@ -7,17 +8,101 @@ tests/control/test_transport.py is the contract of both; docs/mpi.md says what e
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.control.silence import OnSilence
+from reft.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECS = 10.0
+"""So long nothing is said of who does not answer."""
+_LONGEST_PAUSE_SECS = 600.0
+_ASK_AGAIN_SECS = 1.0
+
+OnSilence = Callable[[list[str], float], None]
+"""Takes the ranks whose answer is missing, in words, and for how many seconds."""
+
+
+def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
+    """One that says it in the log, too: one line per node; the others have it where more is logged."""
+
+    def say(missing: list[str], secs: float) -> None:
+        logger.log(
+            logging.WARNING if first_on_node else logging.INFO,
+            "%s: no answer for %.0f s. Training goes on, but no version is committed until there is one; is "
+            "that process stopped, swapped out or in a debugger?",
+            *(", ".join(missing), secs),
+        )
+        on_silence(missing, secs)
+
+    return say
+
+
+@dataclass
+class Limits:
+    """How long one transport waits.
+
+    Attributes:
+        timeout_secs: for a collective, and for an exchange in which no byte moves.
+        patience_secs: who does not answer for so long is named.
+        on_silence: takes those names.
+    """
+
+    timeout_secs: float
+    patience_secs: float = PATIENCE_SECS
+    on_silence: OnSilence = lambda missing, secs: None
+
+
+class Silence:
+    """One wait for others: when to show that this rank is there itself, and when to say who is not.
+
+    Args:
+        patience_secs: before the first word; then twice as long after every word.
+        shows: whether there is somebody to show a sign of life to. The first word waits half as long more
+            then, so that all who live have shown it.
+    """
+
+    def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
+        self._began = time.monotonic()
+        self._show_at = self._began + patience_secs if shows else None
+        self._say_at = self._began + (1.5 if shows else 1) * patience_secs
+        self._backoff = Backoff(patience_secs, _LONGEST_PAUSE_SECS)
+
+    @property
+    def secs(self) -> float:
+        return time.monotonic() - self._began
+
+    def left_secs(self) -> float:
+        """Until something is to be done."""
+        at = self._say_at if self._show_at is None else min(self._show_at, self._say_at)
+        return max(0.0, at - time.monotonic())
+
+    def shows(self) -> bool:
+        """Whether to show a sign of life now."""
+        due = self._show_at is not None and time.monotonic() >= self._show_at
+        if due:
+            self._show_at = None
+        return due
+
+    def says(self, missing: Collection[str]) -> bool:
+        """Whether to say now who is missing; with nobody to name it is asked again soon."""
+        if time.monotonic() < self._say_at:
+            return False
+        self._say_at = time.monotonic() + (self._backoff.failed() if missing else _ASK_AGAIN_SECS)
+        return bool(missing)
+
 
 Bytes = NDArray[np.uint8]
 GoOn = Callable[[], bool]
+"""Asked now and then; a wait ends when it says no."""
 
 
 class Inflow(Protocol):
@@ -61,19 +146,17 @@ class Transport(Protocol):
     that in whatever they wait for.
 
     Attributes:
-        timeout_secs: for a collective, and for an exchange in which no byte moves.
-        patience_secs: who does not answer for so long is named.
-        on_silence: takes those names.
+        limits: may be changed at any time.
         adds_up: whether :meth:`xor` is left to the fabric, and so to be preferred to fetching all terms.
         sent: bytes that this rank has handed to the others, by what for: ``pairs``, and ``xor``, of which a
             library may send a row more.
     """
 
-    timeout_secs: float
-    patience_secs: float
-    on_silence: OnSilence
+    limits: Limits
     adds_up: bool
-    sent: dict[str, int]
+
+    @property
+    def sent(self) -> dict[str, int]: ...
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
         """The smallest of every entry (64 bits) over all ranks, on all ranks.
@@ -138,22 +221,10 @@ class Transport(Protocol):
         ...
 
 
-class Carrier(Protocol):
-    """Makes transports: the first one, and the next when the ranks come together again."""
-
-    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Transport:
-        """Connect this rank with the others. Collective.
-
-        Args:
-            timeout_secs: to connect, and later for each collective and each exchange.
-            go_on: asked now and then; the wait ends when it says no.
-            on_silence: told, beside the log, whose answer is missing for long.
-
-        Raises:
-            TransferError: a rank did not come in time, or cannot be reached.
-            AuthenticationError: a rank has another secret.
-        """
-        ...
+Open = Callable[[float, GoOn, OnSilence], Transport]
+"""Connects this rank with the others, at first and whenever they come together again. Takes the seconds to
+connect, and later for each collective and each exchange, and what is told of silence. Collective; raises
+TransferError where a rank did not come in time or cannot be reached, else AuthenticationError."""
 
 
 def xor_by_stream(transport: Transport, parts: Bytes, ranks: Sequence[int], me: int) -> Bytes:
@@ -171,7 +242,3 @@ def xor_by_stream(transport: Transport, parts: Bytes, ranks: Sequence[int], me: 
 
 def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
     return [view for view in views if len(view)]
-
-
-def no_silence(*_: Any) -> None:
-    """An :data:`OnSilence` that says nothing."""

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 from reft.control.links import PEER_ENDED
-from reft.control.silence import PATIENCE_SECS, OnSilence, Silence
+from reft.control.transport import Limits, Silence
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
 
@@ -48,7 +48,7 @@ class Tree:
         world_size: all ranks.
         parent: connection to the parent; None at the root.
         children: connections to the children.
-        timeout_secs: for a collective.
+        limits: of its transport.
     """
 
     def __init__(
@@ -57,15 +57,13 @@ class Tree:
         world_size: int,
         parent: Channel | None,
         children: Sequence[Channel],
-        timeout_secs: float,
+        limits: Limits,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._parent = parent
         self._children = tuple(children)
-        self.timeout_secs = timeout_secs
-        self.patience_secs = PATIENCE_SECS
-        self.on_silence: OnSilence = lambda missing, secs: None
+        self.limits = limits
         self._calls = 0
         self._closed = False
 
@@ -110,7 +108,7 @@ class Tree:
         """Merge what all ranks have on the way up; ``finish`` it at the root; hand it down."""
         self._calls += 1
         name = f"{kind}, number {self._calls}"
-        deadline = time.monotonic() + self.timeout_secs
+        deadline = time.monotonic() + self.limits.timeout_secs
         with self._broken_off(name):
             for body in self._receive(self._children, deadline):
                 theirs, value = msgpack.unpackb(body)
@@ -150,9 +148,9 @@ class Tree:
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0))
-        silence = Silence(self.patience_secs, shows=True)
+        silence = Silence(self.limits.patience_secs, shows=True)
         while waiting:
-            since = time.monotonic() - self.patience_secs
+            since = time.monotonic() - self.limits.patience_secs
             missing = sorted({name for one in waiting.values() for name in one.missing(since)})
             others = [channel for channel in self.links if channel.fileno() not in waiting]
             left_secs = self._look_at(silence, missing, others, deadline)
@@ -180,20 +178,20 @@ class Tree:
         left_secs = deadline - time.monotonic()
         if left_secs <= 0:
             raise TimeoutError(
-                f"the collective was not over in {self.timeout_secs:.0f} s; "
+                f"the collective was not over in {self.limits.timeout_secs:.0f} s; "
                 f"{'bytes still come' if not missing else 'nothing is heard of ' + ', '.join(missing)}"
             )
         if silence.shows():
             self._pass_on([], to)
         elif silence.says(missing):
-            self.on_silence(missing, silence.secs)
+            self.limits.on_silence(missing, silence.secs)
             self._pass_on(missing, to)
         return min(left_secs, silence.left_secs())
 
     def _pass_on(self, missing: list[str], to: Collection[Channel]) -> None:
         """Tell those who wait for this rank that it waits, and for whom."""
         for channel in to:
-            channel.settimeout(self.patience_secs)
+            channel.settimeout(self.limits.patience_secs)
             channel.send([0, missing])
 
     def _send(self, channel: Channel, body: bytes, deadline: float, others: Collection[Channel]) -> None:
@@ -202,13 +200,13 @@ class Tree:
         for start in starts:
             part = body[start : start + PART_BYTES]
             frame = memoryview(channel.to_send([len(starts), part] if start == 0 else part))
-            silence = Silence(self.patience_secs, shows=True)
+            silence = Silence(self.limits.patience_secs, shows=True)
             while frame:
                 channel.settimeout(max(0.001, self._look_at(silence, [channel.peer], others, deadline)))
                 with suppress(TimeoutError):
                     frame = frame[channel.send_some(frame) :]
                     if frame:
-                        silence = Silence(self.patience_secs, shows=True)
+                        silence = Silence(self.limits.patience_secs, shows=True)
 
     def close(self) -> None:
         """End all connections: the neighbours hear of it now, the others through them."""

@@ -11,13 +11,14 @@ import torch
 
 from reft.config import HasConfig, ReftConfig, Variant
 from reft.errors import ReftError
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cuda import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
+from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
-from reft.snapshot.scheduling.pacing import PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker
 

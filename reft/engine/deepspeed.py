@@ -33,10 +33,9 @@ from reft.engine.on_import import ds_config_of
 from reft.engine.restore import LoadCall, Restorer, bind, wrap_call
 from reft.engine.session import Session
 from reft.engine.start_checks import say_untried_device, warn
-from reft.engine.watching import at_instruction, at_phase
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
-from reft.node.progress import Phase, ProgressPage
+from reft.node.progress import Phase, ProgressPage, at_instruction, at_phase
 from reft.refusal import end_in_words
 from reft.state.codec import encode
 from reft.state.support import why_not_loadable

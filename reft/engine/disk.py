@@ -21,7 +21,7 @@ import torch
 from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.relayout import Held
 from reft.state.codec import decode, encode
 from reft.storage.persisted import (

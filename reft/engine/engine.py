@@ -11,15 +11,15 @@ import torch
 from reft.config import ReftConfig, Variant
 from reft.errors import ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.recover.reshape import Piece, Resize
 from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
-from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.recompute import OptimizerStep
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob, HostBlob
 from reft.state.catalogue import Adapter, SectionImage
@@ -252,7 +252,6 @@ class Recomputing:
         scheme: Callable[[], Scheme],
         fence: Callable[[], None],
     ) -> None:
-        self._options = config.aor
         self._scheme = scheme
         self._member = at.dp
         self._nodes = topology.group_nodes(at.pp, at.tp)
@@ -276,9 +275,8 @@ class Recomputing:
                     config.scheme,
                 )
             return
-        sampled = config.aor.drift_ulps > 0
-        self.capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
-        self.inexact = why_inexact(self.capture.recipe, config.aor.drift_ulps)
+        self.capture = GradientCapture(adapter, self._kept_members(), fence)
+        self.inexact = why_inexact(self.capture.recipe)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
@@ -288,11 +286,9 @@ class Recomputing:
         return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
 
     @property
-    def options(self) -> RecomputeOptions | None:
+    def recipe(self) -> AdamRecipe | None:
         """For the snapshot worker; None where everything is sent."""
-        if self.capture is None:
-            return None
-        return RecomputeOptions(self.capture.recipe, self._options.drift_ulps, self._options.resync_steps)
+        return None if self.capture is None else self.capture.recipe
 
     def follow(self) -> bool:
         """Capture for those members that are kept now. Returns whether they are others than before."""
@@ -323,19 +319,17 @@ class Recomputing:
         return OptimizerStep(*taken, flush_denormal=flush)
 
 
-def why_inexact(recipe: AdamRecipe, drift_ulps: int) -> str | None:
+def why_inexact(recipe: AdamRecipe) -> str | None:
     """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can."""
     if recipe.exact:
         return None
-    said = (
+    return (
+        f'"+aor" saves no traffic here, since every partition is sent after all: '
         f"the optimizer, {recipe.kind}, steps on a device, whose kernels round differently from the host's. "
         f"For partitions that are recomputed to the bit, pass "
         f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
         f'"optimizer", and write "zero_allow_untested_optimizer": true'
     )
-    if drift_ulps:
-        return f"recomputed partitions are not their owners' to the bit, only near them (drift_ulps): {said}"
-    return f'"+aor" saves no traffic here, since every partition is sent after all: {said}'
 
 
 def _flushes_denormals() -> bool:

@@ -31,12 +31,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.durable import write_durably
 from reft.errors import ConfigError, PersistError
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.node.history import read_history
 from reft.policy.rate import (
     CopyMode,
@@ -62,7 +61,7 @@ from reft.policy.storage_interval import (
     whole_interval,
 )
 from reft.protect.survival import Weibull, losses_within, persist_interval_secs
-from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.scheduling.has import Overflow
 from reft.storage.persisted import given_up, job_directory, list_persisted
 

@@ -34,8 +34,8 @@ from reft.engine.start_checks import (
 )
 from reft.errors import LayoutError, UnrecoverableError
 from reft.grid import Degrees
-from reft.label import Label
 from reft.memory.arena_files import slots_with
+from reft.naming import Label
 from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome

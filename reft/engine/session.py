@@ -16,20 +16,19 @@ from reft.config import FaultPoint, ReftConfig, Variant
 from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
 from reft.engine.identity import Identity, local_rank, name_job, note_session
-from reft.engine.memory import JobMemory, gather_topology, open_control
+from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
 from reft.engine.monitoring import Monitoring
 from reft.engine.protection import Protection
 from reft.engine.rates import Rates
-from reft.engine.reports import Reports
 from reft.engine.start_checks import check_start, warn
 from reft.engine.stopping import Preemption, Stopping
-from reft.engine.watching import open_page
-from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.label import Label
+from reft.grid import Coordinate
+from reft.log import EventLog
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.client import DaemonClient
-from reft.node.progress import DeviceUse, ProgressPage
+from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.protect.backend import backend_for
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
@@ -44,6 +43,78 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """Called by the worker thread.
+
+    Args:
+        stats: the counters.
+        events: the events' file.
+        daemon: of this node.
+        record: in the rendezvous store; None on all ranks but one.
+        at: this rank's coordinate.
+        unprotected: whether the loss of a node, survived before, is not any more.
+        rates: how often versions are taken, and go to storage.
+        complaints: told of what cannot be told.
+    """
+
+    def __init__(
+        self,
+        *,
+        stats: SnapshotStats,
+        events: EventLog,
+        daemon: DaemonClient,
+        record: JobRecord | None,
+        at: Coordinate,
+        unprotected: Callable[[], bool],
+        rates: Rates,
+        complaints: Complaints,
+    ) -> None:
+        self._stats = stats
+        self._events = events
+        self._daemon = daemon
+        self._notes = None if record is None else CommitNotes(record, complaints)
+        self._at = at
+        self._unprotected = unprotected
+        self._rates = rates
+        self._complaints = complaints
+
+    def committed(self, label: Label) -> None:
+        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
+        for the answers of the daemon and of the rendezvous store: the next vote must not."""
+        stats = self._stats.to_json()
+        due, told_of_rates = self._of_rates(label)
+        self._complaints.attempt(
+            "the daemon cannot be told of a commit",
+            lambda: self._tell(label, stats | told_of_rates, due),
+        )
+        # With the counters: a rank that is killed leaves no "closed" event.
+        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
+        self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
+        if self._notes is not None:
+            self._notes.committed(label)
+
+    def _of_rates(self, label: Label) -> tuple[bool, dict[str, Any]]:
+        """Whether the version goes to storage, and what is told of the rates."""
+        try:
+            return self._rates.committed(label)
+        except Exception as error:
+            self._complaints.tell("the rates of versions cannot be computed", error)
+            return False, {}
+
+    def _tell(self, label: Label, stats: dict[str, Any], due: bool) -> None:
+        self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
+
+    def skipped(self, step: int, cause: str) -> None:
+        """A version was given up."""
+        self._daemon.notify_skip(step, cause, self._stats.to_json())
+        self._events.write("skip", step=step, cause=cause)
+
+    def close(self) -> None:
+        """Have the last commit noted, for two seconds at most."""
+        if self._notes is not None:
+            self._notes.close()
 
 
 class DeviceMemory:
@@ -102,9 +173,6 @@ class DeviceMemory:
             total=self._total,
             allocated=allocated["current"],
             peak_allocated=allocated["peak"],
-            reserved=reserved["current"],
-            peak_reserved=reserved["peak"],
-            retries=stats["num_alloc_retries"],
         )
 
 
@@ -309,7 +377,7 @@ class Session:
         """Choose the protection first, where the block leaves that to reft. Collective."""
         chosen = self.config.chooses
         if chosen:
-            from reft.engine.choosing import choose_protection
+            from reft.engine.protection import choose_protection
 
             adapter = self.engine.adapter
             exact = not self.copying.engine.asynchronous or adapter.steps_exactly
@@ -408,7 +476,7 @@ class Session:
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
-                recompute=self.state.recomputing.options,
+                recompute=self.state.recomputing.recipe,
             ),
             switch=self.protection.switch(control),
             copying=self.copying.paced_copier(),

@@ -23,7 +23,7 @@ from typing import Any
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.node.progress import ProgressPage
-from reft.snapshot.scheduling.pacing import Pacer, queues_transfers, waits
+from reft.snapshot.copying.pacing import Pacer, queues_transfers, waits
 from reft.snapshot.scheduling.trace import InstructionRecord
 
 

@@ -15,11 +15,14 @@ What differs from ``torchrun``'s agent:
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -44,14 +47,15 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
 from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
-from reft.job.exits import Cause, Failure, judge
-from reft.job.handler import replaced
-from reft.job.incarnation import IncarnationRecord
+from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.observer import Observer
+from reft.job.options import LaunchOptions
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.handler import replaced
 from reft.job.trainer_store import LOOPBACK, TrainerStore
-from reft.job.trainers import Trainers
 
 logger = logging.getLogger(__name__)
 
@@ -65,52 +69,42 @@ _KILLED = 128
 _TELL_SECS = 1.0
 
 
-class JobEndedError(ReftError, RuntimeError):
-    """The job cannot go on; the message says why and what was kept."""
-
-
 class ReftAgent(LocalElasticAgent):
     """Starts, watches and restarts the trainers of one node.
 
     Args:
         spec: what to run; see TorchElastic.
-        reconnect: waits for a lost store to come back.
+        options: of the launcher.
+        client: of the rendezvous.
         info: this node, as it introduces itself to the others.
         secret: the user's, for what nodes say to each other.
         observer: told of what happens.
         exits_dir: directory where trainers may leave why they ended.
-        free_restarts: restarts because of peers without any progress in between, before they count
-            as own failures.
-        renews: own failures are counted from the last new version on.
-        stop_secs: time for trainers to end when a round is over.
         grace_secs: time for trainers to commit and end when the launcher was told to stop.
-        options: the other arguments of LocalElasticAgent.
+        others: arguments of LocalElasticAgent.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
+        options: LaunchOptions,
         *,
-        reconnect: Callable[[], None],
+        client: RendezvousClient,
         info: NodeInfo,
         secret: bytes,
         observer: Observer,
         exits_dir: Path,
-        free_restarts: int = 10,
-        renews: bool = False,
-        stop_secs: float = 1.0,
-        grace_secs: Callable[[], float] = lambda: 30.0,
-        **options: Any,
+        grace_secs: Callable[[], float],
+        **others: Any,
     ) -> None:
-        super().__init__(spec, **options)
+        super().__init__(spec, **others)
         self._spec = spec
-        self._reconnect = reconnect
+        self._options = options
+        self._client = client
+        self._handler: Any = spec.rdzv_handler
         self._info = info
         self._secret = secret
         self._observer = observer
-        self._free_restarts = free_restarts
-        self._renews = renews
-        self._stop_secs = stop_secs
         self._grace_secs = grace_secs
         self._started_at = 0.0
         self._trainers = Trainers(self._processes, exits_dir)
@@ -121,8 +115,6 @@ class ReftAgent(LocalElasticAgent):
         """What ended the trainers last, before there was any version."""
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
-        self.incarnations: IncarnationRecord | None = None
-        """What the store knows of the starts of the job."""
         self.all_ended_well = False
         self.told_to_stop = False
 
@@ -161,25 +153,23 @@ class ReftAgent(LocalElasticAgent):
 
     def _end_for_another_size(self) -> None:
         """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
-        handler: Any = self._spec.rdzv_handler
-        size = "fewer nodes" if handler.is_scaled_down else "a node that joins"
+        size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
         logger.warning("the trainers restart with %s", size)
-        if handler.is_whole:
+        if self._handler.is_whole:
             self._trainers.end(signal.SIGTERM, self._grace_secs())
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
         """Raises FencedError where the job goes on without this node, as far as the last heartbeat knows, or
         with ``ask`` the store."""
-        handler: Any = self._spec.rdzv_handler
-        if handler.is_leaving:
+        if self._handler.is_leaving:
             return  # it is a spare until the others need it no more
         mine = self.agreement.incarnation if self.agreement is not None else 0
-        newest = handler.newest_incarnation
+        newest = self._handler.newest_incarnation
         if ask:
             with suppress(StoreError):
                 newest = self._read_incarnation()
         if newest > mine > 0:
-            raise replaced(mine, newest, by_another=handler.is_full)
+            raise replaced(mine, newest, by_another=self._handler.is_full)
         if why := self._observer.fenced():
             raise FencedError(why)
 
@@ -206,7 +196,8 @@ class ReftAgent(LocalElasticAgent):
             failure = replace(
                 failure,
                 cause=Cause.OWN,
-                reason=f"{failure.reason} (after {self._free_restarts} free restarts without progress)",
+                reason=f"{failure.reason} (after {self._options.free_restarts} free restarts without "
+                "progress)",
             )
         if failure.cause is Cause.SIZE and not self._may_be_resized():
             failure = replace(failure, cause=Cause.REFUSED)
@@ -216,7 +207,7 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False
-        starts = self._renews and self._observer.newest_step() < 0
+        starts = self._options.restarts_renew and self._observer.newest_step() < 0
         if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
             if failure.reason == self._start_error:
                 logger.error(
@@ -224,9 +215,9 @@ class ReftAgent(LocalElasticAgent):
                 )
                 return False
             self._start_error = failure.reason
-        used = 0 if self._renews and self._has_new_version() else self._info.restarts_used
+        used = 0 if self._options.restarts_renew and self._has_new_version() else self._info.restarts_used
         allowed = self._spec.max_restarts
-        since = " since the last new version" if self._renews else ""
+        since = " since the last new version" if self._options.restarts_renew else ""
         if failure.cause is Cause.OWN and used >= allowed:
             logger.error(
                 "%s; restarts used%s: %d of %d (--max-restarts): the job ends",
@@ -244,7 +235,7 @@ class ReftAgent(LocalElasticAgent):
     def _may_be_resized(self) -> bool:
         """Whether another number of nodes may do than this round's, which was refused."""
         with suppress(RendezvousError, StoreError):  # else it is refused once more
-            return bool(self._spec.rdzv_handler.refuse_size())  # type: ignore[attr-defined]
+            return bool(self._handler.refuse_size())
         return True
 
     def _has_new_version(self) -> bool:
@@ -253,11 +244,11 @@ class ReftAgent(LocalElasticAgent):
     def _is_free(self) -> bool:
         progressed = self._has_new_version() or time.monotonic() - self._started_at > _PROGRESS_SECS
         self._without_progress = 1 if progressed else self._without_progress + 1
-        return self._without_progress <= self._free_restarts
+        return self._without_progress <= self._options.free_restarts
 
     def _nodes_waiting(self) -> bool:
         try:
-            waiting = self._spec.rdzv_handler.num_nodes_waiting() > 0
+            waiting = self._handler.num_nodes_waiting() > 0
         except RendezvousConnectionError as error:
             if not self._store_lost:
                 logger.warning(
@@ -281,7 +272,7 @@ class ReftAgent(LocalElasticAgent):
         self._observer.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
-                self._reconnect()
+                self._client.reconnect()
                 self._note_store_is_back()
             try:
                 super()._rendezvous(worker_group)
@@ -322,7 +313,9 @@ class ReftAgent(LocalElasticAgent):
         table.set(f"node/{group_rank}", self._info.to_json())
         keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree([NodeInfo.from_json(table.get(k)) for k in keys], renews=self._renews)
+        agreement = agree(
+            [NodeInfo.from_json(table.get(k)) for k in keys], renews=self._options.restarts_renew
+        )
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
             table,
@@ -333,10 +326,9 @@ class ReftAgent(LocalElasticAgent):
             incarnation=agreement.incarnation,
         )
         self.agreement = agreement
-        handler: Any = spec.rdzv_handler
-        handler.incarnation = agreement.incarnation
-        if self.incarnations is not None:
-            self.incarnations.raise_to(agreement.incarnation)
+        self._handler.incarnation = agreement.incarnation
+        if self._client.incarnations is not None:
+            self._client.incarnations.raise_to(agreement.incarnation)
         self._info = self._info.after(agreement)
         return [
             Worker(
@@ -350,7 +342,7 @@ class ReftAgent(LocalElasticAgent):
         ]
 
     def _read_incarnation(self) -> int:
-        return 0 if self.incarnations is None else self.incarnations.read()
+        return 0 if self._client.incarnations is None else self._client.incarnations.read()
 
     # -- trainers ----------------------------------------------------------------------------------
 
@@ -374,11 +366,11 @@ class ReftAgent(LocalElasticAgent):
             self._observer.failure_seen()
             exits = self._trainers.settled(exits)
             self.failure = judge(exits)
-            self._trainers.end(signal.SIGTERM, self._stop_secs)
+            self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         elif (hang := self._hang()) is not None:
             self._observer.failure_seen()
             self.failure = hang
-            self._trainers.end(signal.SIGKILL, self._stop_secs)
+            self._trainers.end(signal.SIGKILL, self._options.stop_secs)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
@@ -399,15 +391,16 @@ class ReftAgent(LocalElasticAgent):
             return None
         store: Any = self._store
         table = store.with_prefix(f"reft/{self.agreement.round}")
-        handler: Any = self._spec.rdzv_handler
-        return self._observer.hang(table, index, self._trainers.running(), silent=handler.is_left_by_silent)
+        return self._observer.hang(
+            table, index, self._trainers.running(), silent=self._handler.is_left_by_silent
+        )
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {local_rank: handler.proc for local_rank, handler in handlers.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._trainers.end(signal.SIGTERM, self._stop_secs)
+        self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -417,7 +410,7 @@ class ReftAgent(LocalElasticAgent):
             telling.start()
             telling.join(_TELL_SECS)
         # Told to stop, trainers have the grace to commit what they have.
-        self._trainers.end(death_sig, self._grace_secs() if self.told_to_stop else self._stop_secs)
+        self._trainers.end(death_sig, self._grace_secs() if self.told_to_stop else self._options.stop_secs)
         super()._shutdown(signal.SIGKILL, *args, **kwargs)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -434,10 +427,9 @@ class ReftAgent(LocalElasticAgent):
         """Raises SignalException where other launchers of this round were told to stop, and it needs them to
         go on."""
         store: Any = self._store
-        handler: Any = self._spec.rdzv_handler
         with suppress(RuntimeError):
             gone = store.add(self._stopped("nodes"), 0)
-            if not gone or handler.goes_on_without(gone):
+            if not gone or self._handler.goes_on_without(gone):
                 return
             number, node = store.get(self._stopped("by")).decode().split(" ", 1)
             store.add(self._stopped("seen"), 1)
@@ -507,3 +499,105 @@ def _wait_until_all_have_seen(store: Any, key: str, size: int) -> None:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+_SETTLE_SECS = 1.0
+"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
+_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
+
+
+class Trainers:
+    """Looks at trainers from outside.
+
+    Args:
+        processes: those of this round, by local rank.
+        exits_dir: directory where trainers may leave why they ended.
+    """
+
+    def __init__(self, processes: Callable[[], Mapping[int, Any]], exits_dir: Path) -> None:
+        self._processes = processes
+        self._root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
+        self._notes = self._root
+        self._ended_groups: set[int] = set()
+        self.hurry = False
+        """They are waited for no more."""
+
+    def begin(self, number: int) -> None:
+        """A round is about to start."""
+        if self._notes != self._root:
+            shutil.rmtree(self._notes, ignore_errors=True)
+        self._notes = self._root / str(number)
+        try:
+            # The directory of all rounds is gone where somebody has removed the job's memory.
+            self._root.mkdir(mode=0o700, exist_ok=True)
+            self._notes.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            logger.warning("trainers cannot record why they end: %s", error)
+        os.environ[ENV_EXIT_DIR] = str(self._notes)
+        self._ended_groups.clear()
+
+    def running(self) -> list[int]:
+        """Process ids of those that have not ended."""
+        return [process.pid for process in self._processes().values() if process.poll() is None]
+
+    def failures(self) -> dict[int, WorkerExit]:
+        """Those that have failed, or say that they do, by local rank."""
+        found = {}
+        for local_rank, process in self._processes().items():
+            code = process.poll()
+            note = ExitNote.read(self._notes, local_rank)
+            if code not in (None, 0) or (note is not None and code is None):
+                found[local_rank] = WorkerExit(code, note)
+        return found
+
+    def settled(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
+        """The same a moment later, once it is clear whose fault it was: all have failed, or one by its
+        own cause."""
+        deadline = time.monotonic() + _SETTLE_SECS
+        while failures and time.monotonic() < deadline:
+            ended = [f for f in failures.values() if f.exit_code is not None]
+            if len(ended) == len(self._processes()) or any(f.cause in _OWN_CAUSES for f in ended):
+                break
+            time.sleep(0.02)
+            failures = self.failures()
+        return failures
+
+    def end(self, number: int, timeout_secs: float) -> None:
+        """Signal them, wait, and kill what is left of their process groups, once.
+
+        A trainer that handles the signal is signalled alone: it finishes its step, for which it needs its
+        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group.
+
+        Args:
+            number: of the signal.
+            timeout_secs: between it and SIGKILL.
+        """
+        processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
+        for process in processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    (os.kill if _handles(process.pid, number) else os.killpg)(process.pid, number)
+        deadline = time.monotonic() + timeout_secs
+        while any(p.poll() is None for p in processes):
+            if time.monotonic() > deadline or self.hurry:
+                break
+            time.sleep(0.05)
+        for process in processes:
+            # Also where the trainer has ended: its own children may not have.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # Its number may be another group's from now on.
+            self._ended_groups.add(process.pid)
+
+    def close(self) -> None:
+        """Remove what they left."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+    except (OSError, ValueError, KeyError):
+        return False

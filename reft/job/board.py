@@ -16,8 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,12 @@ from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.engine.identity import kernel_id
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.job.accounts import Accounts
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous_client import RendezvousClient
+from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
+from reft.node.accounts import Accounts
 from reft.node.observe import Doing, NodeObserver
-from reft.node.signals import (
+from reft.node.report import (
     BOARD_FILE,
     Board,
     NodeReport,
@@ -42,9 +41,7 @@ from reft.node.signals import (
     tolerance_now,
     updated_row,
 )
-from reft.node.speed_report import speed_report
-from reft.speed.reports import SpeedReport, Straggler
-from reft.speed.stragglers import SpeedWatch
+from reft.node.stragglers import SpeedWatch, Straggler
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +161,7 @@ class StatusBoard:
         return scheme_of(self._board.rows)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """Node losses that the job survives now, as :func:`reft.node.signals.tolerance_now`; None while not
+        """Node losses that the job survives now, as :func:`reft.node.report.tolerance_now`; None while not
         every rank has a version of this start of the job."""
         rows = self._board.rows
         _, holders = place(rows)
@@ -237,8 +234,6 @@ class StatusBoard:
             self._store = self._connect()
         store = self._store
         store.set(f"node/{self._node}", report.pack())
-        speed = speed_report(self._path, self._node, report.round)
-        store.set(f"speed/{self._node}", speed.pack())
         held = store.peek("board")
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
@@ -253,7 +248,7 @@ class StatusBoard:
         if self._board.row(self._node) is None:
             self._enlist(store)
         if self._is_keeper():
-            self._keep(store, report, speed, elapsed)
+            self._keep(store, report, elapsed)
 
     def _enlist(self, store: RendezvousStore) -> None:
         """Let the keeper know that there is this node."""
@@ -272,9 +267,7 @@ class StatusBoard:
         patience = 0 if not self._board.keeper else _KEEPER_PERIODS + min(turn, 8)
         return self._still_periods >= patience
 
-    def _keep(
-        self, store: RendezvousStore, mine: NodeReport, speed: SpeedReport, elapsed_secs: float
-    ) -> None:
+    def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
         """Put the reports together."""
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
@@ -282,24 +275,25 @@ class StatusBoard:
         before = {row.report.node: row for row in self._board.rows}
         listed = store.peek("nodes")
         names = set() if listed is None else set(json.loads(listed))
-        rows = []
+        rows, told = [], []
         for name in sorted({*before, *names, self._node}):
             report = mine if name == self._node else _report(store, name)
             known = before.get(name)
             if report is None and known is None:
                 continue
-            rows.append(
-                updated_row(
-                    known,
-                    report or known.report,  # type: ignore[union-attr]
-                    elapsed_secs=elapsed,
-                    offline_after_secs=_OFFLINE_PERIODS * period,
-                    now=now,
-                )
+            row = updated_row(
+                known,
+                report or known.report,  # type: ignore[union-attr]
+                elapsed_secs=elapsed,
+                offline_after_secs=_OFFLINE_PERIODS * period,
+                now=now,
             )
+            if row.signal is not Signal.OFFLINE and row.report.ranks:
+                told.append(row.report)
+            rows.append(row.model_copy(update={"report": row.report.model_copy(update={"ranks": ()})}))
         kept, forgotten = sort_out(rows, now)
-        others = [row for row in kept if row.report.node != self._node]
-        self._watch.look([speed, *_speeds(store, others)], now)
+        newest = max((report.round for report in told), default=0)
+        self._watch.look((r.node, steps) for r in told if r.round == newest for steps in r.ranks)
         board = Board(
             job_id=self._job_id,
             keeper=self._node,
@@ -320,11 +314,10 @@ class StatusBoard:
             store.compare_set("nodes", listed, json.dumps(left).encode())
             for name in forgotten:
                 store.delete(f"node/{name}")
-                store.delete(f"speed/{name}")
 
     def _write(self, report: NodeReport) -> None:
         """The copy on this node, with this node's own newest report."""
-        row = Row(report=report)
+        row = Row(report=report.model_copy(update={"ranks": ()}))
         others = [r for r in self._board.rows if r.report.node != self._node]
         changes = {
             "rows": (*others, row),
@@ -354,15 +347,6 @@ def _report(store: RendezvousStore, node: str) -> NodeReport | None:
         return NodeReport.unpack(data)
     except ValueError:
         return None
-
-
-def _speeds(store: RendezvousStore, rows: Sequence[Row]) -> Iterator[SpeedReport]:
-    """Of the nodes that are there."""
-    for row in rows:
-        data = None if row.signal is Signal.OFFLINE else store.peek(f"speed/{row.report.node}")
-        if data is not None:
-            with suppress(ValueError):
-                yield SpeedReport.unpack(data)
 
 
 def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:

@@ -1,54 +1,19 @@
-"""DeepSpeed's hostfile: which hosts train, and with how many trainers each.
-
-worker-1 slots=4
-worker-2 slots=4   # a comment
-"""
+"""DeepSpeed's hostfile: which hosts train, and with how many trainers each (lines ``HOST slots=N``)."""
 
 from __future__ import annotations
 
 import argparse
 import ipaddress
-import re
+import os
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
-from pathlib import Path
+from collections.abc import MutableMapping, Sequence
 
 import psutil
 
 from reft.control.door import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
-from reft.job.checks import left_to_train
 
 _HIP_DEVICES = "HIP_VISIBLE_DEVICES"
-_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9]\d*)")
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Slots by host, in the order of the file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no hostfile; says which line.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path} cannot be read: {error}") from error
-    slots: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        found = _LINE.fullmatch(text)
-        if found is None:
-            raise ConfigError(
-                f"{path}, line {number}: {text!r}; write HOST slots=N, such as worker-1 slots=8"
-            )
-        if found["host"] in slots:
-            raise ConfigError(f"{path}, line {number}: {found['host']} is there twice; write each host once")
-        slots[found["host"]] = int(found["slots"])
-    if not slots:
-        raise ConfigError(f"{path} names no host; write a line HOST slots=N for each")
-    return slots
 
 
 def apply_hostfile(args: argparse.Namespace) -> None:
@@ -62,20 +27,18 @@ def apply_hostfile(args: argparse.Namespace) -> None:
         ConfigError: this host is not in it, or is left out, or it contradicts other options.
     """
     args.devices = None
-    filters = bool(args.include or args.exclude)
+    filtered = bool(args.include or args.exclude)
     if args.num_gpus is not None and args.num_gpus < 1:
         raise ConfigError(f"--num-gpus is {args.num_gpus}; write 1 or more")
-    if args.num_gpus is not None and filters:
+    if args.num_gpus is not None and filtered:
         raise ConfigError("--num-gpus cannot be used with --include or --exclude; leave one of them out")
-    if args.hostfile is None and not filters:
-        if args.num_gpus is not None:
-            args.nproc_per_node = str(args.num_gpus)
+    if args.hostfile is None and not filtered:
+        args.nproc_per_node = args.nproc_per_node if args.num_gpus is None else str(args.num_gpus)
         return
-    all_slots = read_hostfile(Path(args.hostfile)) if args.hostfile else {"localhost": _devices_here()}
-    slots = _filtered(all_slots, args.include, args.exclude) if filters else _counted(all_slots)
     named = f"--hostfile {args.hostfile}" if args.hostfile else "this host alone"
-    if filters:
-        named += f" with {'--include ' + args.include if args.include else '--exclude ' + args.exclude}"
+    named += f" with --include {args.include}" if args.include else ""
+    named += f" with --exclude {args.exclude}" if args.exclude else ""
+    all_slots, slots = _read(args.hostfile, args.include, args.exclude)
     here = next((host for host in slots if is_this_host(host)), None)
     if here is None:
         raise ConfigError(
@@ -85,13 +48,43 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     given = args.num_gpus or len(slots[here])
     if given > len(slots[here]):
         raise ConfigError(f"--num-gpus is {given}, but {here} has slots={len(slots[here])}; write fewer")
-    if len(slots[here]) < all_slots[here]:
+    if len(slots[here]) < len(all_slots[here]):
         args.devices = tuple(slots[here])
     args.nproc_per_node = str(given)
     args.nnodes = left_to_train(len(slots), args.spares, named)
     if len(slots) > 1 and not args.rdzv_endpoint:
-        first = next(iter(slots))
-        args.rdzv_endpoint = format_endpoint(first, args.master_port or DEFAULT_PORT)
+        args.rdzv_endpoint = format_endpoint(next(iter(slots)), args.master_port or DEFAULT_PORT)
+
+
+def _read(hostfile: str | None, include: str, exclude: str) -> tuple[dict[str, list[int]], ...]:
+    """Slots by host, as DeepSpeed's own launcher reads them: all, and those that are left."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.launcher.runner import fetch_hostfile, parse_resource_filter
+
+    if hostfile and not (os.path.isfile(hostfile) and os.access(hostfile, os.R_OK)):
+        raise ConfigError(f"--hostfile {hostfile} cannot be read: no such file, or not readable")
+    what = f"--hostfile {hostfile}"
+    try:
+        counts = fetch_hostfile(hostfile) if hostfile else {"localhost": get_accelerator().device_count()}
+        slots = {host: list(range(number)) for host, number in counts.items()}
+        what = f"--include {include!r}" if include else f"--exclude {exclude!r}"
+        return slots, dict(parse_resource_filter(slots, include_str=include, exclude_str=exclude))
+    except ValueError as error:
+        raise ConfigError(
+            f"{what}: {error}; write lines HOST slots=N into a hostfile, and HOST or HOST:SLOT,SLOT into a "
+            f"filter, with @ between hosts: worker-1@worker-2:0,2"
+        ) from error
+
+
+def left_to_train(there: int, spares: int, named_by: str) -> str:
+    """``--nnodes`` where so many nodes are there, and some of them are spares; raises ConfigError if none
+    would train."""
+    if not 0 <= spares < there:
+        raise ConfigError(
+            f"--spares is {spares}, but {named_by} has {there} nodes, of which one at least has to train: "
+            f"write 0 to {there - 1}"
+        )
+    return str(there - spares)
 
 
 def show_devices(devices: Sequence[int], environ: MutableMapping[str, str]) -> None:
@@ -108,39 +101,8 @@ def is_this_host(name: str) -> bool:
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True
     try:
-        meant = {place[0] for *_, place in socket.getaddrinfo(name, None)}
+        meant = {str(place[0]) for *_, place in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):
         return False
     ours = {address.address for found in psutil.net_if_addrs().values() for address in found}
-    return bool(meant & ours) or any(ipaddress.ip_address(a).is_loopback for a in meant if _is_address(a))
-
-
-def _is_address(text: object) -> bool:
-    try:
-        ipaddress.ip_address(str(text))
-    except ValueError:
-        return False
-    return True
-
-
-def _counted(slots: Mapping[str, int]) -> dict[str, list[int]]:
-    return {host: list(range(number)) for host, number in slots.items()}
-
-
-def _filtered(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, list[int]]:
-    """What DeepSpeed's own launcher leaves of the slots."""
-    from deepspeed.launcher.runner import parse_resource_filter
-
-    try:
-        return dict(parse_resource_filter(_counted(slots), include_str=include, exclude_str=exclude))
-    except ValueError as error:
-        what = f"--include {include!r}" if include else f"--exclude {exclude!r}"
-        raise ConfigError(
-            f"{what}: {error}; write HOST or HOST:SLOT,SLOT, with @ between hosts: worker-1@worker-2:0,2"
-        ) from error
-
-
-def _devices_here() -> int:
-    from deepspeed.accelerator import get_accelerator
-
-    return int(get_accelerator().device_count())
+    return bool(meant & ours) or any(ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -27,7 +25,6 @@ _COURTESY_SECS = 2.0
 _SILENT_SECS = 2.0
 """A node that was struck out and lives takes its place again with its next heartbeat."""
 _STACKS_SECS = 3.0
-_PY_SPY_SECS = 20.0
 _MOST_STACK_CHARS = 16_000
 
 
@@ -141,15 +138,13 @@ def _patience_for_the_silent(known: Sequence[Waiting]) -> float:
 
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:
-    """Where a trainer's threads are: by py-spy if it is installed, and by itself if it runs; else what the
-    kernel tells."""
+    """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
     seen = waiting.seen
     told = [_of_kernel(seen.pid)]
     if seen.state == STOPPED:
         told.append("a stopped process cannot write its stacks")
     elif seen.stack_signal:
         told.append(_of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal))
-    told.append(_of_py_spy(seen.pid))
     return "\n".join(filter(None, told))
 
 
@@ -183,15 +178,3 @@ def _of_kernel(pid: int) -> str:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         told.insert(0, next((" ".join(line.split()) for line in lines if line.startswith("State:")), ""))
     return "\n".join(told)
-
-
-def _of_py_spy(pid: int) -> str:
-    program = shutil.which("py-spy")
-    if program is None:
-        return ""
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_SECS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"py-spy: {error}"
-    return (done.stdout or done.stderr)[:_MOST_STACK_CHARS]

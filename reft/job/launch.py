@@ -46,21 +46,21 @@ from reft.env import (
     ENV_STORE,
 )
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
-from reft.events import EventLog
-from reft.job.agent import JobEndedError, ReftAgent, new_agent_id
+from reft.job.agent import ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, Cause, Failure
-from reft.job.handler import LeftError, StoreRendezvous
 from reft.job.hostfile import show_devices
 from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.observer import Observer
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous_client import RendezvousClient
-from reft.job.scaling import Scaler
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.scaling import Scaler
 from reft.job.stop_signals import StopSignals
 from reft.job.warm import WarmTrainers
+from reft.log import EventLog
 from reft.memory.jobdir import read_json
 from reft.memory.user_secret import user_secret
 from reft.node import history
@@ -120,7 +120,7 @@ class Launcher(Observer):
         self._memory.make_again(self._secret)
         os.environ.update(
             {
-                ENV_STORE: self._rendezvous.store_endpoint(),
+                ENV_STORE: self._rendezvous.place.trainers_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
                 ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
@@ -239,7 +239,7 @@ class Launcher(Observer):
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            if self._agent is not None and self._rendezvous.serves:
+            if self._agent is not None and self._rendezvous.place.serves:
                 self._agent.wait_for_peers()
             return 128 + int(stop.sigval)
         except FencedError as error:
@@ -291,7 +291,6 @@ class Launcher(Observer):
             turn=options.rank_turn,
         )
         agent = self._agent = self._make_agent(handler, info)
-        agent.incarnations = self._rendezvous.incarnations
         if isinstance(handler, StoreRendezvous):
             self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
@@ -317,7 +316,7 @@ class Launcher(Observer):
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
-                f"{self._rendezvous.reopens}"
+                f"{self._rendezvous.place.reopens}"
             ) from error
         except RendezvousGracefulExitError:
             return 0
@@ -379,13 +378,11 @@ class Launcher(Observer):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
         return ReftAgent(
             spec,
-            reconnect=self._rendezvous.reconnect,
+            options,
+            client=self._rendezvous,
             info=info,
             secret=self._secret,
             observer=self,
-            free_restarts=options.free_restarts,
-            renews=options.restarts_renew,
-            stop_secs=options.stop_secs,
             exits_dir=self._memory.path,
             grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
             **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},

@@ -10,13 +10,379 @@ memory and daemons have stayed on the nodes, and the new step goes on from there
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
-from reft.arguments import Parser
+import msgpack
+import psutil
+
+from reft import log
 from reft.config_read import parse_block
-from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.control.door import format_endpoint
+from reft.control.links import listen_remotely
+from reft.control.mpi import load_mpi
+from reft.control.mpi_transport import mpi_carrier
+from reft.control.transport import Transport
+from reft.engine.identity import kernel_id
+from reft.env import (
+    ENV_JOB_ID,
+    ENV_LAUNCHER_PID,
+    ENV_MEMORY_DIR,
+    ENV_NODE_DECLARED,
+    ENV_NODE_ID,
+    ENV_SECRET,
+)
+from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
+from reft.job import script
+from reft.job.node import NodeMemory, default_node_id
+from reft.job.trainer_store import LOOPBACK, TrainerStore
+from reft.mac import mac
+from reft.memory.jobdir import JobDir
+from reft.memory.user_secret import user_secret
+from reft.naming import is_name, own_name
+from reft.node.client import request
+from reft.refusal import Parser
+
+logger = logging.getLogger("reft.job.mpi_run")
+
+DAEMON_LOG = "daemon.log"
+OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+"""DeepSpeed refuses to start where it is not LOCAL_RANK, as where one host has several nodes of a job."""
+_SAME_SECRET = b"reft-mpi-secret"
+_WRONG_USE = 2
+_PING_SECS = 5.0
+_DAEMON_END_SECS = 30.0
+_FORK_SECS = 30.0
+_LAST_WORDS_SECS = 1.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """What one process says of itself.
+
+    Attributes:
+        node: name of its node.
+        kernel: what its host is known by.
+        pid: its own.
+        secret: proves which secret it has, without saying it.
+        job_id: name of the job.
+    """
+
+    node: str
+    kernel: str
+    pid: int
+    secret: bytes
+    job_id: str
+
+    def pack(self) -> bytes:
+        return bytes(msgpack.packb([self.node, self.kernel, self.pid, self.secret, self.job_id]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process is among the others. Pure.
+
+    Attributes:
+        rank, size: as MPI counts, and torch.
+        local: the ranks of its node, ascending; the first leads.
+        leaders: of all nodes, ascending: their order numbers the nodes.
+    """
+
+    rank: int
+    size: int
+    local: tuple[int, ...]
+    leaders: tuple[int, ...]
+
+    @classmethod
+    def among(cls, rank: int, nodes: Sequence[str]) -> Place:
+        """Of ``rank``, given everybody's node."""
+        local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
+        leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
+        return cls(rank, len(nodes), local, leaders)
+
+    @property
+    def leads(self) -> bool:
+        return self.local[0] == self.rank
+
+    def environ(self, port: int) -> dict[str, str]:
+        """What torchrun would set."""
+        local_rank, group = self.local.index(self.rank), self.leaders.index(self.local[0])
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(len(self.local)),
+            "GROUP_RANK": str(group),
+            "GROUP_WORLD_SIZE": str(len(self.leaders)),
+            "NODE_RANK": str(group),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            # The node's first process serves the store, or relays to it.
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+
+
+def check_together(told: Sequence[Where]) -> None:
+    """See that the processes belong together. Pure.
+
+    Raises:
+        AuthenticationError: they have different secrets.
+        ConfigError: they name the job differently, or two hosts alike.
+    """
+    if len({each.secret for each in told}) > 1:
+        raise AuthenticationError(
+            "the processes of this MPI job have different secrets: share ~/.reft/secret between the nodes, "
+            f"or set {ENV_SECRET} to the same on all"
+        )
+    if len(names := {each.job_id for each in told}) > 1:
+        raise ConfigError(
+            f"the processes of this MPI job give it different names: {', '.join(sorted(names))}. Give all "
+            f"the same --job-id NAME"
+        )
+    hosts: dict[str, str] = {}
+    for each in told:
+        if hosts.setdefault(each.node, each.kernel) != each.kernel:
+            raise ConfigError(
+                f"two hosts call themselves node {each.node}; leave --node-id out, or give each its own"
+            )
+
+
+class Step:
+    """This process's part in a step.
+
+    Args:
+        options: of the command line.
+        transport: to all processes.
+        rank: of this one.
+
+    Raises:
+        ReftError, OSError: something does not fit, here or in another process.
+    """
+
+    def __init__(self, options: argparse.Namespace, transport: Transport, rank: int) -> None:
+        self._options = options
+        self._transport = transport
+        self._secret = user_secret()
+        memory_dir = Path(options.memory_dir).absolute()
+        self._node = options.node_id or default_node_id(memory_dir)
+        self.job_id: str = options.job_id or own_name(
+            options.script, options.arguments, module=options.module
+        )
+        if not is_name(self.job_id):
+            raise ConfigError(
+                f"job id is {self.job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+                f"no dot first: give --job-id"
+            )
+        mine = Where(self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id)
+        told = [Where(*msgpack.unpackb(data)) for data in transport.gather(mine.pack())]
+        check_together(told)
+        self.place = Place.among(rank, [each.node for each in told])
+        self._leader_pid = told[self.place.local[0]].pid
+        self._memory = NodeMemory(memory_dir, self.job_id, self._node)
+        self._store: TrainerStore | None = None
+
+    def prepare(self) -> None:
+        """Hold the node's memory, start its daemon, and say where torch's store is. Collective.
+
+        Raises:
+            ReftError, OSError: on all processes, if it failed in one.
+        """
+        self._all_or_none(self._hold)
+        endpoint = self._all_or_none(self._serve)[0].decode()
+        self._all_or_none(lambda: self._relay(endpoint))
+        ports = self._transport.gather(str(self._store.port if self._store else 0).encode())
+        environ = self.place.environ(int(ports[self.place.local[0]]))
+        if OMPI_LOCAL_RANK in os.environ:
+            environ[OMPI_LOCAL_RANK] = environ["LOCAL_RANK"]
+        os.environ.update(environ)
+        os.environ.update(
+            {
+                ENV_NODE_ID: self._node,
+                ENV_NODE_DECLARED: str(int(bool(self._options.node_id))),
+                ENV_MEMORY_DIR: str(self._memory.memory_dir),
+                ENV_JOB_ID: self.job_id,
+                # Who holds the memory for this node's trainers.
+                ENV_LAUNCHER_PID: str(self._leader_pid),
+                ENV_SECRET: self._secret.hex(),
+            }
+        )
+
+    def _all_or_none(self, act: Callable[[], bytes]) -> list[bytes]:
+        """Run ``act`` in all processes; what it returned in each. Where it fails in one, all raise."""
+        own: Exception | None = None
+        result = b""
+        try:
+            result = act()
+        except (ReftError, OSError) as error:
+            own = error
+        said = self._transport.gather(bytes(msgpack.packb([own is None, str(own or ""), result])))
+        if own is not None:
+            raise own
+        told = [msgpack.unpackb(data) for data in said]
+        if failed := [f"rank {rank}: {why}" for rank, (well, why, _) in enumerate(told) if not well]:
+            raise TransferError(f"the step cannot start: {failed[0]}")
+        return [body for _, _, body in told]
+
+    def _hold(self) -> bytes:
+        if self.place.leads:
+            job_dir = self._memory.prepare(self._secret)
+            self._memory.write_state(state="running under MPI", ranks=list(self.place.local))
+            if not self._options.no_daemon:
+                keep_daemon(job_dir, self._options.linger_secs)
+        return b""
+
+    def _serve(self) -> bytes:
+        if self.place.rank:
+            return b""
+        self._store = TrainerStore.serve()
+        if len(self.place.leaders) == 1:
+            return b""
+        listener = listen_remotely()
+        host = str(listener.getsockname()[0])
+        return format_endpoint(host, self._store.open_door(listener, self._secret)).encode()
+
+    def _relay(self, endpoint: str) -> bytes:
+        if self.place.leads and self.place.rank:
+            self._store = TrainerStore.relay(endpoint, self._secret)
+        return b""
+
+    def end(self, code: int) -> int:
+        """Meet the others at the end, for as long as was allowed; where all ended well, the memory goes.
+
+        Returns:
+            The first exit code that is not 0.
+
+        Raises:
+            TransferError: not all came.
+        """
+        self._transport.limits.timeout_secs = self._options.end_secs
+        codes = [int(data) for data in self._transport.gather(str(code).encode())]
+        worst = next((each for each in codes if each), 0)
+        if self.place.leads and not worst and not self._options.keep_memory:
+            job_dir = self._memory.job_dir
+            if job_dir is not None and not self._options.no_daemon:
+                end_daemon(job_dir)
+            self._memory.remove()
+        elif self.place.leads and worst:
+            self._memory.discard_unused()
+        self._transport.gather(b"")
+        if self._store is not None:
+            self._store.close()
+        return worst
+
+
+def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
+    """Have a daemon on this node that outlives the step: the one that is there, else a new one.
+
+    It has a session and streams of its own, and a parent that has ended, so that neither the end of the step
+    ends it (Slurm's ``proctrack/linuxproc`` kills descendants) nor mpiexec waits for it."""
+    try:
+        request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS)
+        return
+    except (OSError, EOFError, ReftError):
+        pass
+    linger = ["--linger-secs", str(linger_secs)]
+    command = [sys.executable, "-m", "reft.node.daemon", str(job_dir.path), *linger]
+    with open(job_dir.path / DAEMON_LOG, "ab") as output:
+        try:
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=_outside_of_mpi(os.environ),
+                timeout=_FORK_SECS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning("the node daemon cannot be started: %s; training goes on without it", error)
+
+
+def end_daemon(job_dir: JobDir) -> None:
+    """End the node's daemon, and wait until it has: it would take a directory that is being removed for one
+    that somebody else has made again."""
+    with suppress(OSError, EOFError, ReftError, psutil.Error):
+        pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
+        request(job_dir.path, job_dir.secret, "shutdown", timeout_secs=_PING_SECS)
+        psutil.Process(pid).wait(_DAEMON_END_SECS)
+
+
+def _outside_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what names this rank to MPI: the daemon is none."""
+    return {k: v for k, v in environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
+
+
+def run_step(options: argparse.Namespace) -> int:
+    """Run the script as one process of this step; returns the exit code. Where this process fails, the whole
+    MPI job is ended: the others would wait for it."""
+    log.set_place("", "mpi-run")
+    log.to_stderr()
+    try:
+        mpi = load_mpi()
+    except ConfigError as error:
+        logger.error("%s", error)
+        return _WRONG_USE
+    world = mpi.COMM_WORLD
+    try:
+        connect = mpi_carrier(world.rank, world.size, "", options.start_secs)
+        transport = connect(options.start_secs, lambda: True, lambda missing, secs: None)
+        step = Step(options, transport, world.rank)
+        log.set_place(step.job_id, f"rank {world.rank}")
+        step.prepare()
+    except (ReftError, OSError) as error:
+        logger.error("%s", error)
+        _abort(world, _WRONG_USE if isinstance(error, ConfigError | AuthenticationError) else 1)
+    deliberate, code = _run_script(options)
+    if code and not deliberate:
+        _abort(world, code)
+    if mpi.Is_finalized():
+        logger.warning(
+            "the script has called MPI.Finalize(), so that the processes cannot meet at the end: the job's "
+            "memory stays. Leave that call out"
+        )
+        return code
+    try:
+        return step.end(code)
+    except TransferError as error:
+        logger.error("this process has ended with exit code %d, but not all others have: %s", code, error)
+        _abort(world, code or 1)
+
+
+def _run_script(options: argparse.Namespace) -> tuple[bool, int]:
+    """Whether the script ended by itself, and its exit code."""
+    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    try:
+        code = script.run(words)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return True, stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return code == 0, code
+
+
+def _abort(world: Any, code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # MPICH's mpiexec drops what it has not read yet, the traceback with it.
+    time.sleep(_LAST_WORDS_SECS)
+    world.Abort(code)
+    # It does not return; where a library lets it, this process ends all the same.
+    os._exit(code)
+
 
 _START_SECS = 600.0
 _END_SECS = 300.0
@@ -81,7 +447,6 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft mpi-run``; returns the exit code: 0, the script's, 2 for wrong use. A process
     that fails ends the whole MPI job and does not return."""
     options = make_parser().parse_args(list(argv))
-    from reft.job.mpi_step import run_step
 
     return run_step(options)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import uuid
@@ -19,24 +20,28 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.arguments import Parser
 from reft.config_read import parse_block, read_block
 from reft.control.door import format_endpoint
 from reft.errors import ConfigError
-from reft.job.checks import check_numbers
-from reft.job.etcd.settings import BACKEND as ETCD
-from reft.job.etcd.settings import EtcdSettings
 from reft.job.hostfile import apply_hostfile
 from reft.job.node import default_node_id
+from reft.job.rendezvous.etcd import BACKEND as ETCD
+from reft.job.rendezvous.etcd import EtcdSettings
 from reft.job.slurm import apply_slurm
 from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.job.warm import DEFAULT_MODULES
 from reft.naming import is_name, own_name, safe_name
+from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
+_MOST_PORT = 65535
+_NUMBERS = frozenset(
+    f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
+) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
+"""Keys of ``--rdzv-conf`` that hold a number."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         _check_program(args)
         config, _, _ = torchrun.config_from_args(args)
         _check_rendezvous(config)
-        check_numbers(args, config)
+        _check_numbers(args, config)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -218,6 +223,33 @@ def _check_rendezvous(config: LaunchConfig) -> None:
         )
     if backend == ETCD:
         EtcdSettings.of(config.rdzv_endpoint, config.rdzv_configs, os.environ)
+
+
+def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
+    """Refuse what cannot be meant: torchrun takes numbers as they come and stumbles over them later."""
+    most_rank = config.max_nodes + args.spares - 1
+    for option, found, least, most in (
+        ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
+        ("--nnodes", config.min_nodes, 1, math.inf),
+        ("--spares", args.spares, 0, math.inf),
+        ("--node-rank", args.node_rank, 0, most_rank),
+        ("--max-peer-restarts", args.max_peer_restarts, 0, math.inf),
+        ("--master-port", args.master_port, 0, _MOST_PORT),
+        ("--monitor-interval", args.monitor_interval, sys.float_info.min, sys.float_info.max),
+        ("--grace-secs", args.grace_secs or 0, 0, sys.float_info.max),
+        ("--stop-secs", args.stop_secs, 0, sys.float_info.max),
+    ):
+        if not least <= found <= most:
+            up_to = f" to {most}" if most < sys.float_info.max else " or more"
+            least_said = "above 0" if 0 < least < 1 else f"{least}{up_to}"
+            raise ConfigError(f"{option} is {found:g}; write {least_said}")
+    for key in _NUMBERS & config.rdzv_configs.keys():
+        try:
+            good = 0 < float(config.rdzv_configs[key]) < math.inf
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ConfigError(f"--rdzv-conf {key} is {config.rdzv_configs[key]!r}; write a number above 0")
 
 
 def _check_program(args: argparse.Namespace) -> None:

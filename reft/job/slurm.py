@@ -21,7 +21,7 @@ import torch.distributed.run as torchrun
 
 from reft.control.door import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
-from reft.job.checks import left_to_train
+from reft.job.hostfile import left_to_train
 from reft.naming import safe_name
 
 logger = logging.getLogger(__name__)

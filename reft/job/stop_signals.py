@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -15,27 +15,19 @@ LEAVE_SIGNAL = signal.SIGUSR1
 _IMPATIENT_SECS = 1.0
 
 
-class Stoppable(Protocol):
-    """The agent that ends the trainers."""
-
-    told_to_stop: bool
-
-    def wait_no_more(self) -> None: ...
-
-
 class StopSignals:
     """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end.
 
     A second Ctrl-C by a person cuts the grace short.
 
     Attributes:
-        agent: that is told.
+        agent: :class:`reft.job.agent.ReftAgent`, which ends the trainers.
         received: the signal to stop; None: there was none.
         asked_to_leave: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it.
     """
 
     def __init__(self) -> None:
-        self.agent: Stoppable | None = None
+        self.agent: Any = None
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0

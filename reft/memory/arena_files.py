@@ -7,9 +7,9 @@ from pathlib import Path
 
 from reft.errors import ArenaError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader
+from reft.naming import Label
 
 ARENA_SUFFIX = ".arena"
 _DECODED = "decoded-"

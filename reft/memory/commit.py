@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
 
-from reft.label import Label
+from reft.naming import Label
 
 
 def preferred_label(

@@ -26,8 +26,8 @@ import xxhash
 from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.mac import mac
+from reft.naming import Label
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

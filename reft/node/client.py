@@ -20,7 +20,7 @@ from reft.config import ReftConfig
 from reft.control.wire import Channel, connect
 from reft.errors import ReftError
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 
 logger = logging.getLogger(__name__)
 

@@ -31,16 +31,16 @@ from reft import log
 from reft.config import ReftConfig
 from reft.control.wire import SOCKET_NAME, Channel, listen
 from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
-from reft.label import Label
 from reft.memory.jobdir import JobDir, write_json
 from reft.memory.joblock import holder
+from reft.naming import Label
 from reft.node.hangs import STOPPED, Stillness, Waiting, Watch, WriteWatch
 from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages
+from reft.node.status import NodeStatus
 from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistFunction
-from reft.storage.status import NodeStatus
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class Daemon:
             "job_id": job_dir.job_id,
             "started_unix_secs": time.time(),
         }
-        self.status = NodeStatus(job_dir.path, facts)
-        self.persister = Persister(job_dir, self.status, persist)
+        self.persister = Persister(job_dir, persist)
+        self.status = NodeStatus(job_dir.path, facts, self.persister.status)
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
@@ -250,7 +250,7 @@ class Daemon:
         if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
             stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
-            self.status.update_persist(stale_since_step=stale, error=error)
+            persist.update(stale_since_step=stale, error=error)
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -11,17 +11,17 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import TypeAdapter
 
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"
-_Secs = Annotated[float, Field(ge=0, lt=2**37)]  # seconds since 1970 that a calendar has
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
@@ -97,37 +97,7 @@ class Round:
         return asdict(self)
 
 
-class _Event(BaseModel):
-    """Of STEPPED this is all."""
-
-    unix_secs: _Secs
-
-
-class _Started(_Event):
-    round: int
-    nodes: list[str]
-    failures: list[str]
-    lost: list[str]
-    joined: list[str]
-    left: list[str] = Field(default_factory=list)
-    newest_step: int
-    gathering_secs: _Secs | None = None
-    ending_secs: _Secs | None = None
-    failed_unix_secs: _Secs | None = None
-
-
-class _Resumed(_Event):
-    source: str
-    step: int
-    secs: _Secs
-    times: dict[str, _Secs] = Field(default_factory=dict)
-
-
-class _Ended(_Event):
-    reason: str
-
-
-_EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPED: _Event, ENDED: _Ended}
+_ROUND = TypeAdapter(Round)
 
 
 def why(row: Round) -> str:
@@ -163,58 +133,57 @@ def read_history(job_dir: Path) -> list[Round]:
         lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
     except OSError:
         return []
-    return _rounds_of(_decoded(lines))
-
-
-def _rounds_of(events: Iterable[_Event]) -> list[Round]:
     rounds: list[Round] = []
     resumed_at = 0.0
-    for event in events:
-        at = event.unix_secs
-        if isinstance(event, _Started):
-            told = event.model_dump(exclude={"unix_secs", "gathering_secs", "ending_secs"})
-            rounds.append(Round(unix_secs=at, **told))
-            resumed_at = 0.0
-            for name, secs in (("ending", event.ending_secs), ("gathering", event.gathering_secs)):
-                if secs is not None:
-                    rounds[-1].secs[name] = secs
-        elif not rounds:
-            continue
-        elif isinstance(event, _Resumed):
-            last = rounds[-1]
-            last.resumed_from, last.resumed_step = event.source, event.step
-            last.secs |= _parts(last.unix_secs, event)
-            resumed_at = at
-        elif isinstance(event, _Ended):
-            rounds[-1].ended = event.reason
-        elif resumed_at:
-            rounds[-1].secs["first_step"] = at - resumed_at
+    for line in lines:
+        # Another release, or a full disk, may have written what this one does not understand.
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            facts = json.loads(line)
+            event, at = facts.pop("event"), _secs(facts["unix_secs"])
+            if event == STARTED:
+                told = {part: facts.get(f"{part}_secs") for part in ("ending", "gathering")}
+                waits = {part: _secs(secs) for part, secs in told.items() if secs is not None}
+                rounds.append(_ROUND.validate_python({**facts, "secs": waits}))
+                resumed_at = 0.0
+            elif event == RESUMED and rounds:
+                times = {name: _secs(secs) for name, secs in facts.get("times", {}).items()}
+                source, step = _text(facts["source"]), int(facts["step"])
+                rounds[-1].resumed_from, rounds[-1].resumed_step = source, step
+                rounds[-1].secs |= _parts(rounds[-1].unix_secs, at, times)
+                resumed_at = at
+            elif event == STEPPED and rounds and resumed_at:
+                rounds[-1].secs["first_step"] = at - resumed_at
+            elif event == ENDED and rounds:
+                rounds[-1].ended = _text(facts["reason"])
     return rounds
 
 
-def _parts(formed: float, event: _Resumed) -> dict[str, float]:
-    """What lies between the moment in which all nodes were there and that of ``event``."""
+def _secs(value: Any) -> float:
+    """Raises ValueError, TypeError: it is none, or none since 1970 that a calendar has."""
+    if not 0 <= (secs := float(value)) < 2**37:
+        raise ValueError(f"{value!r} is no time")
+    return secs
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _parts(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
+    """What lies between the moment in which all nodes were there and that in which the state was restored."""
     ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
     secs, since = {}, formed
     for part, end in (*ends.items(), ("agreeing", "agreed")):
-        if end in event.times:
-            secs[part] = max(0.0, event.times[end] - since)
-            since = max(since, event.times[end])
-    secs["transfer"] = max(0.0, event.unix_secs - since)
-    if {"groups", "grouped"} <= event.times.keys():
-        groups, grouped = event.times["groups"], event.times["grouped"]
-        secs["groups"] = max(0.0, grouped - groups)
-        for part in ("script", "engine", "joining"):
-            if part in secs and groups < event.times[ends[part]]:
-                secs[part] = max(0.0, secs[part] - secs["groups"])
+        if end in times:
+            secs[part] = max(0.0, times[end] - since)
+            since = max(since, times[end])
+    secs["transfer"] = max(0.0, resumed - since)
+    if {"groups", "grouped"} <= times.keys():
+        groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
+        for part in ("script", "engine", "joining"):  # one of which they are made in
+            if part in secs and times["groups"] < times[ends[part]]:
+                secs[part] = max(0.0, secs[part] - groups)
                 break
     return {part: secs[part] for part in PARTS if part in secs}
-
-
-def _decoded(lines: Iterable[str]) -> Iterable[_Event]:
-    for line in lines:
-        try:
-            event = json.loads(line)
-            yield _EVENTS[event["event"]].model_validate(event)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue

@@ -1,28 +1,245 @@
-"""Looks at the memory of a node's trainers: of the host, of control groups, in the file system of the job's
-memory, and of devices, as far as trainers note it on their pages. Nobody is asked."""
+"""Whether memory is running out: of a host, a control group, a file system in memory, a device.
+
+What is in use is looked at again and again, and kept for the whole life of the trainers, ever more coarsely.
+A growth is named where, over some stretch up to now, eight parts of it rise one after the other, none by less
+than a quarter of what they rise on average, to more than was ever in use before: neither a jump nor what goes
+up and down does so. What levels off is followed as it bends, and nothing further ahead than six times that
+stretch.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import sqrt
+from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 
 from reft.memory.free_memory import Bound, bounds
 from reft.memory.jobdir import DAEMON_FILE, read_json
 from reft.node.progress import Phase, Seen
-from reft.speed.memory import MemoryTrend, MemoryUse, Point, RunsOut
 
-_LEAST_SECS = 0.5
+_GIB = 2**30
+_LOOK_SECS = 0.5
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_CHILDREN = 32
+_MOST_POINTS = 128
+_PARTS = 8
+_LEAST_POINTS = 2 * _PARTS
+_LEAST_SECS, _LEAST_STEPS = 10.0, 5
+_LEAST_SHARE = 0.01
+"""Of the limit: what grows by less is not named."""
+_EVEN = 0.25
+_AHEAD, _MOST_AHEAD_SECS = 6.0, 86400.0
+_STAYS_SECS = 60.0
+"""It stays named for so long after it was last seen to grow, unless memory becomes free."""
 
 Limits = Callable[[Path, Path], list[Bound]]
+_used = attrgetter("used_bytes")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Of one memory.
+
+    Attributes:
+        name: for people: ``the host``, ``control group /job``, ``the device of rank 3``.
+        used_bytes, peak_bytes: now, and at most since the trainers were started; of a device in tensors.
+        limit_bytes: at which it is full.
+        device: whether it is a device's.
+    """
+
+    name: str
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+    device: bool = False
+
+
+@dataclass(frozen=True)
+class RunsOut:
+    """A memory that is running out.
+
+    Attributes:
+        name: of the memory.
+        who: what grows most, and by which part of all growth; "" where nothing that is known grows.
+        used_bytes, limit_bytes: now, and at which it is full.
+        bytes_per_sec: by which it grows.
+        in_secs: until it is full.
+        step: about which it is full; None: the job's speed is not known.
+        since_step: from which on it was seen to grow.
+    """
+
+    name: str
+    who: str
+    used_bytes: int
+    limit_bytes: int
+    bytes_per_sec: float
+    in_secs: float
+    step: int | None
+    since_step: int
+
+    def __str__(self) -> str:
+        near = "" if self.step is None else f", near step {self.step}"
+        return (
+            f"the memory of {self.name} is running out: {self.used_bytes / _GIB:.2f} of "
+            f"{self.limit_bytes / _GIB:.2f} GiB are in use, {self.bytes_per_sec / 2**20:.3g} MiB more each "
+            f"second since step {self.since_step}; it is full in {_time(self.in_secs)}{near}. "
+            f"{self.who or 'No process of the job is known to grow'}"
+        )
+
+
+def _time(secs: float) -> str:
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if secs >= 2 * length:
+            return f"about {secs / length:.0f} {unit}"
+    return f"about {secs:.0f} s"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One look.
+
+    Attributes:
+        secs: by a clock that does not jump.
+        step: last one made.
+        used_bytes: in use.
+        parts: bytes of whoever is known to use it, by name.
+    """
+
+    secs: float
+    step: int
+    used_bytes: int
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+
+class MemoryTrend:
+    """One memory, told of again and again."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Point] = deque(maxlen=_MOST_POINTS // 2)
+        self._all: list[Point] = []
+        self._every = 1
+        self._looks = 0
+        self._growth: tuple[Point, Point, float] | None = None  # since when, seen when, bytes per second
+        self.peak_bytes = 0
+
+    def see(self, point: Point, limit_bytes: int) -> None:
+        """Take a look."""
+        self.peak_bytes = max(self.peak_bytes, point.used_bytes)
+        self._recent.append(point)
+        self._keep(point)
+        for points in (self._all, tuple(self._recent)):
+            if found := _growth(points, self._all, limit_bytes):
+                self._growth = (found[0], point, found[1])
+                return
+        if self._growth is not None:
+            seen = self._growth[1]
+            freed = point.used_bytes < seen.used_bytes - _LEAST_SHARE * limit_bytes
+            if freed or point.secs - seen.secs > _STAYS_SECS:
+                self._growth = None
+
+    def _keep(self, point: Point) -> None:
+        """Of what is kept coarsely, the peak of each part counts."""
+        if self._looks % self._every:
+            self._all[-1] = max(self._all[-1], point, key=_used)
+        else:
+            self._all.append(point)
+        self._looks += 1
+        if len(self._all) > _MOST_POINTS:
+            self._all = [max(self._all[i : i + 2], key=_used) for i in range(0, len(self._all), 2)]
+            self._every *= 2
+            self._looks = self._every * (len(self._all) - 1) + 1
+
+    def runs_out(self, name: str, limit_bytes: int, *, steps_per_sec: float | None) -> RunsOut | None:
+        """What to say; None: nothing. ``steps_per_sec``: of the job; None: not known."""
+        if self._growth is None:
+            return None
+        began, seen, per_sec = self._growth
+        last = self._recent[-1]
+        left = max(0.0, (limit_bytes - last.used_bytes) / per_sec)
+        return RunsOut(
+            name=name,
+            who=_grown_most(began, seen),
+            used_bytes=last.used_bytes,
+            limit_bytes=limit_bytes,
+            bytes_per_sec=per_sec,
+            in_secs=left,
+            step=None if not steps_per_sec else last.step + round(left * steps_per_sec),
+            since_step=began.step,
+        )
+
+
+def _growth(points: Sequence[Point], earlier: Sequence[Point], limit: int) -> tuple[Point, float] | None:
+    """Since when, and by how many bytes a second, memory grows at the end of ``points`` such that it is full
+    in a time that can be foreseen: the longest stretch up to the last point that shows it. ``earlier``: what
+    it is to exceed."""
+    size = len(points)
+    while size >= _LEAST_POINTS:
+        stretch = points[-size:]
+        size //= 2
+        first, last = stretch[0], stretch[-1]
+        span = last.secs - first.secs
+        if span < _LEAST_SECS or last.step - first.step < _LEAST_STEPS:
+            continue
+        levels = [fmean(map(_used, part)) for part in _cut(stretch, _PARTS)]
+        rises = [after - level for level, after in pairwise(levels)]
+        before = max((p.used_bytes for p in earlier if p.secs < first.secs), default=0)
+        if (mean := fmean(rises)) <= 0 or min(rises) < _EVEN * mean:
+            continue
+        if last.used_bytes <= max(before, levels[-2]) or mean * len(rises) < _LEAST_SHARE * limit:
+            continue
+        # Of the later half, so that what has grown faster of late is full sooner.
+        per_sec = max(mean, fmean(rises[len(rises) // 2 :])) * _PARTS / span
+        soon = limit - last.used_bytes <= per_sec * min(_AHEAD * span, _MOST_AHEAD_SECS)
+        if soon and limit <= _level_to_come(stretch):
+            return first, per_sec
+    return None
+
+
+def _level_to_come(points: Sequence[Point]) -> float:
+    """Bytes at which it levels off if it goes on to bend as it did from the first third over the second to
+    the last: a geometric series. What noise may have hidden of the bend counts as bent."""
+    thirds = list(_cut(points, 3))
+    early, middle, late = (fmean(map(_used, third)) for third in thirds)
+    began, half, ended = (fmean(p.secs for p in third) for third in thirds)
+    was, now = (middle - early) / (half - began), (late - middle) / (ended - half)
+    if was <= 0:
+        return float("inf")
+    triples = zip(points, points[1:], points[2:], strict=False)
+    # A straight line and noise of one deviation leave one and a half of its squares.
+    squares = fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
+    per_third = (ended - began) / 2
+    # Two standard deviations on either side.
+    bend = now / was - 4 * sqrt(3 * squares / len(points)) / (was * per_third)
+    return float("inf") if bend >= 1 else late + now * per_third * max(0.0, bend / (1 - bend))
+
+
+def _cut(points: Sequence[Point], parts: int) -> Iterator[Sequence[Point]]:
+    for part in range(parts):
+        yield points[part * len(points) // parts : (part + 1) * len(points) // parts]
+
+
+def _grown_most(first: Point, last: Point) -> str:
+    grown = {name: used - first.parts.get(name, 0) for name, used in last.parts.items()}
+    name = max(grown, key=lambda n: grown[n], default="")
+    whole = last.used_bytes - first.used_bytes
+    if not name or grown[name] <= _EVEN * whole:
+        return ""
+    return f"{name} takes {min(1.0, grown[name] / whole):.0%} of it"
+
+
+# -- looking --------------------------------------------------------------------------------------------
 
 
 class MemoryWatch:
-    """One node's. Used by one thread.
+    """Looks at the memory of a node's trainers, without asking anybody. Used by one thread.
 
     Args:
         path: the job's memory on this node.
@@ -43,7 +260,7 @@ class MemoryWatch:
     def look(self, pages: list[Seen], steps_per_sec: float | None) -> None:
         """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not known."""
         now = time.monotonic()
-        if now - self._last < _LEAST_SECS:
+        if now - self._last < _LOOK_SECS:
             return
         self._last = now
         living = [p for p in pages if p.state not in ("", "Z") and p.phase is not Phase.ENDED]
@@ -57,23 +274,24 @@ class MemoryWatch:
         step = max(p.step for p in living)
         parts = dict(self._parts(living))
         uses, running_out = [], []
-        for use in (*self._host(living[0].pid), *_devices(living)):
+        for use in self._uses(living):
             trend = self._trends.setdefault(use.name, MemoryTrend())
             # Tensors that are made and freed within a step are in the peak alone.
             used = use.peak_bytes if use.device else use.used_bytes
             trend.see(Point(now, step, used, {} if use.device else parts), use.limit_bytes)
-            peak = max(use.peak_bytes, trend.peak_bytes)
-            uses.append(use.model_copy(update={"peak_bytes": peak}))
-            found = trend.runs_out(use.name, use.limit_bytes, steps_per_sec=steps_per_sec, now=time.time())
-            if found is not None:
+            uses.append(replace(use, peak_bytes=max(use.peak_bytes, trend.peak_bytes)))
+            if found := trend.runs_out(use.name, use.limit_bytes, steps_per_sec=steps_per_sec):
                 running_out.append(found)
         self.uses = tuple(uses)
         self.runs_out = tuple(sorted(running_out, key=lambda r: r.in_secs))
 
-    def _host(self, pid: int) -> Iterator[MemoryUse]:
-        for bound in self._limits(self._path, Path("/proc") / str(pid)):
-            used = bound.used_bytes
-            yield MemoryUse(name=bound.name, used_bytes=used, peak_bytes=used, limit_bytes=bound.limit_bytes)
+    def _uses(self, pages: Sequence[Seen]) -> Iterator[MemoryUse]:
+        for bound in self._limits(self._path, Path("/proc") / str(pages[0].pid)):
+            yield MemoryUse(bound.name, bound.used_bytes, bound.used_bytes, bound.limit_bytes)
+        for page in pages:
+            if (d := page.device) is not None:
+                name = f"the device of rank {page.rank}"
+                yield MemoryUse(name, d.allocated, d.peak_allocated, d.total, device=True)
 
     def _parts(self, pages: Iterable[Seen]) -> Iterator[tuple[str, int]]:
         """Who takes memory of the host: bytes by name. Pages of tmpfs are counted with the job's memory, not
@@ -87,20 +305,6 @@ class MemoryWatch:
             yield f"reft's daemon (pid {daemon})", private_bytes(daemon)
         yield f"reft's launcher (pid {os.getpid()})", private_bytes(os.getpid())
         yield f"the job's memory in {self._path.parent}", _file_bytes(self._path)
-
-
-def _devices(pages: Iterable[Seen]) -> Iterator[MemoryUse]:
-    for page in pages:
-        if (use := page.device) is not None:
-            yield MemoryUse(
-                name=f"the device of rank {page.rank}",
-                used_bytes=use.allocated,
-                peak_bytes=use.peak_allocated,
-                limit_bytes=use.total,
-                device=True,
-                gap_bytes=max(0, use.peak_reserved - use.peak_allocated),
-                retries=use.retries,
-            )
 
 
 def private_bytes(pid: int) -> int:

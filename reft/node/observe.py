@@ -8,30 +8,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ReftError
-from reft.label import Label
 from reft.memory.header import ArenaHeader, ArenaState
-from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
+from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
+from reft.naming import Label
 from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
-from reft.node.progress import Phase, Seen, read_pages
+from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
-from reft.node.signals import (
-    MOST_MEMORIES,
-    MOST_RUNNING_OUT,
-    MOST_WARNINGS,
-    NodeReport,
-    Recovery,
-    Shard,
-    Signal,
-)
+from reft.node.report import MOST_WARNINGS, NodeReport, Shard, Signal, cut
 from reft.node.watch import CommitWatch
 
 _SPEED_STEPS = 64
+_MOST_STEPS = 32
+"""Of a rank, in a report."""
+_MOST_MEMORIES, _MOST_RUNNING_OUT = 24, 3
 _STALE_STEPS = 10
 """A busy machine skips a version now and then; a node that has taken none for so many steps is not well."""
 _PER_SEC = 10**9
@@ -109,7 +104,7 @@ class NodeObserver:
         """What can be told of the node now. ``number`` is left to whoever sends it."""
         pages = read_pages(self._path)
         heads = self._heads()
-        status = read_json(self._path / "status.json") or {}
+        status = read_json(self._path / STATUS_FILE) or {}
         record = read_record(self._path)
         restarts = restarts_among(self._rounds())
         # Trainers that have ended take their pages along: the last step that was seen stays.
@@ -131,15 +126,14 @@ class NodeObserver:
             step=step,
             steps_per_sec=steps_per_sec,
             shards=_shards(heads),
-            flops_per_token=max((p.flops_per_token for p in pages), default=0, key=abs),
-            tokens_per_sample=max((p.tokens_per_sample for p in pages), default=0),
             trainers=sum(p.state not in ("", "Z") for p in pages),
             tolerance=None if record is None else record.tolerance,
             restarts=len(restarts),
             recovery=_recovery(restarts[-1]) if restarts else None,
-            warnings=tuple(self._warnings(doing, status, record))[:MOST_WARNINGS],
-            memory=self._memory.uses[:MOST_MEMORIES],
-            runs_out=self._memory.runs_out[:MOST_RUNNING_OUT],
+            warnings=tuple(self._warnings(doing, status, record)),
+            memory=self._memory.uses[:_MOST_MEMORIES],
+            runs_out=self._memory.runs_out[:_MOST_RUNNING_OUT],
+            ranks=tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
         )
 
     def _heads(self) -> list[ArenaHeader]:
@@ -203,11 +197,11 @@ class NodeObserver:
         persist = status.get("persist") or {}
         if (since := persist.get("stale_since_step")) is not None:
             yield f"no checkpoint on storage since step {since}: {persist.get('error')}"
-        if self._has_daemon and pid_is_gone(self._path):
+        daemon = read_json(self._path / DAEMON_FILE)
+        if self._has_daemon and daemon is not None and not is_running(daemon):
             yield "its daemon does not run: the launcher starts it again"
         if not self._has_daemon:
             yield "it has no daemon: no checkpoints on storage"
-        yield from filter(None, (use.fragmented for use in self._memory.uses))
         if record is None:
             return
         if degraded := record.degraded:
@@ -217,12 +211,6 @@ class NodeObserver:
             )
         if refused := record.refused:
             yield f"{refused.scheme} was refused at step {refused.step}: {refused.cause}"
-
-
-def pid_is_gone(path: Path) -> bool:
-    """Whether the daemon that has said it runs there does not."""
-    daemon = read_json(path / DAEMON_FILE)
-    return daemon is not None and not is_running(daemon)
 
 
 def _key(header: ArenaHeader) -> tuple[int, int]:
@@ -262,8 +250,11 @@ def _worth(header: ArenaHeader) -> tuple[bool, Label]:
     return header.state is ArenaState.COMMITTED, header.label
 
 
-def _recovery(row: Round) -> Recovery:
-    return Recovery.model_validate(row.to_json())
+def _recovery(row: Round) -> Round:
+    """Not the names of all nodes, from each of them; and no text or list that has no bound (P9)."""
+    failures, lost = ([cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost))
+    source = cut(row.resumed_from)
+    return replace(row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source)
 
 
 def _not_well(status: dict[str, Any], step: int | None) -> str:

@@ -1,37 +1,45 @@
-"""What a trainer does, on a page of shared memory: its node's daemon reads it without the trainer's help.
+"""What a trainer does, on a page of shared memory: its node's daemon and launcher read it without its help.
 
 The page lies in the job's memory, one per trainer. A trainer writes numbers of eight bytes each, which are
-never seen half written: a few memory accesses per instruction, no system call. The reader copies the page.
+never seen half written: a few memory accesses per instruction, no system call. After the page comes a ring of
+what its last steps consisted of: computing, waiting, the quickest transfer. Readers copy both.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import mmap
 import os
+import signal
 import struct
+import threading
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
-
-from reft.node.step_times import RING_BYTES, Part, StepClock, StepTimes, part_of, read_steps
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 """Of the page of a trainer, and of the file for its stacks; before them its local rank."""
+STEPS = 64
+"""Whose records a page keeps."""
+_RECORD_WORDS = 16
+_RING_BYTES = STEPS * _RECORD_WORDS * 8
+_NEVER = 2**62
 _PAGE_BYTES = 4096
 _MAGIC = 0x72656674_70616731
 _WORDS, _RING, _RING_AT = 96, 64, 16
-_DEVICE_AT, _DEVICE_WORDS = 80, 6
+_DEVICE_AT, _DEVICE_WORDS = 80, 3
 _FLOPS, _TOKENS = 86, 87
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
-_TIMES_AT = _PAGE_BYTES
-_FILE_BYTES = _TIMES_AT + RING_BYTES
+_FILE_BYTES = _PAGE_BYTES + _RING_BYTES
 _PER_SEC = 10**9
 
 
@@ -65,16 +73,11 @@ class DeviceUse:
     Attributes:
         total: that the trainer may have: the device's, without what others take.
         allocated, peak_allocated: in tensors, now and at most.
-        reserved, peak_reserved: taken from the device, now and at most.
-        retries: allocations that had to give cached memory back first.
     """
 
     total: int
     allocated: int
     peak_allocated: int
-    reserved: int
-    peak_reserved: int
-    retries: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,190 @@ class Seen:
     tokens_per_sample: int = 0
 
 
+class Part(IntEnum):
+    """What a rank is at between two instructions."""
+
+    COMPUTE = 0
+    """By itself; with tensor parallelism, together with its tensor-parallel peers."""
+    PREVIOUS = 1
+    """Sends to, or receives from, the stage before it."""
+    NEXT = 2
+    COLLECTIVE = 3
+    """Reduces, or may."""
+    OPTIMIZER = 4
+    """The optimizer's step, in which it may ask for the norm of all gradients, and gather weights."""
+    OTHER = 5
+    """The data's loader, the script's own, reft's."""
+
+
+_PARTS = {
+    "RecvActivation": Part.PREVIOUS,
+    "SendGrad": Part.PREVIOUS,
+    "SendActivation": Part.NEXT,
+    "RecvGrad": Part.NEXT,
+    "LoadMicroBatch": Part.OTHER,
+    # A plain engine's: it reduces within.
+    "Backward": Part.COLLECTIVE,
+    "Step": Part.OPTIMIZER,
+    "OptimizerStep": Part.OPTIMIZER,
+}
+_COMPUTING = ("Forward", "Backward", "Weight")
+_COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
+
+
+def part_of(name: str) -> Part:
+    """What an instruction of that name is; "" stands for what lies before the first one."""
+    if name in _PARTS:
+        return _PARTS[name]
+    if name.startswith(_COMPUTING):
+        return Part.COMPUTE
+    return Part.COLLECTIVE if name.startswith(_COLLECTIVES) else Part.OTHER
+
+
+class StepTimes(NamedTuple):
+    """One step of one rank. Times in seconds.
+
+    Attributes:
+        step: number of the step, after it.
+        whole: from the engine's call to its return.
+        compute: in which it computed, without ``busy``.
+        busy: of computing, in which the training thread was ready to run and had no core: the machine was
+            busy with something else.
+        linked: in transfers from and to the neighbouring stages, and waiting for them.
+        collective: in collectives, likewise.
+        optimizer: in the optimizer's step, likewise.
+        previous, next: the quickest transfer to or from the stage before and after; 0: there was none.
+        transfers: with both.
+    """
+
+    step: int
+    whole: float
+    compute: float
+    busy: float
+    linked: float
+    collective: float
+    optimizer: float
+    previous: float
+    next: float
+    transfers: int
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The last steps of one rank.
+
+    Attributes:
+        rank, pid: of the trainer.
+        at: its pipeline stage, replica and tensor slice.
+        steps: by number.
+    """
+
+    rank: int
+    pid: int
+    at: tuple[int, int, int]
+    steps: tuple[StepTimes, ...]
+
+
+class StepClock:
+    """Adds up the parts of the step that runs. Used by the training thread.
+
+    A call that sends or receives returns when both sides were there and the bytes have passed. Which part of
+    it was waiting one rank cannot tell; its neighbour can: for each message one of the two came last and
+    waited for nothing, so that the smaller of both times is the transfer. Hence the quickest of a step is
+    noted, by link.
+
+    Args:
+        ring: the records' memory, :data:`_RING_BYTES` as words.
+    """
+
+    def __init__(self, ring: memoryview) -> None:
+        self._ring = ring
+        self._at = 0
+        self._part = Part.OTHER
+        self._spent = [0] * len(Part)
+        self._least = [_NEVER, _NEVER]
+        self._transfers = 0
+        self._delayed = self._delay_at = 0
+        self._delays: int | None = None
+        self._count = 0
+
+    def begin(self, now: int) -> None:
+        """A step begins. ``now``: nanoseconds of the monotonic clock."""
+        if self._delays is None:
+            self._delays = _open_delays()
+        self._at, self._part = now, Part.OTHER
+        self._spent = [0] * len(Part)
+        self._least = [_NEVER, _NEVER]
+        self._transfers = self._delayed = 0
+
+    def enter(self, part: Part) -> int:
+        """Another part begins, or another instruction of the same. Returns the time, in nanoseconds."""
+        before = self._part
+        if before == Part.COMPUTE and part != before:
+            # Before the time is taken: no delay is counted that lies outside of what was timed.
+            self._delayed += self._delay() - self._delay_at
+        now = time.monotonic_ns()
+        secs = now - self._at
+        self._at = now
+        self._spent[before] += secs
+        if before in (Part.PREVIOUS, Part.NEXT):
+            self._transfers += 1
+            self._least[before - 1] = min(self._least[before - 1], secs)
+        if part != before:
+            self._part = part
+            if part == Part.COMPUTE:
+                self._delay_at = self._delay()
+        return now
+
+    def leave_out(self, nanos: int) -> None:
+        """So much of what runs is none of the step's."""
+        self._at += nanos
+
+    def go_on(self, now: int) -> None:
+        """The step goes on, which had paused at :data:`Part.OTHER`: what lies between is none of it."""
+        self._at = now
+
+    def end(self, step: int, began: int) -> int:
+        """The step has ended: write its record. Returns how long it took, in nanoseconds, since ``began``."""
+        whole = self.enter(Part.OTHER) - began
+        at = self._count % STEPS * _RECORD_WORDS
+        self._count += 1
+        spent, ring = self._spent, self._ring
+        ring[at] = step  # a reader takes a record whose ends are equal
+        ring[at + 1] = whole
+        ring[at + 2] = max(0, spent[Part.COMPUTE] - self._delayed)
+        ring[at + 3] = self._delayed
+        ring[at + 4] = spent[Part.PREVIOUS] + spent[Part.NEXT]
+        ring[at + 5] = spent[Part.COLLECTIVE]
+        ring[at + 6], ring[at + 7] = self._least
+        ring[at + 8] = self._transfers
+        ring[at + 9] = spent[Part.OPTIMIZER]
+        ring[at + _RECORD_WORDS - 1] = step
+        return whole
+
+    def _delay(self) -> int:
+        """Nanoseconds that this thread has waited for a core in its life; 0 where the kernel does not say."""
+        if not self._delays:
+            return 0
+        try:
+            return int(os.pread(self._delays, 64, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            self._delays = 0
+            return self._delay_at
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._delays:
+            os.close(self._delays)
+        self._delays = 0
+
+
+def _open_delays() -> int:
+    with suppress(OSError):
+        return os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    return 0
+
+
 class ProgressPage:
     """A trainer's page, for writing. Where it cannot be made the trainer is not watched, which is said (P6).
 
@@ -136,7 +323,7 @@ class ProgressPage:
         self._began = time.monotonic_ns()
         self._made_first = False
         self._parts_nanos: int | None = None
-        self._clock = StepClock(memoryview(self._page)[_TIMES_AT:].cast("q"))
+        self._clock = StepClock(memoryview(self._page)[_PAGE_BYTES:].cast("q"))
         self._parts = [Part.OTHER] * _MOST_NAMES
         words = self._words
         words[_PID], words[_RANK], words[_PATIENCE] = os.getpid(), rank, int(patience * 1000)
@@ -280,19 +467,30 @@ def read_pages(job_dir: Path) -> list[Seen]:
     return [seen for seen in found if seen is not None]
 
 
+def _words_of(path: Path) -> tuple[bytes, tuple[int, ...]]:
+    """A page's bytes and numbers.
+
+    Raises:
+        OSError, ValueError, struct.error: it is none.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        page = os.pread(fd, _FILE_BYTES, 0)
+    finally:
+        os.close(fd)
+    words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
+    if words[_IS] != _MAGIC:
+        raise ValueError(f"{path} is no page of a trainer")
+    return page, words
+
+
 def _read(path: Path) -> Seen | None:
     with suppress(OSError, ValueError, struct.error):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            page = os.pread(fd, _PAGE_BYTES, 0)
-        finally:
-            os.close(fd)
-        words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
-        if words[_IS] != _MAGIC:
-            return None
+        page, words = _words_of(path)
         phase = Phase(words[_PHASE])
         at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
         ring = words[_RING_AT : _RING_AT + _RING]
+        device = words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]
         return Seen(
             local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
             rank=words[_RANK],
@@ -310,51 +508,37 @@ def _read(path: Path) -> Seen | None:
             samples_per_step=words[_SAMPLES],
             flops_per_token=words[_FLOPS],
             tokens_per_sample=words[_TOKENS],
-            device=_device(words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]),
+            device=DeviceUse(*device)
+            if (device := words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS])[0] > 0
+            else None,
         )
     return None
 
 
-def _device(words: tuple[int, ...]) -> DeviceUse | None:
-    return DeviceUse(*words) if words[0] > 0 else None
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What the last steps of a trainer consisted of.
-
-    Attributes:
-        rank: of the trainer.
-        pid: of its process.
-        place: its pipeline stage, replica and tensor slice.
-        steps: the last 64 of them, by number.
-    """
-
-    rank: int
-    pid: int
-    place: tuple[int, int, int]
-    steps: list[StepTimes]
-
-
-def read_times(job_dir: Path) -> list[Timed]:
-    """Of the trainers of this node whose place is known; files that are no such pages are left out."""
+def read_times(job_dir: Path) -> list[RankSteps]:
+    """The last steps of the trainers of this node whose place is known."""
     found = (_timed(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
     return [timed for timed in found if timed is not None]
 
 
-def _timed(path: Path) -> Timed | None:
+def _timed(path: Path) -> RankSteps | None:
     with suppress(OSError, ValueError, struct.error):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            page = os.pread(fd, _FILE_BYTES, 0)
-        finally:
-            os.close(fd)
-        words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
-        if words[_IS] == _MAGIC and words[_PLACE] > 0:
+        page, words = _words_of(path)
+        if words[_PLACE] > 0:
             place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
             at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
-            return Timed(words[_RANK], words[_PID], at, read_steps(page[_TIMES_AT:_FILE_BYTES]))
+            return RankSteps(words[_RANK], words[_PID], at, tuple(sorted(_records(page[_PAGE_BYTES:]))))
     return None
+
+
+def _records(ring: bytes) -> Iterator[StepTimes]:
+    """One that is being written is left out."""
+    for words in struct.iter_unpack(f"={_RECORD_WORDS}q", ring):
+        if words[0] > 0 and words[0] == words[-1]:
+            spent = (words[1], words[2], words[3], words[4], words[5], words[9])
+            links = (0 if n >= _NEVER else n for n in words[6:8])
+            secs = (round(n / _PER_SEC, 6) for n in (*spent, *links))
+            yield StepTimes(words[0], *secs, words[8])  # type: ignore[call-arg]
 
 
 def process_state(pid: int) -> str:
@@ -364,3 +548,64 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+_STACK_SIGNAL = signal.SIGRTMAX - 2
+"""One that nobody uses; its handler is C, and writes where Python's would not be run."""
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_pages: WeakSet[ProgressPage] = WeakSet()
+
+
+def open_page(job_dir: Path, local_rank: int, rank: int, patience: float) -> ProgressPage:
+    """The page of this process's newest session; see :class:`ProgressPage`."""
+    page = ProgressPage(job_dir, local_rank, rank, patience)
+    _pages.add(page)
+    if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:
+        with suppress(OSError, RuntimeError, ValueError):
+            # Kept open for as long as the process lives.
+            file = (job_dir / f"{local_rank}{STACKS_SUFFIX}").open("w")
+            faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
+            page.set_stack_signal(_STACK_SIGNAL)
+    return page
+
+
+def at_instruction(page: ProgressPage, name: str) -> _Wrapper:
+    """A wrapper of an engine's method that is an instruction by itself."""
+    number = page.number_of(name)
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            page.instruction(number)
+            return original(*args, **kwargs)
+
+        return noted
+
+    return wrapper
+
+
+def at_phase(page: ProgressPage, phase: Phase) -> _Wrapper:
+    """A wrapper of an engine's method with limits of its own."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def during(*args: Any, **kwargs: Any) -> Any:
+            with page.during(phase):
+                return original(*args, **kwargs)
+
+        return during
+
+    return wrapper
+
+
+@contextmanager
+def pause_watch() -> Iterator[None]:
+    """Have this trainer not watched for hangs while the block lasts, and the others wait for it:
+
+        with reft.pause_watch():
+            evaluate_for_an_hour()
+
+    Without reft it does nothing.
+    """
+    with ExitStack() as pauses:
+        for page in list(_pages):
+            pauses.enter_context(page.during(Phase.PAUSED))
+        yield

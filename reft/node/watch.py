@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.errors import ArenaError
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.arena_files import ARENA_SUFFIX
 from reft.memory.header import PREFIX_BYTES, ArenaHeader
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 
 
 @dataclass(frozen=True)

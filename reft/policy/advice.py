@@ -1,17 +1,27 @@
-"""What to change about a job's nodes, from speeds and failures. Pure.
+"""What to change about a job's nodes, from speeds and failures.
 
 Rules and thresholds are DLRover's where REFERENCE, section 3, gives them; the others say what they are by.
+:func:`situation` reads what is known from the board that the job's launchers keep and from its history;
+:func:`advise` and :func:`scale_plan`, DLRover's words for it, are pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
+from reft.memory.free_memory import bounds
+from reft.memory.jobdir import JobDir
+from reft.node.history import Round, read_history
+from reft.node.memory_watch import MemoryUse, fullest
+from reft.node.report import Board, NodeReport, Signal
 
 WORTH = 0.2
 """A worker more is worth it from here on, of what the others do on average (DLRover)."""
@@ -19,6 +29,9 @@ _ROUNDING = 1e-9
 _OFTEN = 3
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
 """Ours: DLRover acts before memory runs out, REFERENCE gives no threshold."""
+_LEAST_STEPS = 50
+"""Of a round, to tell a speed from it: DLRover's window."""
+_API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
 class Action(StrEnum):
@@ -33,14 +46,8 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Slow:
-    """Something that is slower than its peers.
-
-    Attributes:
-        name: for people.
-        nodes: where it is.
-        factor: how many times as long as its peers it takes.
-        why: what is slow of it.
-    """
+    """Something that is slower than its peers: its name, the nodes where it is, how many times as long as its
+    peers it takes, and what is slow of it."""
 
     name: str
     nodes: tuple[str, ...]
@@ -132,6 +139,62 @@ class Advice:
         return {**vars(self), "action": str(self.action), "nodes": list(self.nodes), "said": str(self)}
 
 
+# -- what is known ---------------------------------------------------------------------------------------
+
+
+def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
+    """What the nodes of this host know of a job.
+
+    Args:
+        paths: its memory.
+        board: of all its nodes, if there is one.
+        most_nodes: that it may have.
+    """
+    rounds = max((read_history(path) for path in paths), key=len, default=[])
+    present = [r.report for r in (() if board is None else board.rows) if r.signal is not Signal.OFFLINE]
+    training = [report for report in present if not report.spare]
+    speeds = _speeds(rounds)
+    if now := [report.steps_per_sec for report in training if report.steps_per_sec]:
+        speeds.append(Speed(len(training), min(now)))
+    slow = () if board is None else board.slow
+    return Situation(
+        nodes=tuple(r.node for r in training) or tuple(rounds[-1].nodes if rounds else ()),
+        spares=tuple(report.node for report in present if report.spare),
+        slow=tuple(Slow(s.name, s.nodes, s.factor, s.why) for s in slow),
+        losses=Counter(node for r in rounds for node in r.lost),
+        speeds=tuple(speeds),
+        most_nodes=most_nodes,
+        memory=tuple(_memory(paths[0], present)),
+    )
+
+
+def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
+    """Of every node that tells of its memory; of this one where none does."""
+    told = {r.node: (r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory}
+    if not told:
+        here = tuple(MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path))
+        told = {JobDir.open(path).node: (here, "")}
+    for node, (uses, said) in told.items():
+        if (use := fullest(uses)) is not None:
+            yield Memory(node, use.peak_bytes, use.limit_bytes, use.name, said)
+
+
+def _speeds(rounds: Sequence[Round]) -> list[Speed]:
+    """Of the rounds before the present one: committed steps over the time from the first step on."""
+    found = []
+    for this, after in pairwise(rounds):
+        before_it = ("ending", "gathering", "first_step")  # the former lie before the round's start
+        began = this.unix_secs + sum(secs for part, secs in this.secs.items() if part not in before_it)
+        ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
+        steps = after.newest_step - (this.resumed_step or 0)
+        if steps >= _LEAST_STEPS and ended > began and this.nodes:
+            found.append(Speed(len(this.nodes), steps / (ended - began)))
+    return found
+
+
+# -- what is advised -------------------------------------------------------------------------------------
+
+
 def advise(seen: Situation) -> tuple[Advice, ...]:
     """Everything that is advised, what helps most first; no node twice."""
     found = [*_about_stragglers(seen), *_about_losses(seen), *_about_memory(seen)]
@@ -142,9 +205,6 @@ def advise(seen: Situation) -> tuple[Advice, ...]:
             kept.append(advice)
             told.update(advice.nodes)
     return (*kept, *_about_workers(seen))
-
-
-# -- stragglers -----------------------------------------------------------------------------------------
 
 
 def dropping_pays(nodes: int, factor: float) -> bool:
@@ -165,17 +225,11 @@ def _about_stragglers(seen: Situation) -> Iterable[Advice]:
         if spares:
             yield Advice(Action.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} waits for a place")
         elif dropping_pays(n, slow.factor):
-            gain = slow.factor * (n - 1) / n - 1
-            yield Advice(
-                Action.DROP, slow.nodes, n - 1, f"{said}, and no spare waits; without it {gain:.0%} faster"
-            )
+            said += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
+            yield Advice(Action.DROP, slow.nodes, n - 1, said)
         else:
-            yield Advice(
-                Action.REPLACE,
-                slow.nodes,
-                n,
-                f"{said}; no spare waits, and without it the job is slower",
-            )
+            said += "; no spare waits, and without it the job is slower"
+            yield Advice(Action.REPLACE, slow.nodes, n, said)
 
 
 def _about_losses(seen: Situation) -> Iterable[Advice]:
@@ -183,28 +237,21 @@ def _about_losses(seen: Situation) -> Iterable[Advice]:
     total = sum(seen.losses.values())
     for node, times in seen.losses.items():
         if node in seen.nodes and times >= _OFTEN and 2 * times >= total:
-            yield Advice(
-                Action.REPLACE, (node,), len(seen.nodes), f"it was lost {times} times, of {total} in all"
-            )
+            said = f"it was lost {times} times, of {total} in all"
+            yield Advice(Action.REPLACE, (node,), len(seen.nodes), said)
 
 
 def _about_memory(seen: Situation) -> Iterable[Advice]:
     for memory in seen.memory:
-        if memory.runs_out:
-            yield Advice(Action.MEMORY, (memory.node,), len(seen.nodes), memory.runs_out)
-            continue
-        part = memory.used_bytes / memory.total_bytes
-        if part >= _MEMORY_RISK:
+        said, wanted = memory.runs_out, None
+        if not said and (part := memory.used_bytes / memory.total_bytes) >= _MEMORY_RISK:
             wanted = ceil(_MEMORY_ROOM * memory.used_bytes / 2**20) * 2**20
-            yield Advice(
-                *(Action.MEMORY, (memory.node,), len(seen.nodes)),
+            said = (
                 f"{part:.0%} of the memory of {memory.of} was in use; give it {wanted / 2**30:.1f} GiB "
-                f"before it runs out",
-                wanted,
+                f"before it runs out"
             )
-
-
-# -- how many workers -----------------------------------------------------------------------------------
+        if said:
+            yield Advice(Action.MEMORY, (memory.node,), len(seen.nodes), said, wanted)
 
 
 def gain_of_workers(before: Speed, after: Speed) -> float:
@@ -241,3 +288,43 @@ def _about_workers(seen: Situation) -> Iterable[Advice]:
     wanted = now.workers + (now.workers - fewer)
     if seen.most_nodes is not None and (wanted := min(wanted, seen.most_nodes)) > now.workers:
         yield Advice(Action.ADD, (), wanted, f"{said}, at least {WORTH:.0%}")
+
+
+# -- in the words of DLRover's operator ------------------------------------------------------------------
+
+
+def scale_plan(
+    job: str, number: int, advice: Sequence[Advice], *, workers: int, cpu: int, memory_bytes: int
+) -> dict[str, Any]:
+    """A ScalePlan of the schema in REFERENCE, section 3.
+
+    Args:
+        job: name of the ElasticJob.
+        number: of the plan.
+        advice: what is to change.
+        workers: nodes of the job now.
+        cpu: cores of a node.
+        memory_bytes: of a node, unless more is advised.
+    """
+
+    def resource(nbytes: int) -> dict[str, str]:
+        return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}
+
+    numbers = [a.workers for a in advice if a.action in (Action.ADD, Action.REMOVE)]
+    dropped = sum(a.action is Action.DROP for a in advice)
+    replaced = [n for a in advice if a.action in (Action.REPLACE, Action.DROP) for n in a.nodes]
+    wanted = [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
+    replicas = numbers[-1] if numbers else workers - dropped
+    return {
+        "apiVersion": _API_VERSION,
+        "kind": "ScalePlan",
+        "metadata": {"name": f"{job}-scaleplan-{number}", "labels": {"scale-type": "auto"}},
+        "spec": {
+            "ownerJob": job,
+            "replicaResourceSpecs": {_ROLE: {"replicas": replicas, "resource": resource(memory_bytes)}},
+            "createPods": [],
+            "removePods": [{"name": node, "type": _ROLE} for node in replaced],
+            "migratePods": [{"name": node, "resource": resource(nbytes)} for node, nbytes in wanted],
+            "psHosts": [],
+        },
+    }

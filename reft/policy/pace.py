@@ -9,8 +9,7 @@ from typing import Protocol
 from reft.errors import ConfigError
 from reft.grid import Degrees
 from reft.policy.loads import Load
-from reft.profile.activity import Activity
-from reft.profile.result import ProfileResult
+from reft.profile.result import Activity, ProfileResult
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.scheduling.windows import Window
 

@@ -1,20 +1,44 @@
-"""From traces to a profile. Pure."""
+"""From traces to a profile: where the devices of every stage truly wait. Pure.
+
+A receive waits until its peer sends, then data moves. One rank's clock sees the sum only. Two sources
+tell the parts apart:
+
+**The partner's record.** Sends and receives between two ranks match in order (first in, first out per
+direction; where both name a micro batch, it has to be the same). On aligned clocks the transfer begins
+when both sides are there, so of a call [b, e] whose partner began at r
+
+    wait = min(max(r, b), e) - b,    transfer = e - b - wait.
+
+The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver is
+there), unless one of its kind ended before its receiver came: such sends are buffered and wait for
+nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the alignment of
+the clocks (:mod:`reft.profile.traces`); shorter waits count as transfer.
+
+**The fastest observation**, where no partner is known, or the clocks are aligned worse than a transfer
+lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
+the fastest of them took in all. This is an upper bound of the transfer: idle time is never overstated.
+
+In an optimizer step ranks wait for each other with some optimizers only (the gradient norm spans the
+pipeline). That is read from the times: where they wait, a rank that comes earlier by x seconds takes x
+longer.
+"""
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
-from reft.profile.activity import Activity
-from reft.profile.idle import StepSegments, find_windows, is_usable
 from reft.profile.result import (
+    Activity,
     Beside,
     ChunkSlice,
-    InstructionProfile,
+    MeasuredWindow,
     Method,
     ProfileError,
     ProfileResult,
@@ -24,24 +48,28 @@ from reft.profile.result import (
     Spread,
     StageProfile,
     StepTimeline,
+    activity_of,
 )
-from reft.profile.split import Split, split
-from reft.profile.traces import RankTraces, common_steps
-from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
+from reft.profile.traces import RankTraces
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.windows import WindowKind
 
+_LEAST_STEPS = 5
+_LEAST_SLOPE = 0.5
+_RESOLUTION_SECS = 1e-7
 _DIGITS = 9
+LEAST_WINDOW_SECS = 100e-6
+LEAST_WINDOW_SHARE = 0.002
+"""Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
+
+Place = tuple[int, int, int]
+"""(rank, index of the step, index of the instruction in the trace)."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What the traces do not say.
-
-    Attributes:
-        job_id, world_size, degrees: of the job.
-        created_unix_secs: now.
-        clock: where times come from, "host" or "device".
-        bandwidth_bytes_per_sec: measured apart; None: from the chunks of the traces.
-    """
+    """What the traces do not say: the job, the time, the clock ("host" or "device"), and a bandwidth that was
+    measured apart, for where the traces have no chunks."""
 
     job_id: str
     world_size: int
@@ -49,6 +77,18 @@ class JobFacts:
     created_unix_secs: float
     clock: str = "host"
     bandwidth_bytes_per_sec: float | None = None
+
+
+class _Step(NamedTuple):
+    """One step of one rank, cut into segments: ``origin_secs`` is the begin of the first instruction."""
+
+    trace: StepTrace
+    origin_secs: float
+    step_secs: float
+    segments: tuple[Segment, ...]
+
+    def secs_of(self, activity: Activity) -> float:
+        return sum(s.secs for s in self.segments if s.activity is activity)
 
 
 def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
@@ -61,19 +101,19 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
     Raises:
         ProfileError: there is no step that all ranks have traced, or no complete rank.
     """
-    steps = common_steps(ranks)
+    traced = [{trace.step for trace in rank.traces} for rank in ranks]
+    steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):
         raise ProfileError(
             f"found {len(steps)} steps that all of {len(ranks)} ranks traced, and "
             f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. Profile more "
             f"steps"
         )
-    aligned = [rank.steps(steps).aligned() for rank in ranks]
-    parts = split(aligned)
+    aligned = [rank.aligned(steps) for rank in ranks]
+    waits = _find_waits(aligned)
     bandwidth, source = _bandwidth(aligned, facts)
-    complete = [rank for rank in aligned if rank.complete]
-    lengths = {rank.rank: _step_lengths(rank.traces) for rank in complete}
-    cut = {rank.rank: _cut(rank, parts, lengths[rank.rank]) for rank in complete}
+    complete = sorted((r for r in aligned if r.complete), key=lambda r: (r.pipeline, r.pp))
+    cut = {rank.rank: list(_cut(rank, waits)) for rank in complete}
     by_stage = defaultdict(list)
     for rank in complete:
         by_stage[rank.pp].append(rank)
@@ -83,151 +123,358 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
         world_size=facts.world_size,
         degrees=facts.degrees,
         steps=steps,
-        step_secs=Spread.of(max(by_rank) for by_rank in zip(*lengths.values(), strict=True)),
+        step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
         method=Method(
             clock=facts.clock,
-            matched_share=parts.matched_share,
+            matched_share=waits.matched_share,
             clock_error_secs=max(r.offset.error_secs for r in aligned),
-            causality_secs=max(0.0, parts.causality_secs),
         ),
-        stages=tuple(_stage(pp, by_stage[pp], cut, bandwidth) for pp in sorted(by_stage)),
+        stages=tuple(
+            _stage(pp, by_stage[pp], [s for r in by_stage[pp] for s in cut[r.rank]], bandwidth)
+            for pp in sorted(by_stage)
+        ),
         timelines=_timelines(complete, cut),
     )
 
 
-def _step_lengths(traces: Sequence[StepTrace]) -> list[float]:
-    """Seconds from the begin of each step to that of the next; where that was not traced, to its end."""
-    following = [*traces[1:], None]
-    return [
-        (n.begin_secs if n is not None and n.step == t.step + 1 else t.end_secs) - t.begin_secs
-        for t, n in zip(traces, following, strict=True)
-    ]
-
-
-def _cut(rank: RankTraces, parts: Split, lengths: Sequence[float]) -> list[StepSegments]:
-    return [
-        StepSegments(
-            origin_secs=trace.instructions[0].begin_secs if trace.instructions else trace.begin_secs,
-            step_secs=lengths[number],
-            segments=parts.segments(rank.rank, number, trace),
-        )
-        for number, trace in enumerate(rank.traces)
-    ]
-
-
 def _bandwidth(ranks: Sequence[RankTraces], facts: JobFacts) -> tuple[float | None, str]:
     """Of copies that had the device to themselves, if there were any; else of all; else as measured."""
-    for tiers, source in (((1,), "chunks copied in idle time"), ((0, 1, 2, 3), "all chunks")):
-        chunks = [
-            c
-            for r in ranks
-            for t in r.traces
-            for c in t.chunks
-            if c.tier in tiers and c.end_secs > c.begin_secs and c.nbytes
-        ]
-        if chunks:
-            secs = math.fsum(c.end_secs - c.begin_secs for c in chunks)
-            return sum(c.nbytes for c in chunks) / secs, source
-    if facts.bandwidth_bytes_per_sec is not None:
-        return facts.bandwidth_bytes_per_sec, "a copy after the profiled steps"
-    return None, "unknown"
+    chunks = [c for r in ranks for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes]
+    alone = [c for c in chunks if c.tier == 1]
+    for kind, source in ((alone, "chunks copied in idle time"), (chunks, "all chunks")):
+        if kind:
+            return sum(c.nbytes for c in kind) / sum(c.end_secs - c.begin_secs for c in kind), source
+    known = facts.bandwidth_bytes_per_sec is not None
+    return facts.bandwidth_bytes_per_sec, "a copy after the profiled steps" if known else "unknown"
 
 
-# -- stages ----------------------------------------------------------------------------------------
+# -- where the waits end ----------------------------------------------------------------------------------
 
 
-def _stage(
-    stage_id: int,
-    ranks: Sequence[RankTraces],
-    cut: Mapping[int, Sequence[StepSegments]],
-    bandwidth: float | None,
-) -> StageProfile:
-    steps = [step for rank in ranks for step in cut[rank.rank]]
-    stream = ranks[0].traces[0].instructions
-    sums = [_by_activity(step.segments) for step in steps]
-    return StageProfile(
-        stage_id=stage_id,
-        ranks=tuple(rank.rank for rank in ranks),
-        step_secs=Spread.of(step.step_secs for step in steps),
-        secs={a: Spread.of(s[a] for s in sums) for a in Activity if any(s[a] for s in sums)},
-        usable_secs=Spread.of(
-            math.fsum(s.secs for s in step.segments if s.activity is Activity.WAIT and is_usable(s.name))
-            for step in steps
-        ),
-        snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
-        windows=find_windows(stream, steps, bandwidth),
-        instructions=_instructions(ranks, cut),
-        snapshots=_snapshots(ranks, cut),
+@dataclass
+class _Waits:
+    """When the partners of each call were there too; seconds of point-to-point calls that were split by a
+    partner's record, and by the fastest observation."""
+
+    ready_secs: dict[Place, float] = field(default_factory=dict)
+    matched_secs: float = 0.0
+    unmatched_secs: float = 0.0
+
+    @property
+    def matched_share(self) -> float:
+        total = self.matched_secs + self.unmatched_secs
+        return self.matched_secs / total if total else 1.0
+
+
+def _find_waits(ranks: Sequence[RankTraces]) -> _Waits:
+    """All ranks have the same steps in the same order."""
+    waits = _Waits()
+    _split_transfers(ranks, waits)
+    groups, pipelines = defaultdict(list), defaultdict(list)
+    for rank in ranks:
+        groups[rank.pp, rank.tp].append(rank)
+        pipelines[rank.pipeline].append(rank)
+    for group in groups.values():
+        _wait_for_last(group, "ReduceGrads", waits)
+    for group in pipelines.values():
+        _wait_for_last(group, "AggregateTotalLoss", waits)
+    for name in ("ReduceTiedGrads", "OptimizerStep"):
+        for group in ([*pipelines.values()] if len(pipelines) > 1 else []) + [list(ranks)]:
+            if _meets(group, name):
+                _wait_for_last(group, name, waits)
+    return waits
+
+
+class _Meeting(NamedTuple):
+    """A send or receive that a call carries out, the partner's call, and the error of comparing the two."""
+
+    name: str
+    call: InstructionRecord
+    error_secs: float
+
+
+def _split_transfers(ranks: Sequence[RankTraces], waits: _Waits) -> None:
+    """The calls that move data between two ranks."""
+    complete = [r for r in ranks if r.complete]
+    fastest = {r.rank: _fastest(r.traces) for r in complete}
+    met = _meetings(complete, 1 + max(r.pp for r in ranks), fastest)
+    calls = {
+        (r.rank, number, index): (record, kind)
+        for r in complete
+        for number, trace in enumerate(r.traces)
+        for index, record, kind in _transfers(trace.instructions)
+    }
+    # Kinds of sends that wait for nobody: one of them was over before its receiver came.
+    buffered = {
+        (place[0], m.name)
+        for place, (record, _) in calls.items()
+        for m in met.get(place, ())
+        if m.name.startswith("Send") and m.call.begin_secs - record.end_secs > m.error_secs + _RESOLUTION_SECS
+    }
+    for place, (record, kind) in calls.items():
+        secs, error = record.end_secs - record.begin_secs, 0.0
+        if meetings := met.get(place):
+            waits.matched_secs += secs
+            begins = [m.call.begin_secs for m in meetings if (place[0], m.name) not in buffered]
+            ready = max(begins, default=record.begin_secs)
+            error = max(m.error_secs for m in meetings)
+        else:
+            waits.unmatched_secs += secs
+            ready = record.end_secs - fastest[place[0]][kind]
+        if ready > record.begin_secs + error:
+            waits.ready_secs[place] = min(ready, record.end_secs)
+
+
+def _meetings(
+    ranks: Sequence[RankTraces], stages: int, fastest: dict[int, dict[tuple[str, ...], float]]
+) -> dict[Place, list[_Meeting]]:
+    """Pairs all sends of a kind in a step with their receives."""
+    at = {(r.pp, r.pipeline): r for r in ranks}
+    found: dict[Place, list[_Meeting]] = defaultdict(list)
+    steps = range(len(ranks[0].traces))
+    for pipeline, (what, towards), number in product(
+        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), steps
+    ):
+        pairs: list[tuple[RankTraces, _Call, RankTraces, _Call, float]] = []
+        for stage in range(stages):
+            sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
+            if sender is None or receiver is None or sender is receiver:
+                continue
+            sent = _calls_for("Send" + what, sender.traces[number])
+            received = _calls_for("Recv" + what, receiver.traces[number])
+            if not _agree(sent, received):
+                # The schedule sends both ways (DualPipeV): order does not tell who meets, on any stage.
+                pairs = []
+                break
+            error = sender.offset.error_to(receiver.offset)
+            transfers = (*fastest[sender.rank].values(), *fastest[receiver.rank].values())
+            if error <= min(transfers, default=0.0):
+                pairs += [(sender, s, receiver, r, error) for s, r in zip(sent, received, strict=True)]
+        for sender, s, receiver, r, error in pairs:
+            sending, receiving = (
+                x.traces[number].instructions[i] for x, (_, i) in ((sender, s), (receiver, r))
+            )
+            found[sender.rank, number, s[1]].append(_Meeting("Send" + what, receiving, error))
+            found[receiver.rank, number, r[1]].append(_Meeting("Recv" + what, sending, error))
+    return found
+
+
+_Call = tuple[int | None, int]
+"""(micro batch, index of the call that carries it out)."""
+
+
+def _calls_for(name: str, trace: StepTrace) -> list[_Call]:
+    """Of all instructions of a name, in order. Where transfers are only queued, the call is the commit that
+    follows."""
+    commits = [n for n, r in enumerate(trace.instructions) if r.name.startswith("CommitP2P")]
+    found = []
+    for index, record in enumerate(trace.instructions):
+        if record.name == name:
+            after = bisect_right(commits, index)
+            if not commits or after < len(commits):
+                found.append((record.micro_batch, commits[after] if commits else index))
+    return found
+
+
+def _agree(sent: Sequence[_Call], received: Sequence[_Call]) -> bool:
+    return len(sent) == len(received) and all(
+        a == b or a is None or b is None for (a, _), (b, _) in zip(sent, received, strict=True)
     )
 
 
-def _by_activity(segments: Sequence[Segment]) -> dict[Activity, float]:
-    secs = dict.fromkeys(Activity, 0.0)
-    for segment in segments:
-        secs[segment.activity] += segment.secs
-    return secs
+def _transfers(
+    instructions: Sequence[InstructionRecord],
+) -> Iterator[tuple[int, InstructionRecord, tuple[str, ...]]]:
+    """(index, call, kind) of the calls that move data; all calls of one kind move the same bytes. A commit
+    moves what was queued since the last one."""
+    commits = any(i.name.startswith("CommitP2P") for i in instructions)
+    queued: list[str] = []
+    for index, record in enumerate(instructions):
+        if record.name.startswith("CommitP2P"):
+            yield index, record, (record.name, *sorted(queued))
+            queued = []
+        elif record.name.startswith(("Recv", "Send")):
+            if commits:
+                queued.append(record.name)
+            else:
+                yield index, record, (record.name,)
 
 
-def _instructions(
-    ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegments]]
-) -> tuple[InstructionProfile, ...]:
-    """Medians of every instruction of the stream over all steps and ranks."""
-    moves = (Activity.TRANSFER, Activity.REDUCE)
-    shares: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
-    starts: dict[int, list[float]] = defaultdict(list)
-    for rank in ranks:
-        for trace, step in zip(rank.traces, cut[rank.rank], strict=True):
-            spent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-            for s in step.segments:
-                if s.activity is Activity.CAPTURE:
-                    continue  # behind the instruction
-                waits = s.activity in (Activity.WAIT, Activity.FENCE)
-                spent[s.position][1 if waits else 2 if s.activity in moves else 0] += s.secs
-            for record in trace.instructions:
-                compute, wait, transfer = spent[record.position]
-                shares[record.position].append((compute, wait, transfer))
-                starts[record.position].append(record.begin_secs - step.origin_secs)
-    found = []
-    for record in ranks[0].traces[0].instructions:
-        compute, wait, transfer = np.median(np.array(shares[record.position]), axis=0).round(_DIGITS)
-        found.append(
-            InstructionProfile(
-                position=record.position,
-                name=record.name,
-                micro_batch=record.micro_batch,
-                start_secs=round(float(np.median(starts[record.position])), _DIGITS),
-                compute_secs=float(compute),
-                wait_secs=float(wait),
-                transfer_secs=float(transfer),
-                total_secs=Spread.of(math.fsum(parts) for parts in shares[record.position]),
-            )
+def _fastest(traces: Sequence[StepTrace]) -> dict[tuple[str, ...], float]:
+    """Seconds of the fastest call of each kind, over all steps."""
+    fastest: dict[tuple[str, ...], float] = {}
+    for trace in traces:
+        for _, record, kind in _transfers(trace.instructions):
+            secs = record.end_secs - record.begin_secs
+            fastest[kind] = min(secs, fastest.get(kind, secs))
+    return fastest
+
+
+def _wait_for_last(group: Sequence[RankTraces], name: str, waits: _Waits) -> None:
+    """Split the calls in which a group of ranks meets: reductions, and some optimizer steps."""
+    error = _worst_error(group)
+    for calls in _calls(group, name):
+        last = max((record.begin_secs for record in calls.values()), default=0.0)
+        for place, record in calls.items():
+            # Who ended before the last came did not wait for it.
+            if error < last - record.begin_secs and last <= record.end_secs + error + _RESOLUTION_SECS:
+                ready = min(last, record.end_secs)
+                waits.ready_secs[place] = max(ready, waits.ready_secs.get(place, ready))
+
+
+def _worst_error(group: Sequence[RankTraces]) -> float:
+    """Of comparing the times of any two of the ranks."""
+    worst = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())[-2:]
+    return sum(worst) if len(worst) > 1 else 0.0
+
+
+def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[Place, InstructionRecord]]:
+    """Per step the one call of this name on every rank that has it."""
+    for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
+        found = {}
+        for rank, trace in zip(group, traces, strict=True):
+            mine = [(i, r) for i, r in enumerate(trace.instructions) if r.name == name]
+            if len(mine) == 1:
+                found[rank.rank, number, mine[0][0]] = mine[0][1]
+        yield found
+
+
+def _meets(group: Sequence[RankTraces], name: str) -> bool:
+    """Whether the ranks wait for each other in this call, as far as their times can tell: nobody ends before
+    the last has begun; and over the steps, a rank that is there x seconds earlier takes about x longer."""
+    steps = [list(calls.values()) for calls in _calls(group, name) if len(calls) == len(group)]
+    if len(group) < 2 or len(steps) < _LEAST_STEPS:
+        return False
+    error = _worst_error(group)
+    begins = np.array([[record.begin_secs for record in calls] for calls in steps])
+    ends = np.array([[record.end_secs for record in calls] for calls in steps])
+    if (ends.min(axis=1) < begins.max(axis=1) - error).any():
+        return False
+    leads, lengths = begins.max(axis=1, keepdims=True) - begins, ends - begins
+    x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
+    # Where the lead hardly varies there is no telling.
+    varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
+    return varies and float((x * y).sum() / (x**2).sum()) > _LEAST_SLOPE
+
+
+# -- segments -----------------------------------------------------------------------------------------
+
+
+def _cut(rank: RankTraces, waits: _Waits) -> Iterator[_Step]:
+    """A step lasts to the begin of the next; where that was not traced, to its end."""
+    following = [*rank.traces[1:], None]
+    for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
+        end = after.begin_secs if after is not None and after.step == trace.step + 1 else trace.end_secs
+        origin = trace.instructions[0].begin_secs if trace.instructions else trace.begin_secs
+        ready = {
+            i: waits.ready_secs[rank.rank, number, i]
+            for i in range(len(trace.instructions))
+            if (rank.rank, number, i) in waits.ready_secs
+        }
+        yield _Step(trace, origin, end - trace.begin_secs, tuple(_segments(trace, ready)))
+
+
+def _segments(trace: StepTrace, ready: dict[int, float]) -> Iterator[Segment]:
+    """The instructions of a step, cut at the ends of waits; empty pieces are left out."""
+    for index, record in enumerate(trace.instructions):
+        activity, following = activity_of(record.name), trace.instructions[index + 1 : index + 2]
+        optimizer = activity is Activity.OPTIMIZER
+        at = record.begin_secs
+        for kind, until in (
+            # The fence is the first thing an optimizer step does.
+            (Activity.FENCE, at + trace.fence_secs if optimizer else at),
+            (Activity.WAIT, ready.get(index, at)),
+            (activity, record.end_secs),
+        ):
+            if min(until, record.end_secs) > at:
+                yield Segment(
+                    at, min(until, record.end_secs), kind, record.position, record.name, record.micro_batch
+                )
+                at = min(until, record.end_secs)
+        if optimizer and following and following[0].begin_secs > record.end_secs:
+            begun = following[0].begin_secs
+            yield Segment(record.end_secs, begun, Activity.CAPTURE, record.position, record.name, None)
+
+
+def _kinds(stream: Sequence[InstructionRecord]) -> dict[int, WindowKind]:
+    """Why a device that waits in an instruction does so, by position; for any schedule.
+
+    Fill is before the first computation, drain after the last backward, cool-down after the last
+    forward; mid is after the last forward that precedes the first backward. What lies between forwards
+    and backwards of the steady state is a straggler's or the network's doing: other.
+    """
+    forwards = [n for n, r in enumerate(stream) if activity_of(r.name) is Activity.FORWARD]
+    backwards = [n for n, r in enumerate(stream) if activity_of(r.name) is Activity.BACKWARD]
+    if not forwards:
+        return {r.position: WindowKind.OTHER for r in stream}
+    first_backward = backwards[0] if backwards else len(stream)
+    last_backward = backwards[-1] if backwards else forwards[-1]
+    warm_up_ends = max((n for n in forwards if n < first_backward), default=-1)
+
+    def kind(n: int) -> WindowKind:
+        if n < min(forwards[0], first_backward):
+            return WindowKind.FILL
+        if n > last_backward:
+            return WindowKind.DRAIN
+        if warm_up_ends < n < first_backward:
+            return WindowKind.MID
+        return WindowKind.COOL_DOWN if n > forwards[-1] else WindowKind.OTHER
+
+    return {record.position: kind(n) for n, record in enumerate(stream)}
+
+
+def _is_usable(name: str) -> bool:
+    """Whether snapshots may be copied while the device waits in an instruction: not within the optimizer
+    step, where the old state has to be out and the new one is not there yet (P2)."""
+    return activity_of(name) is not Activity.OPTIMIZER
+
+
+def _windows(
+    stream: Sequence[InstructionRecord], steps: Sequence[_Step], bandwidth: float | None
+) -> Iterator[MeasuredWindow]:
+    """Idle intervals that recur in every step, in the order of the stage's instructions."""
+    kind_of = _kinds(stream)
+    least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
+    waits = [{s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps]
+    first = [{s.position: s.begin_secs - step.origin_secs for s in step.segments[::-1]} for step in steps]
+    for record in stream:
+        lengths = [wait.get(record.position, 0.0) for wait in waits]
+        length = Spread.of(lengths)
+        if not any(lengths) or length.p50 < least:
+            continue
+        begins = [here[record.position] for here in first if record.position in here]
+        start = round(float(np.median(begins)), _DIGITS)
+        yield MeasuredWindow(
+            kind=kind_of[record.position],
+            start_secs=start,
+            stop_secs=start + length.p50,
+            position=record.position,
+            name=record.name,
+            length_secs=length,
+            usable=_is_usable(record.name),
+            bytes_fit=None if bandwidth is None else int(length.p50 * bandwidth),
         )
-    return tuple(found)
 
 
-def _snapshots(ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegments]]) -> SnapshotUse:
-    nbytes: dict[int, float] = defaultdict(float)
-    secs: dict[int, float] = defaultdict(float)
-    beside = dict.fromkeys(Beside, 0.0)
-    fences, captures = [], []
-    for rank in ranks:
-        for trace, step in zip(rank.traces, cut[rank.rank], strict=True):
-            fences.append(trace.fence_secs)
-            captures.append(math.fsum(s.secs for s in step.segments if s.activity is Activity.CAPTURE))
-            for chunk in trace.chunks:
-                nbytes[chunk.tier] += chunk.nbytes
-                secs[chunk.tier] += chunk.end_secs - chunk.begin_secs
-                for place, seconds in _beside(chunk, step.segments).items():
-                    beside[place] += seconds
-    count = len(fences)
-    return SnapshotUse(
-        bytes_by_tier={tier: nbytes[tier] / count for tier in sorted(nbytes)},
-        secs_by_tier={tier: round(secs[tier] / count, _DIGITS) for tier in sorted(secs)},
-        secs_beside={place: round(beside[place] / count, _DIGITS) for place in Beside},
-        fence_secs=Spread.of(fences),
-        capture_secs=Spread.of(captures),
+# -- stages and timelines ---------------------------------------------------------------------------------
+
+
+def _stage(
+    stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[_Step], bandwidth: float | None
+) -> StageProfile:
+    sums = {activity: [step.secs_of(activity) for step in steps] for activity in Activity}
+    waits = [[s for s in step.segments if s.activity is Activity.WAIT] for step in steps]
+    return StageProfile(
+        stage_id=stage_id,
+        ranks=tuple(sorted(rank.rank for rank in ranks)),
+        step_secs=Spread.of(step.step_secs for step in steps),
+        secs={activity: Spread.of(secs) for activity, secs in sums.items() if any(secs)},
+        usable_secs=Spread.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
+        snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
+        windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
+        snapshots=_snapshots(steps),
     )
 
 
@@ -241,52 +488,57 @@ _PLACES = {
 }
 
 
-def _beside(chunk: ChunkRecord, segments: Sequence[Segment]) -> dict[Beside, float]:
+def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
+    nbytes: dict[int, float] = defaultdict(float)
+    beside = dict.fromkeys(Beside, 0.0)
+    for step in steps:
+        for chunk in step.trace.chunks:
+            nbytes[chunk.tier] += chunk.nbytes
+            for place, secs in _beside(chunk, step.segments):
+                beside[place] += secs
+    return SnapshotUse(
+        bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
+        secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
+        fence_secs=Spread.of(step.trace.fence_secs for step in steps),
+        capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
+    )
+
+
+def _beside(chunk: ChunkRecord, segments: Iterable[Segment]) -> Iterator[tuple[Beside, float]]:
     """Seconds of a chunk by what the device did; between instructions: other."""
-    found: dict[Beside, float] = defaultdict(float)
     left = chunk.end_secs - chunk.begin_secs
     for segment in segments:
         both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
         if both > 0:
-            found[_PLACES.get(segment.activity, Beside.OTHER)] += both
+            yield _PLACES.get(segment.activity, Beside.OTHER), both
             left -= both
-    found[Beside.OTHER] += max(0.0, left)
-    return found
+    yield Beside.OTHER, max(0.0, left)
 
 
-# -- timelines -------------------------------------------------------------------------------------
-
-
-def _timelines(
-    ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegments]]
-) -> tuple[StepTimeline, ...]:
+def _timelines(ranks: Sequence[RankTraces], cut: dict[int, list[_Step]]) -> tuple[StepTimeline, ...]:
     origin = min(rank.traces[0].begin_secs for rank in ranks)
-    return tuple(
-        StepTimeline(
-            step=step,
-            ranks=tuple(
-                _timeline(rank, rank.traces[number], cut[rank.rank][number], origin)
-                for rank in sorted(ranks, key=lambda r: (r.pipeline, r.pp))
-            ),
-        )
-        for number, step in enumerate(t.step for t in ranks[0].traces)
-    )
 
-
-def _timeline(rank: RankTraces, trace: StepTrace, step: StepSegments, origin: float) -> RankTimeline:
     def at(secs: float) -> float:
         return round(secs - origin, _DIGITS)
 
-    return RankTimeline(
-        rank=rank.rank,
-        stage_id=rank.pp,
-        begin_secs=at(trace.begin_secs),
-        end_secs=at(trace.end_secs),
-        fence_secs=trace.fence_secs,
-        segments=tuple(
-            s._replace(begin_secs=at(s.begin_secs), end_secs=at(s.end_secs)) for s in step.segments
-        ),
-        chunks=tuple(
-            ChunkSlice(at(c.begin_secs), at(c.end_secs), c.tier, c.nbytes, c.section) for c in trace.chunks
-        ),
+    def timeline(rank: RankTraces, step: _Step) -> RankTimeline:
+        trace = step.trace
+        return RankTimeline(
+            rank=rank.rank,
+            stage_id=rank.pp,
+            begin_secs=at(trace.begin_secs),
+            end_secs=at(trace.end_secs),
+            fence_secs=trace.fence_secs,
+            segments=tuple(
+                s._replace(begin_secs=at(s.begin_secs), end_secs=at(s.end_secs)) for s in step.segments
+            ),
+            chunks=tuple(
+                ChunkSlice(at(c.begin_secs), at(c.end_secs), c.tier, c.nbytes, c.section)
+                for c in trace.chunks
+            ),
+        )
+
+    return tuple(
+        StepTimeline(step, tuple(timeline(rank, cut[rank.rank][number]) for rank in ranks))
+        for number, step in enumerate(t.step for t in ranks[0].traces)
     )

@@ -1,4 +1,4 @@
-"""Clocks for the instructions of a step: the host's, and the device's without synchronisation.
+"""The device's clock for the instructions of a step, without synchronisation.
 
 On a CPU an instruction is over when its call returns. On CUDA and ROCm the call only queues work; what
 counts is when the device gets there. :class:`DeviceClock` records an event on the compute stream at each
@@ -14,30 +14,13 @@ Adding events costs about a microsecond of host time each and nothing on the dev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 _ANCHORS = 5
 
 Mark = Any
-"""What :meth:`Clock.mark` returned: opaque until it is resolved."""
-
-
-class Clock(Protocol):
-    """Takes marks cheaply, tells their times later."""
-
-    name: str
-    """``"host"`` or ``"device"``."""
-
-    def begin(self) -> None:
-        """Before the first mark of a profile; may wait for the device."""
-
-    def mark(self) -> Mark:
-        """Now, as the compute stream sees it. Never waits."""
-
-    def resolve(self, marks: Sequence[Mark]) -> list[float]:
-        """``time.perf_counter()`` seconds of marks of completed steps; may wait for the device."""
+"""What :meth:`DeviceClock.mark` returned: opaque until it is resolved."""
 
 
 class _Anchor(NamedTuple):
@@ -49,38 +32,35 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Events on the current CUDA or ROCm stream.
-
-    Events are kept and used again after they were resolved.
+    """Events on the current CUDA or ROCm stream. They are used again after they were resolved.
 
     Raises:
         RuntimeError: there is no device.
     """
-
-    name = "device"
 
     def __init__(self) -> None:
         import torch
 
         if not torch.cuda.is_available():
             raise RuntimeError("a device clock needs a CUDA or ROCm device; a CPU needs none")
-        # torch.cuda.Event is not typed.
-        self._new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
-        self._synchronize = torch.cuda.synchronize
+        self._cuda: Any = torch.cuda
         self._free: list[Any] = []
         self._anchor: _Anchor | None = None
         self.error_secs = 0.0
         """Of the last resolution: half the wait for its anchor, and the drift since the first one."""
 
     def begin(self) -> None:
+        """Before the first mark of a profile; waits for the device."""
         self._anchor = self._take_anchor()
 
-    def mark(self) -> Any:
-        event = self._free.pop() if self._free else self._new_event()
+    def mark(self) -> Mark:
+        """Now, as the compute stream sees it. Never waits."""
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def resolve(self, marks: Sequence[Any]) -> list[float]:
+    def resolve(self, marks: Sequence[Mark]) -> list[float]:
+        """``time.perf_counter()`` seconds of marks of completed steps; waits for the device."""
         if not marks:
             return []
         first, last = self._anchor, self._take_anchor()
@@ -97,13 +77,13 @@ class DeviceClock:
 
     def _take_anchor(self) -> _Anchor:
         """Of a few, the one with the shortest wait is the most exact."""
-        self._synchronize()
-        return min((self._one_anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor.error_secs)
-
-    def _one_anchor(self) -> _Anchor:
-        event = self._new_event()
-        asked = time.perf_counter()
-        event.record()
-        event.synchronize()
-        told = time.perf_counter()
-        return _Anchor(event, (asked + told) / 2, (told - asked) / 2)
+        self._cuda.synchronize()
+        anchors = []
+        for _ in range(_ANCHORS):
+            event = self._cuda.Event(enable_timing=True)
+            asked = time.perf_counter()
+            event.record()
+            event.synchronize()
+            reached = time.perf_counter()
+            anchors.append(_Anchor(event, (asked + reached) / 2, (reached - asked) / 2))
+        return min(anchors, key=lambda anchor: anchor.error_secs)

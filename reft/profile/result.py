@@ -1,15 +1,14 @@
 """What the profiler found: frozen dataclasses that survive JSON.
 
-Times are seconds. Those of windows and instructions count from the begin of the stage's first instruction
-of the step; those of timelines are on the clock of rank 0, from the begin of the first profiled step.
+Times are seconds. Those of windows count from the begin of the stage's first instruction of the step; those
+of timelines are on the clock of rank 0, from the begin of the first profiled step.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
-from reft.profile.activity import Activity
 from reft.snapshot.scheduling.windows import Window, WindowKind
 
 FORMAT = "reft-profile-1"
@@ -29,6 +27,50 @@ PROFILE_FILE = "profile.json"
 
 class ProfileError(ReftError):
     """A profile cannot be read, or the traces given do not make one."""
+
+
+class Activity(StrEnum):
+    """What a piece of a device's time was spent on.
+
+    FENCE is waiting for a snapshot to end before the optimizer step; CAPTURE is what lies between the
+    optimizer step and the next instruction, where the host begins a snapshot.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    LOAD = "load"
+    TRANSFER = "transfer"
+    REDUCE = "reduce"
+    WAIT = "wait"
+    FENCE = "fence"
+    CAPTURE = "capture"
+    OTHER = "other"
+
+
+_BY_PREFIX = {
+    "Forward": Activity.FORWARD,
+    "Backward": Activity.BACKWARD,
+    "Weight": Activity.BACKWARD,
+    "OptimizerStep": Activity.OPTIMIZER,
+    "Load": Activity.LOAD,
+    "Reduce": Activity.REDUCE,
+    "Aggregate": Activity.REDUCE,
+    "Send": Activity.TRANSFER,
+    "Recv": Activity.TRANSFER,
+    "CommitP2P": Activity.TRANSFER,
+}
+
+
+def activity_of(name: str) -> Activity:
+    """Activity of an instruction, its waiting not counted.
+
+    Schedules may bring instructions of their own (zero-bubble splits the backward pass, DualPipeV queues its
+    transfers), so names are read by their first word.
+    """
+    return next(
+        (activity for prefix, activity in _BY_PREFIX.items() if name.startswith(prefix)), Activity.OTHER
+    )
 
 
 class Beside(StrEnum):
@@ -50,20 +92,13 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """Percentiles of at least one value."""
-        p10, p50, p90 = np.percentile(np.fromiter(values, dtype=np.float64), (10, 50, 90))
-        return cls(_rounded(p10), _rounded(p50), _rounded(p90))
+        found = np.percentile(np.fromiter(values, dtype=np.float64), (10, 50, 90))
+        return cls(*(round(float(secs), 9) for secs in found))
 
 
 class Segment(NamedTuple):
-    """One stretch of a rank's time that was spent on one thing.
-
-    Attributes:
-        begin_secs, end_secs: when.
-        activity: on what.
-        position: instruction of the stage's stream that it belongs to.
-        name: class name of that instruction.
-        micro_batch: its micro batch, if any.
-    """
+    """One stretch of a rank's time that was spent on one thing, within the instruction ``position`` of the
+    stage's stream."""
 
     begin_secs: float
     end_secs: float
@@ -102,12 +137,7 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step of all ranks whose traces were gathered.
-
-    Attributes:
-        step: global step after it.
-        ranks: by rank.
-    """
+    """One step of all ranks whose traces were gathered in full; ``step`` is the global step after it."""
 
     step: int
     ranks: tuple[RankTimeline, ...]
@@ -122,34 +152,12 @@ class StepTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class InstructionProfile:
-    """Where the time of one instruction of a stage's stream goes (medians, and the spread of the whole)."""
-
-    position: int
-    name: str
-    micro_batch: int | None
-    start_secs: float
-    compute_secs: float
-    wait_secs: float
-    transfer_secs: float
-    total_secs: Spread
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """One idle interval that recurs in every step.
+    """One idle interval that recurs in every step, in the call of the instruction ``position``.
 
-    Attributes:
-        kind: where in the schedule it lies.
-        start_secs: median begin, from the begin of the stage's first instruction.
-        stop_secs: ``start_secs`` plus the median length.
-        position: the instruction in whose call the device waits.
-        name: that instruction's class name.
-        length_secs: spread over steps and ranks.
-        usable: False within the optimizer step: behind the fence, where the old state has to be out.
-        bytes_fit: bytes that a snapshot copies in the median length; None without a bandwidth.
-        bytes_fit_p10: the same for the length that nine steps of ten reach.
-    """
+    It begins at the median begin and has the median length. ``usable`` is False within the optimizer step:
+    after the fence, where the old state has to be out. ``bytes_fit`` are copied in that time; None without a
+    bandwidth."""
 
     kind: WindowKind
     start_secs: float
@@ -159,30 +167,15 @@ class MeasuredWindow:
     length_secs: Spread
     usable: bool
     bytes_fit: int | None
-    bytes_fit_p10: int | None
-
-    def window(self) -> Window:
-        """For the planner of snapshots."""
-        return Window(
-            kind=self.kind, start_secs=self.start_secs, stop_secs=self.stop_secs, position=self.position
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotUse:
-    """What snapshots did in the profiled steps, per rank of a stage and per step (means).
-
-    Attributes:
-        bytes_by_tier: bytes copied; tiers 1, 2, 3, and 0 for the fence.
-        secs_by_tier: seconds these copies took.
-        secs_beside: of them, seconds by what the device did meanwhile (idle, communication, computation,
-            other).
-        fence_secs: spread of the wait of training before the optimizer step.
-        capture_secs: spread of the time after it, in which the host begins a snapshot.
-    """
+    """What snapshots did in the profiled steps, per rank of a stage and per step: mean bytes by tier (0: at
+    the fence), mean seconds of copying by what the device did meanwhile, and what training spent on them:
+    before the optimizer step (fence), and after it, when the host begins a snapshot (capture)."""
 
     bytes_by_tier: dict[int, float]
-    secs_by_tier: dict[int, float]
     secs_beside: dict[Beside, float]
     fence_secs: Spread
     capture_secs: Spread
@@ -194,11 +187,11 @@ class SnapshotUse:
 
     @property
     def nbytes(self) -> float:
-        return math.fsum(self.bytes_by_tier.values())
+        return sum(self.bytes_by_tier.values())
 
     @property
     def secs(self) -> float:
-        return math.fsum(self.secs_by_tier.values())
+        return sum(self.secs_beside.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +199,6 @@ class StageProfile:
     """One pipeline stage.
 
     Attributes:
-        stage_id: its index.
         ranks: global ranks whose traces were used.
         step_secs: whole step, begin to begin.
         secs: seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
@@ -214,8 +206,6 @@ class StageProfile:
         usable_secs: of them, those in which snapshots may be copied: not within the optimizer step.
         snapshot_bytes: bytes one rank copies per snapshot; 0 if unknown.
         windows: recurring idle intervals, in the order of the instructions.
-        instructions: the stream, by position.
-        snapshots: what snapshots did.
     """
 
     stage_id: int
@@ -225,17 +215,13 @@ class StageProfile:
     usable_secs: Spread
     snapshot_bytes: int
     windows: tuple[MeasuredWindow, ...]
-    instructions: tuple[InstructionProfile, ...]
     snapshots: SnapshotUse
 
     @property
-    def idle_secs(self) -> float:
-        """Median of the true idle time of a step."""
-        return self.secs[Activity.WAIT].p50 if Activity.WAIT in self.secs else 0.0
-
-    @property
     def idle_share(self) -> float:
-        return self.idle_secs / self.step_secs.p50 if self.step_secs.p50 else 0.0
+        """True idle time, as a part of the step (medians)."""
+        idle = self.secs[Activity.WAIT].p50 if Activity.WAIT in self.secs else 0.0
+        return idle / self.step_secs.p50 if self.step_secs.p50 else 0.0
 
     @property
     def bytes_fit(self) -> int | None:
@@ -243,46 +229,22 @@ class StageProfile:
         known = [w.bytes_fit for w in self.windows if w.usable]
         return None if None in known else sum(b for b in known if b is not None)
 
-    @property
-    def usable_windows(self) -> tuple[MeasuredWindow, ...]:
-        return tuple(w for w in self.windows if w.usable)
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How transfers were told from waiting, and how sure that is.
-
-    Attributes:
-        clock: "host" or "device".
-        matched_share: share of the point-to-point time that was split with the partner's own record; the
-            rest by the fastest observation of the same transfer.
-        clock_error_secs: worst error of the alignment of two processes' clocks.
-        causality_secs: worst seconds by which a receive seemed to end before its send began.
-    """
+    """How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
+    point-to-point time with the partner's own record (the rest by the fastest observation of the same
+    transfer), and with which worst error of the alignment of two processes' clocks."""
 
     clock: str
     matched_share: float
     clock_error_secs: float
-    causality_secs: float
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """A whole profile.
-
-    Attributes:
-        job_id: the job.
-        created_unix_secs: when.
-        world_size: ranks of the job.
-        degrees: pp, dp, tp.
-        steps: global steps that were profiled.
-        step_secs: their lengths.
-        bandwidth_bytes_per_sec: of one rank into host memory; None if unknown.
-        bandwidth_source: where that comes from.
-        method: how times were split.
-        stages: by stage.
-        timelines: by step.
-    """
+    """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of one rank
+    into host memory, None if it is not known."""
 
     job_id: str
     created_unix_secs: float
@@ -297,18 +259,25 @@ class ProfileResult:
     timelines: tuple[StepTimeline, ...]
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping.
+        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of medians that
+        overlap the later one begins where the earlier one ends.
 
         Raises:
             ProfileError: no such stage was profiled.
         """
-        for stage in self.stages:
-            if stage.stage_id == stage_id:
-                return tuple(_apart([w.window() for w in stage.usable_windows]))
-        raise ProfileError(
-            f"stage {stage_id} is not in this profile, which has stages {[s.stage_id for s in self.stages]}; "
-            f"profile the job again with the layout it runs with now"
-        )
+        measured = next((stage.windows for stage in self.stages if stage.stage_id == stage_id), None)
+        if measured is None:
+            raise ProfileError(
+                f"stage {stage_id} is not in this profile, which has stages "
+                f"{[s.stage_id for s in self.stages]}; profile the job again with the layout it runs with now"
+            )
+        found, ended = [], 0.0
+        for w in (w for w in measured if w.usable):
+            start = max(ended, w.start_secs)
+            ended = max(start, w.stop_secs)
+            window = Window(kind=w.kind, start_secs=start, stop_secs=ended, position=w.position)
+            found.append(window)
+        return tuple(found)
 
     def median_timeline(self) -> StepTimeline:
         """The step whose length is nearest to the median: the one to look at."""
@@ -355,19 +324,6 @@ class ProfileResult:
         return cls.from_json(data)
 
 
-def _apart(windows: Sequence[Window]) -> Iterator[Window]:
-    """Medians of different windows may overlap; the later one begins where the earlier one ends."""
-    ended = 0.0
-    for window in windows:
-        start = max(ended, window.start_secs)
-        ended = max(start, window.stop_secs)
-        yield replace(window, start_secs=start, stop_secs=ended)
-
-
 @cache
 def _adapter() -> TypeAdapter[ProfileResult]:
     return TypeAdapter(ProfileResult)
-
-
-def _rounded(secs: float) -> float:
-    return round(float(secs), 9)

@@ -1,13 +1,38 @@
-"""The traces of one rank, with what is needed to lay them beside those of others."""
+"""The traces of all ranks, brought to rank 0 and laid on one clock. Never within a measured step.
+
+Messages are msgpack under the job's secret, never pickle (P11). Only some pipelines are sent in full: of the
+others rank 0 needs to know when they met in reductions.
+
+``perf_counter`` has another zero on every host. Rank 0 asks one process of each host for its time and halves
+the round trip (Cristian's method): with the request sent at t0, answered at t and received at t1 on rank 0,
+
+    offset = (t0 + t1) / 2 - t,    |error| <= (t1 - t0) / 2,
+
+whatever the two ways take each. Of many rounds the shortest counts. Clocks drift (parts per million), so
+this is done before and after the profiled steps.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from reft.profile.activity import Activity, activity_of
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+import msgpack
+import torch
+import torch.distributed as dist
+
+from reft.control.collectives import allgather_bytes, network_errors
+from reft.mac import authenticate, check_authentic
+from reft.profile.result import Activity, ProfileError, activity_of
+from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
+
+_ROUNDS = 20
+_PURPOSE = b"reft-profile-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +53,16 @@ class ClockOffset:
         """Bound of the error when a time of this rank is compared with one of another's."""
         return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
 
+    def until(self, after: ClockOffset) -> ClockOffset:
+        """The offset in the middle of two measurements, with the drift as part of the error."""
+        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
+        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
+
 
 @dataclass(frozen=True, slots=True)
 class RankTraces:
-    """All profiled steps of one rank.
-
-    Attributes:
-        rank: global rank.
-        pp, dp, tp: its coordinate.
-        offset: alignment of its clock.
-        snapshot_bytes: bytes it copies per snapshot; 0 if unknown.
-        complete: False if only the group instructions were kept (:func:`only_group_calls`).
-        traces: by step.
-    """
+    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes that it
+    copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls` were kept."""
 
     rank: int
     pp: int
@@ -56,43 +78,23 @@ class RankTraces:
         """Ranks of equal (dp, tp) pass activations to each other."""
         return self.dp, self.tp
 
-    def aligned(self) -> RankTraces:
-        """The same on the clock of rank 0."""
-        traces = tuple(shifted(trace, self.offset.secs) for trace in self.traces)
+    def aligned(self, steps: Sequence[int]) -> RankTraces:
+        """These steps alone, on the clock of rank 0."""
+        by_step = {trace.step: trace for trace in self.traces}
+        traces = tuple(_shifted(by_step[step], self.offset.secs) for step in steps)
         return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
 
-    def steps(self, steps: Iterable[int]) -> RankTraces:
-        """Only these steps, in this order."""
-        by_step = {trace.step: trace for trace in self.traces}
-        return replace(self, traces=tuple(by_step[step] for step in steps))
+
+def _shifted(trace: StepTrace, secs: float) -> StepTrace:
+    def moved(record: Any) -> Any:
+        return replace(record, begin_secs=record.begin_secs + secs, end_secs=record.end_secs + secs)
+
+    instructions, chunks = map(moved, trace.instructions), map(moved, trace.chunks)
+    moved_trace: StepTrace = replace(moved(trace), instructions=tuple(instructions), chunks=tuple(chunks))
+    return moved_trace
 
 
-def shifted(trace: StepTrace, by_secs: float) -> StepTrace:
-    """A trace on another clock."""
-    if by_secs == 0:
-        return trace
-    return replace(
-        trace,
-        begin_secs=trace.begin_secs + by_secs,
-        end_secs=trace.end_secs + by_secs,
-        instructions=tuple(_moved(i, by_secs) for i in trace.instructions),
-        chunks=tuple(
-            replace(c, begin_secs=c.begin_secs + by_secs, end_secs=c.end_secs + by_secs) for c in trace.chunks
-        ),
-    )
-
-
-def _moved(record: InstructionRecord, by_secs: float) -> InstructionRecord:
-    return InstructionRecord(
-        record.position,
-        record.name,
-        record.micro_batch,
-        record.begin_secs + by_secs,
-        record.end_secs + by_secs,
-    )
-
-
-def settled(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     """All but the last trace, with every chunk in the step during which it was copied.
 
     A device reports its copies late: they may come with the trace of the step after.
@@ -109,18 +111,93 @@ def settled(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     )
 
 
-def is_group_call(name: str) -> bool:
-    """Whether ranks of other pipelines may take part in the instruction."""
-    return activity_of(name) in (Activity.REDUCE, Activity.OPTIMIZER)
-
-
 def only_group_calls(trace: StepTrace) -> StepTrace:
     """What the ranks of one pipeline need to know of another one."""
-    kept = tuple(i for i in trace.instructions if is_group_call(i.name))
+    group = (Activity.REDUCE, Activity.OPTIMIZER)
+    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
     return replace(trace, instructions=kept, chunks=())
 
 
-def common_steps(ranks: Sequence[RankTraces]) -> tuple[int, ...]:
-    """Steps that every rank has traced."""
-    sets = [{trace.step for trace in rank.traces} for rank in ranks]
-    return tuple(sorted(set.intersection(*sets))) if sets else ()
+# -- to rank 0 ------------------------------------------------------------------------------------------
+
+
+def gather(mine: RankTraces, secret: bytes, group: dist.ProcessGroup) -> list[RankTraces] | None:
+    """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective.
+
+    Raises:
+        AuthenticationError: a message does not carry the job's secret.
+        TransferError: a peer is gone.
+    """
+    messages = allgather_bytes(authenticate(encode(mine), secret, _PURPOSE), group)
+    if dist.get_rank(group) != 0:
+        return None
+    return [decode(check_authentic(message, secret, _PURPOSE)) for message in messages]
+
+
+def encode(rank: RankTraces) -> bytes:
+    """Traces of a rank as msgpack; times stay exact."""
+    packed: bytes = msgpack.packb(asdict(rank))
+    return packed
+
+
+def decode(data: bytes) -> RankTraces:
+    """The inverse of :func:`encode`.
+
+    Raises:
+        ProfileError: the bytes are something else.
+    """
+    try:
+        fields = msgpack.unpackb(data)
+        traces = tuple(map(StepTrace.from_json, fields.pop("traces")))
+        return RankTraces(**fields | {"offset": ClockOffset(**fields["offset"]), "traces": traces})
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise ProfileError(f"a rank sent traces that cannot be read: {error}") from error
+
+
+# -- clocks ---------------------------------------------------------------------------------------------
+
+
+def clock_id() -> str:
+    """Equal on processes that read the same clock: one boot of a host, one time namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"process {os.getpid()} {time.time_ns()}"
+
+
+def measure_offsets(group: dist.ProcessGroup, my_clock: str) -> list[ClockOffset]:
+    """What turns the clock of each rank into that of group rank 0, in rank order, on group rank 0; elsewhere
+    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank.
+
+    Raises:
+        TransferError: a peer is gone.
+    """
+    clocks = [text.decode() for text in allgather_bytes(my_clock.encode(), group)]
+    me, zero = dist.get_rank(group), dist.get_global_rank(group, 0)
+    known = {clocks[0]: ClockOffset()}
+    answer = torch.zeros(1, dtype=torch.float64)
+    with network_errors("the alignment of clocks"):
+        for peer, clock in enumerate(clocks):
+            if clock in known:
+                continue
+            known[clock] = ClockOffset(clock=len(known))
+            rounds = []
+            for _ in range(_ROUNDS):
+                if me == 0:
+                    to, asked = dist.get_global_rank(group, peer), time.perf_counter()
+                    dist.send(torch.zeros(1), to, group=group)
+                    dist.recv(answer, to, group=group)
+                    rounds.append((asked, float(answer), time.perf_counter()))
+                elif me == peer:
+                    dist.recv(torch.zeros(1), zero, group=group)
+                    dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), zero, group=group)
+            if rounds:
+                known[clock] = estimate(rounds, known[clock].clock)
+    return [known[clock] for clock in clocks]
+
+
+def estimate(rounds: Sequence[tuple[float, float, float]], clock: int = 0) -> ClockOffset:
+    """The offset of a peer's clock from rounds (asked, answered, received); the shortest decides."""
+    asked, answered, received = min(rounds, key=lambda r: r[2] - r[0])
+    return ClockOffset((asked + received) / 2 - answered, (received - asked) / 2, clock)

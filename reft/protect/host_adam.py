@@ -376,31 +376,6 @@ class AdamReplica:
         """Give the replica up until it is made anew; the first reason stays."""
         self.stale = self.stale or reason
 
-    def drift(
-        self, weights: Sequence[torch.Tensor], starts: Sequence[int] | None = None, *, ulps: int = 0
-    ) -> int:
-        """Compare with the owner's model: casts of the master against the 16-bit (or fp32) weights.
-
-        Args:
-            weights: one per group: this rank's own model weights of the partition, or a sample of them.
-            starts: where each sample begins in its partition; by default they are whole.
-            ulps: accepted distance in units of the weights' last place; 0 where both run the same kernel.
-
-        Returns:
-            Elements further apart, or where one is NaN and the other is not. The replica is stale if any is.
-        """
-        self.check()
-        found = 0
-        for tensors, live, start in zip(
-            self.tensors, weights, starts or [0] * len(self.tensors), strict=True
-        ):
-            theirs = live.detach().reshape(-1).cpu()
-            mine = tensors.master[start : start + theirs.numel()].to(live.dtype)
-            found += int((_distance(mine, theirs) > ulps).sum())
-        if found:
-            self.mark_stale(f"{found} of its weights differ from the model by more than {ulps} ulp")
-        return found
-
     def _refuse(self, reason: str) -> None:
         self.mark_stale(reason)
         self.check()
@@ -457,17 +432,3 @@ def _final(gradient: torch.Tensor, multiplier: float) -> torch.Tensor:
     final = gradient.detach().reshape(-1).to("cpu", torch.float32)
     # In fp32 and by multiplication, as DeepSpeed unscales and clips; never in the caller's memory.
     return final if multiplier == 1.0 else final * multiplier
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Units in the last place between two tensors of one floating type; equal bits are 0 apart."""
-    width = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    lowest = -(1 << (8 * a.element_size() - 1))
-
-    def ordered(t: torch.Tensor) -> torch.Tensor:
-        bits = t.contiguous().view(width).to(torch.int64)
-        return torch.where(bits < 0, lowest - bits, bits)
-
-    apart = (ordered(a) - ordered(b)).abs()
-    nan = a.isnan() != b.isnan()
-    return torch.where(nan, torch.full_like(apart, torch.iinfo(torch.int64).max), apart)

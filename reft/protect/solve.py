@@ -23,7 +23,7 @@ from itertools import islice, pairwise, permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.native import compiled
+from reft.builds import compiled
 from reft.protect.backend import ragged_cuts
 from reft.protect.gf256 import LOG, Row, bit_matrix, inverse, multiply
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, PACKET_BYTES, PACKETS

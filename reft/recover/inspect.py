@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from reft.blocks import BlockKey
 from reft.errors import ArenaError, LayoutError
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
+from reft.naming import Label
 
 if TYPE_CHECKING:
     from reft.recover.inventory import Inventory
@@ -322,8 +322,7 @@ def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[Label | None, tuple[str, ...]]:
     """What a restart would restore from these inventories, and the plan's words about it."""
-    from reft.recover.decide import plan_recovery
-    from reft.recover.local import offline_topology
+    from reft.recover.decide import offline_topology, plan_recovery
     from reft.recover.plan import NotRecoverable
 
     if not any(record.usable for inventory in inventories for record in inventory.arenas):

@@ -10,8 +10,8 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ArenaError, TransferError
-from reft.label import Label
 from reft.memory.arena import Arena, checksum
+from reft.naming import Label
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
@@ -32,7 +32,6 @@ class Filling:
     _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
-    _accepted: set[int] = field(default_factory=set)
 
     @property
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
@@ -130,15 +129,11 @@ class Filling:
     def _lacks(self, placed: PlacedBlock) -> bool:
         if placed.key.section is not Section.OWNED or placed not in self._checksums:
             return True
-        return placed.key.member not in self._accepted and self._checksums[placed] != self._expected[placed]
+        return self._checksums[placed] != self._expected[placed]
 
     def always_sent(self, member: int) -> int:
         """Blocks that ``member`` sends with every version: all but its partition."""
         return sum(b.key.section is not Section.OWNED for b in self._peer_blocks(member))
-
-    def accept(self, member: int) -> None:
-        """Keep the recomputed partition of ``member`` although its bytes are not the owner's."""
-        self._accepted.add(member)
 
     def selection(self, member: int, wanted: torch.Tensor) -> list[torch.Tensor]:
         """Bytes of those blocks of ``member`` that are ``wanted``, in plan order."""

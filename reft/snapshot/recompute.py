@@ -7,9 +7,7 @@ checksums come with every version, and blocks that differ, or could not be recom
 (:mod:`reft.snapshot.committing.sealing`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
-Where device and host kernels do not agree to the last bit (fused Adam on a GPU; not :mod:`reft.optim`),
-``drift_ulps`` accepts a replica whose cast to the model's type stays that near to a rotating sample of the
-model's own weights, and ``resync_steps`` bounds how long it goes without a copy from its owner.
+Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim` does.
 """
 
 from __future__ import annotations
@@ -36,49 +34,30 @@ _IN_VAIN = 20
 
 
 @dataclass(frozen=True)
-class RecomputeOptions:
-    """Fixed settings.
-
-    Attributes:
-        recipe: of the optimizer, the same on all ranks.
-        drift_ulps: accepted distance of a replica from the model's weights, in units of their last place;
-            0 accepts only what is equal to the owner's partition in every bit.
-        resync_steps: with ``drift_ulps``: most versions between two copies from the owner.
-    """
-
-    recipe: AdamRecipe
-    drift_ulps: int = 0
-    resync_steps: int = 100
-
-
-@dataclass(frozen=True)
 class OptimizerStep:
     """What the training thread knows of the newest step.
 
     Attributes:
         record: hyper-parameters, and whether the step was skipped.
         applied: the t of Adam after it; None where only the device knows.
-        sample_start: per group, where the sample of the weights begins in the partition.
         flush_denormal: whether the training thread's processor takes denormals for zero.
     """
 
     record: StepRecord
     applied: int | None = None
-    sample_start: tuple[int, ...] = ()
     flush_denormal: bool = False
 
 
 class PeerOptimizers:
     """The optimizers of the members whose partitions this rank keeps."""
 
-    def __init__(self, options: RecomputeOptions, stats: RecomputeStats | None = None) -> None:
-        self._options = options
+    def __init__(self, recipe: AdamRecipe, stats: RecomputeStats | None = None) -> None:
+        self._recipe = recipe
         self.stats = stats or RecomputeStats()
         self.base: Filling | None = None
         """The newest committed version: what the next one's partitions are recomputed from."""
         self.replicas: dict[int, AdamReplica] = {}
         """By member."""
-        self._accepted_steps: dict[int, int] = {}
         self._told: set[object] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
@@ -97,23 +76,19 @@ class PeerOptimizers:
         self.stats.cpu_secs += time.thread_time() - cpu
 
     def compare(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
-        """The owners' checksums are known: accept what is near enough, count the rest."""
-        for member, gradients in _kept(filling, images).items():
+        """The owners' checksums are known: count what became what its owner has, and what did not (P5)."""
+        for member in _kept(filling, images):
             replica = self.replicas.get(member)
             if replica is None or replica.stale or replica.number != filling.label.step or step is None:
                 continue
-            try:
-                cause = self._refusal(member, replica, filling, gradients, step)
-            except Exception as error:
-                self._failed(member, filling, error)
-                continue
-            if cause is None:
+            # The host block and the checksums always come from the owner.
+            if int(sum(filling.wanted(member).tolist())) == filling.always_sent(member):
                 self.stats.versions += 1
                 self._refused_steps[member] = 0
             else:
-                self._give_up(member, filling, cause)
+                self._give_up(member, filling, "it is not what its owner has")
                 self._refused_steps[member] += 1
-                self._warn_if_in_vain(member, filling, cause)
+                self._warn_if_in_vain(member, filling)
 
     def committed(self, filling: Filling) -> None:
         """The version that the next one is made from."""
@@ -124,20 +99,18 @@ class PeerOptimizers:
         self.base = None
         self.replicas.clear()
 
-    def _warn_if_in_vain(self, member: int, filling: Filling, cause: str) -> None:
+    def _warn_if_in_vain(self, member: int, filling: Filling) -> None:
         """Nothing wrong is kept, but everything is paid for twice."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
         self._in_vain = True
         logger.warning(
             "recomputing is in vain at step %d: the partition of member %d was copied from its owner %d "
-            'times in a row (%s). Leave "+aor" out of reft.protection; or, if the owner runs other kernels '
-            "than this host, train with reft.ExactAdam, or say with reft.aor.drift_ulps how far a replica "
-            "may be from it",
+            'times in a row. Leave "+aor" out of reft.protection; or, if the owner runs other kernels than '
+            "this host, train with reft.ExactAdam",
             filling.label.step,
             member,
             _IN_VAIN,
-            cause,
         )
 
     # -- one partition -----------------------------------------------------------------------------
@@ -177,37 +150,11 @@ class PeerOptimizers:
             raise ReftError("the number of the optimizer's steps is not known")
         applied -= not step.record.skipped
         if replica is None:
-            made = AdamReplica(self._options.recipe, step.record.groups, tensors, number, applied)
+            made = AdamReplica(self._recipe, step.record.groups, tensors, number, applied)
             self.replicas[member] = made
             return made
         replica.restart(tensors, number, applied)
         return replica
-
-    def _refusal(
-        self,
-        member: int,
-        replica: AdamReplica,
-        filling: Filling,
-        gradients: SectionImage,
-        step: OptimizerStep,
-    ) -> str | None:
-        """Why a partition that was recomputed cannot be kept; None if it can."""
-        since, self._accepted_steps[member] = self._accepted_steps.get(member, 0), 0
-        # The host block and the checksums always come from the owner.
-        if int(sum(filling.wanted(member).tolist())) == filling.always_sent(member):
-            return None
-        options = self._options
-        if not options.drift_ulps:
-            return "it is not what its owner has"
-        if since >= options.resync_steps:
-            return f"{options.resync_steps} versions in a row were near it only"
-        views = _views(filling.gradients(member), gradients)
-        samples = [views[f"sample.{g}"] for g in range(len(replica.tensors))]
-        if replica.drift(samples, step.sample_start, ulps=options.drift_ulps):
-            return f"weights of the model are more than {options.drift_ulps} ulp away"
-        filling.accept(member)
-        self._accepted_steps[member] = since + 1
-        return None
 
     def _failed(self, member: int, filling: Filling, error: Exception) -> None:
         """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave here. What is

@@ -30,9 +30,6 @@ from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-SAMPLE_ELEMENTS = 2**16
-"""Most weights of a group that are compared with a replica in one step."""
-
 
 class GradientCapture:
     """Copies of the newest step's gradients. All methods are called by the training thread.
@@ -41,7 +38,6 @@ class GradientCapture:
         adapter: of the engine; its state is partitioned.
         members: data-parallel ranks whose partitions are wanted.
         fence: waits until nobody copies what was captured before; called before it is overwritten.
-        sampled: take a rotating sample of these partitions' model weights too.
 
     Raises:
         UnsupportedStateError: the gradients of other partitions are not kept by this configuration, or the
@@ -53,18 +49,14 @@ class GradientCapture:
         adapter: StateAdapter,
         members: Sequence[int],
         fence: Callable[[], None],
-        *,
-        sampled: bool = False,
     ) -> None:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self._sampled = sampled
         self.record: StepRecord | None = None
         """Of the step that is being made."""
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
-        self._sample_start = [0] * len(self._weights)
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
         """Where it is captured, by member and name."""
         self.images: dict[int, SectionImage] = {}
@@ -96,12 +88,12 @@ class GradientCapture:
         self.record = None
         return True
 
-    def take(self, number: int) -> tuple[StepRecord, int | None, tuple[int, ...]] | None:
+    def take(self, number: int) -> tuple[StepRecord, int | None] | None:
         """What is known of the step that was just made, the engine's ``number``-th; afterwards nothing is.
 
         Returns:
-            Its record, the t of Adam if the host knows it, and where the samples of the weights begin; None
-            if the optimizer stepped in a way that was not seen.
+            Its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
+            that was not seen.
         """
         record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
@@ -110,12 +102,7 @@ class GradientCapture:
             if not getattr(self._wrapper, "overflow", False):
                 return None
             record = step_of(optimizer, number, skipped=True)
-        starts = self._take_samples()
-        return (
-            StepRecord(number, record.groups, record.skipped, record.multiplier),
-            _applied(optimizer),
-            starts,
-        )
+        return StepRecord(number, record.groups, record.skipped, record.multiplier), _applied(optimizer)
 
     # -- what every wrapper needs ------------------------------------------------------------------
 
@@ -127,9 +114,6 @@ class GradientCapture:
             made[f"gradient.{g}"] = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
         if isinstance(self._adapter, ZeroAdapter):
             made["multiplier"] = torch.ones(1, dtype=torch.float32, device=self._weights[0][member].device)
-        for g, partitions in enumerate(self._weights if self._sampled else ()):
-            weights = partitions[member]
-            made[f"sample.{g}"] = weights.detach()[:SAMPLE_ELEMENTS].clone()
         return made
 
     def _partitioned_weights(self) -> list[list[torch.Tensor]]:
@@ -137,21 +121,6 @@ class GradientCapture:
         bf16 = isinstance(self._adapter, BF16Adapter)
         name = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
         return [list(group) for group in getattr(self._wrapper, name)]
-
-    def _take_samples(self) -> tuple[int, ...]:
-        starts = tuple(self._sample_start)
-        for member, tensors in self.staged.items():
-            for g, start in enumerate(starts):
-                sample = tensors.get(f"sample.{g}")
-                if sample is not None:
-                    sample.copy_(self._weights[g][member].detach()[start : start + sample.numel()])
-        for g, partitions in enumerate(self._weights):
-            count = partitions[0].numel()
-            length = min(SAMPLE_ELEMENTS, count)
-            following = starts[g] + length
-            # The last range is moved back, so that all are of one length.
-            self._sample_start[g] = 0 if following >= count else min(following, count - length)
-        return starts
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):

@@ -1,35 +1,37 @@
-"""The process that turns staged images into checkpoint files: ``python -m reft.storage.assemble``.
+"""Checkpoint files of staged images, made by a process of its own: ``python -m reft.storage.assemble``.
 
-It is a process of its own because it needs torch and DeepSpeed, which the node daemon does without,
-and because it may be slow: it runs at low priority, sees no device and dies with whoever started it.
-It imports them once, then serves one JSON request after the other, a line each: read from standard input,
-answered on standard output (:class:`reft.storage.assembler.Assembler`).
+It needs torch and DeepSpeed, which the node daemon does without, and may be slow: it runs at low priority,
+sees no device and dies with whoever started it. Importing them costs seconds of processor time, with busy
+trainers a minute. A process for every version never got done there, so one is kept (P6): :class:`Assembler`
+starts it once and sends it one JSON request after the other, a line each; it answers on its standard output.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
-import logging
 import os
+import select
 import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from reft.blocks import Section
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
-logger = logging.getLogger(__name__)
-
 NICENESS = 5
-"""Trainers come first, but beside busy ones a checkpoint must still be done within its interval."""
+"""Trainers come first, but with busy ones a checkpoint must still be done within its interval."""
 NO_DEVICE = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "HIP_VISIBLE_DEVICES": "-1",
@@ -43,34 +45,162 @@ AMD's runtime takes an empty list for none given, and shows every device; -1 is 
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class AssembleRequest:
-    """Which files to make.
+_POLL_SECS = 0.2
+_LAST_SECS = 5.0
+_IMPORT_SECS = 600.0
+"""Longest time for the imports, on a machine that is busy."""
 
-    Attributes:
-        root: the working directory.
-        job_id: job whose state it is.
-        incarnation: of the version.
-        step: of the version.
-        secret: the job's secret, in hex.
-        coordinates: (pp, dp, tp) whose files are made.
-    """
 
-    root: str
-    job_id: str
-    incarnation: int
-    step: int
-    secret: str
-    coordinates: tuple[tuple[int, int, int], ...]
+class Assembler:
+    """Starts the process when it is first needed, and again when it has died. For one thread at a time; the
+    process dies with the thread that started it, so that a killed owner leaves none behind."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._said = b""
+        self._ready = False
 
-    @classmethod
-    def from_json(cls, text: str) -> AssembleRequest:
-        content = json.loads(text)
-        content["coordinates"] = tuple(tuple(c) for c in content["coordinates"])
-        return cls(**content)
+    def __enter__(self) -> Assembler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the process unless it runs. Does not wait until it is ready.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self.pid is not None:
+            return
+        self.close()
+        # In memory: a full /tmp is no reason not to write a checkpoint. Closed with the process.
+        self._errors = os.fdopen(os.memfd_create("reft-assembler-stderr"), "w+b")
+        fcntl.fcntl(self._errors, fcntl.F_SETFL, os.O_APPEND)
+        self._said, self._ready = b"", False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "reft.storage.assemble", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **NO_DEVICE},
+        )
+
+    def assemble(
+        self,
+        work: WorkDir,
+        coordinates: Sequence[Coordinate],
+        secret: bytes,
+        *,
+        idle_secs: float,
+        stop: threading.Event,
+    ) -> None:
+        """Have the files of coordinates made.
+
+        Args:
+            work: where their parts are, and the files appear.
+            coordinates: whose.
+            secret: the job's.
+            idle_secs: give up when nothing has been written there for so long.
+            stop: set to give up.
+
+        Raises:
+            PersistError: they were not made; says why. The next request finds a new process.
+        """
+        request = {
+            "root": str(work.root),
+            "job_id": work.job_id,
+            "label": [work.label.incarnation, work.label.step],
+            "secret": secret.hex(),
+            "coordinates": [[c.pp, c.dp, c.tp] for c in coordinates],
+        }
+        self.start()
+        process = self._process
+        assert process is not None
+        try:
+            if not self._ready:
+                self._answer(process, work.root, max(idle_secs, _IMPORT_SECS), stop)
+                self._ready = True
+            assert process.stdin is not None
+            assert self._errors is not None
+            self._errors.truncate(0)
+            with suppress(BrokenPipeError):  # it has died: its last words are read below
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            answer = self._answer(process, work.root, idle_secs, stop)
+        except BaseException:
+            self.close()
+            raise
+        if not answer.get("ok"):
+            raise PersistError(str(answer.get("error")))
+
+    def close(self) -> None:
+        """End the process. What it was making stays unfinished."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+    def _answer(
+        self, process: subprocess.Popen[bytes], directory: Path, idle_secs: float, stop: threading.Event
+    ) -> dict[str, object]:
+        assert process.stdout is not None
+        written, deadline = -1, 0.0
+        while b"\n" not in self._said:
+            if stop.is_set():
+                raise PersistError("writing was stopped while checkpoint files were made")
+            if (now := _bytes_in(directory)) != written:
+                written, deadline = now, time.monotonic() + idle_secs
+            if time.monotonic() > deadline:
+                raise PersistError(
+                    f"no byte of the checkpoint files was written in {idle_secs:g} s; check the file system "
+                    f"of {directory.parent}, or raise persist.timeout_secs"
+                )
+            if select.select([process.stdout], [], [], _POLL_SECS)[0]:
+                data = os.read(process.stdout.fileno(), 2**16)
+                if not data:
+                    raise PersistError(self._last_words(process))
+                self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        try:
+            code = process.wait(_LAST_SECS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        said = " / ".join(lines[-3:]) or "it said nothing"
+        return f"the process that makes the checkpoint files ended with status {code}: {said}"
+
+
+def _bytes_in(directory: Path) -> int:
+    """Bytes of the files in a directory, finished or not."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        return sum(e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False))
+    return 0
+
+
+# -- in the process ---------------------------------------------------------------------------------
 
 
 def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) -> None:
@@ -150,7 +280,7 @@ def main() -> int:
     answers.write(json.dumps({"ok": True}) + "\n")
     answers.flush()
     for line in sys.stdin:
-        answers.write(json.dumps(_serve(AssembleRequest.from_json(line))) + "\n")
+        answers.write(json.dumps(_serve(json.loads(line))) + "\n")
         answers.flush()
     return 0
 
@@ -163,10 +293,10 @@ def _import_all() -> None:
         import deepspeed  # noqa: F401
 
 
-def _serve(request: AssembleRequest) -> dict[str, Any]:
-    work = WorkDir(Path(request.root), request.job_id, Label(request.incarnation, request.step))
+def _serve(request: dict[str, Any]) -> dict[str, Any]:
+    work = WorkDir(Path(request["root"]), request["job_id"], Label(*request["label"]))
     try:
-        assemble(work, [Coordinate(*c) for c in request.coordinates], bytes.fromhex(request.secret))
+        assemble(work, [Coordinate(*c) for c in request["coordinates"]], bytes.fromhex(request["secret"]))
     except (ReftError, OSError) as error:
         return {"ok": False, "error": " ".join(str(error).split())}
     except Exception as error:

@@ -22,7 +22,7 @@ import xxhash
 
 from reft.errors import PersistError
 from reft.grid import Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.storage import fence
 
 logger = logging.getLogger(__name__)

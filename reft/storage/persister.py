@@ -15,19 +15,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
-from reft.storage.assembler import Assembler
-from reft.storage.persist import PersistProgress, persist_label
-from reft.storage.status import NodeStatus
-from reft.storage.waiting import OvertakenElsewhereError
+from reft.naming import Label
+from reft.storage.assemble import Assembler
+from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +90,54 @@ class Lag:
         return max(0, self._newest.step - self._waiting.step)
 
 
+@dataclass
+class PersistStatus:
+    """State of the checkpoints on storage, for ``status.json``.
+
+    Attributes:
+        dir, interval_steps: as the block has them.
+        last, last_path: the newest that is on storage.
+        writing, phase: what is being written, and how far.
+        stale_since_step, error: since when none has reached storage, and why.
+        attempts: since one did.
+        lag_steps: by which storage is older than memory.
+        overtaken: newest version that memory went on from before it was written.
+    """
+
+    dir: str | None = None
+    interval_steps: int = 0
+    last: Label | None = None
+    last_path: str | None = None
+    writing: Label | None = None
+    phase: str | None = None
+    stale_since_step: int | None = None
+    error: str | None = None
+    attempts: int = 0
+    lag_steps: int = 0
+    overtaken: Label | None = None
+
+    def update(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def to_json(self) -> dict[str, Any]:
+        return {n: label_json(v) if isinstance(v, Label) else v for n, v in list(vars(self).items())}
+
+
+def label_json(label: Label | None) -> dict[str, int] | None:
+    return None if label is None else {"incarnation": label.incarnation, "step": label.step}
+
+
 class Persister:
     """The daemon's writer.
 
     Args:
         job_dir: the job's memory on this node.
-        status: where success and failure are told.
         persist: writes one version, raises PersistError, ArenaError or OSError.
     """
 
-    def __init__(self, job_dir: JobDir, status: NodeStatus, persist: PersistFunction = persist_label) -> None:
+    def __init__(self, job_dir: JobDir, persist: PersistFunction = persist_label) -> None:
         self._job_dir = job_dir
-        self._status = status
+        self.status = PersistStatus()
         self._persist = persist
         self._changed = threading.Condition()
         self._due: Label | None = None
@@ -130,7 +165,7 @@ class Persister:
             self.config = config
             self._changed.notify()
         directory = config.persist.dir
-        self._status.update_persist(
+        self.status.update(
             dir=str(directory) if directory is not None else None,
             interval_steps=config.persist.fixed_steps,
         )
@@ -146,7 +181,7 @@ class Persister:
             for future in self._asked.values():
                 future.cancel()
             self._changed.notify()
-            self._changed.wait_for(lambda: self._status.persist.writing is None, timeout=_CLOSE_SECS)
+            self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
 
     def offer(self, label: Label, *, unprotected: bool | None = None, due: bool = False) -> None:
         """A version is committed in memory; takes it if it is due and newer.
@@ -159,12 +194,12 @@ class Persister:
         """
         with self._changed:
             at_once = self._falls(label, unprotected)
-            writing = self._status.persist.writing
+            writing = self.status.writing
             if writing is not None and writing.incarnation < label.incarnation:
                 # The job restarted: parts that other nodes owe to the old version will never come.
                 self._stop.set()
             interval = self.config.persist.fixed_steps if self.config else 0
-            known = self._due or self._status.persist.last
+            known = self._due or self.status.last
             if self.config is None or self.config.persist.dir is None:
                 return
             due = due or at_once or self._must_again(label) or bool(interval and label.step % interval == 0)
@@ -177,7 +212,7 @@ class Persister:
                 self._due = label
                 self._changed.notify()
             lag = self._lag.committed(label, due=self._due)
-            self._status.update_persist(lag_steps=lag)
+            self.status.update(lag_steps=lag)
             if interval and lag > interval and self._lag.is_news():
                 logger.warning(
                     "step %d is committed, but step %d is not on storage yet: writing takes longer than "
@@ -197,7 +232,7 @@ class Persister:
     def _must_again(self, label: Label) -> bool:
         """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
         node, and ``label`` is to be tried (P3)."""
-        failing = self._missed is not None or self._status.persist.stale_since_step is not None
+        failing = self._missed is not None or self.status.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
@@ -211,7 +246,7 @@ class Persister:
 
     def wants(self, label: Label) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
-        last = self._status.persist.last
+        last = self.status.last
         return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
 
     def persist_and_wait(self, label: Label, timeout_secs: float) -> str:
@@ -225,8 +260,8 @@ class Persister:
                 'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
             )
         with self._changed:
-            if self._status.persist.last == label and self._status.persist.last_path is not None:
-                return self._status.persist.last_path
+            if self.status.last == label and self.status.last_path is not None:
+                return self.status.last_path
             future = self._asked.setdefault(label, Future())
             self._changed.notify()
         try:
@@ -258,7 +293,7 @@ class Persister:
                 assert label is not None
                 assert config is not None
                 self._stop = threading.Event()
-                self._status.update_persist(writing=label, attempts=self._status.persist.attempts + 1)
+                self.status.update(writing=label, attempts=self.status.attempts + 1)
             self._attempt(label, config)
             with self._changed:
                 self._changed.notify_all()
@@ -293,14 +328,14 @@ class Persister:
 
     def _tell_progress(self, progress: PersistProgress) -> None:
         self.progress = progress
-        self._status.update_persist(phase=progress.phase)
+        self.status.update(phase=progress.phase)
 
     def _succeeded(self, label: Label, path: str) -> None:
-        if self._status.persist.stale_since_step is not None:
+        if self.status.stale_since_step is not None:
             logger.warning("checkpoints are written again: %s is in %s", label, path)
         self.written += 1
-        newest = max(label, self._status.persist.last or label)
-        self._status.update_persist(
+        newest = max(label, self.status.last or label)
+        self.status.update(
             writing=None,
             phase=None,
             last=newest,
@@ -314,7 +349,7 @@ class Persister:
             self._missed = None
             if self._due is not None and self._due <= label:
                 self._due = None
-            self._status.update_persist(lag_steps=self._lag.written(label, due=self._due))
+            self.status.update(lag_steps=self._lag.written(label, due=self._due))
             future = self._asked.pop(label, None)
         if future is not None and not future.cancelled():
             future.set_result(path)
@@ -325,8 +360,8 @@ class Persister:
             self._fenced = error.newest, str(error)
         gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(self._job_dir)
         if self._closing:  # nobody tries again
-            logger.info("the job ends before %s is in %s", label, self._status.persist.dir)
-            self._status.update_persist(writing=None, phase=None)
+            logger.info("the job ends before %s is in %s", label, self.status.dir)
+            self.status.update(writing=None, phase=None)
         elif isinstance(error, OvertakenError) and label != self._refused:
             self._overtaken(label, message, gone)
         else:  # storage failed, for as long as memory had it
@@ -346,14 +381,14 @@ class Persister:
                 )
 
     def _fail(self, label: Label, message: str, since: Label) -> None:
-        persist = self._status.persist
+        persist = self.status
         if message != persist.error:
             logger.warning(
                 "%s cannot be persisted to %s: %s; training goes on, it is tried again",
                 *(label, persist.dir, message),
             )
         stale = persist.stale_since_step if persist.stale_since_step is not None else since.step
-        self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
+        self.status.update(writing=None, phase=None, stale_since_step=stale, error=message)
 
     def _overtaken(self, label: Label, message: str, gone: bool) -> None:
         """Storage is well: the next version that is due takes the place of this one. Only where none is
@@ -365,7 +400,7 @@ class Persister:
             gone: memory does not hold it any more; else a trainer has its lock for the moment.
         """
         if gone:
-            self._status.update_persist(overtaken=label)
+            self.status.update(overtaken=label)
         if self._missed is not None:
             self._fail(label, message, since=self._missed)
             return
@@ -374,9 +409,9 @@ class Persister:
             logger.warning(
                 "memory went on from %s before its turn to be written to %s came (%s); the next version "
                 "that is due is written",
-                *(label, self._status.persist.dir, message),
+                *(label, self.status.dir, message),
             )
-        self._status.update_persist(writing=None, phase=None)
+        self.status.update(writing=None, phase=None)
 
 
 def committed_labels(job_dir: JobDir) -> set[Label]:

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
+import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
 from reft.errors import PersistError
-from reft.label import Label
+from reft.naming import Label
 from reft.storage import fence
 from reft.storage.fence import REMOVED_SUFFIX
 from reft.storage.persisted import (
@@ -38,9 +37,6 @@ from reft.storage.persisted import (
 from reft.storage.staging import WorkDir
 
 logger = logging.getLogger(__name__)
-
-LOCK_SECS = 10.0
-"""How long to wait for another process that publishes into the same directory."""
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -75,27 +71,30 @@ def publish(
     if problems:
         raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
     writer = max(writer, info.label.incarnation)
-    with _locked(info.directory):
-        pointers = {LATEST_NAME: info.tag.encode(), **_read_pointers(work)}
-        switch = fence.switch(info.directory, info.job_id, writer, info.label, pointers)
-        try:
-            # In this order: what is checked now holds for all that was made before, whenever it is renamed.
-            fence.check(info.directory, info.job_id, writer)
-            refuse_stale(info.directory, info.job_id, info.label)
-            _place_scripts(work, info.directory)
-            shutil.rmtree(work.staging)
-            write_durably(work.root / MARKER_NAME, _marker(info))
-            reached("renaming")
-            _rename(work.root, info)
-            reached("renamed")
-            switch.make()
-        except FileNotFoundError:
-            fence.check(info.directory, info.job_id, writer)
-            raise
-        finally:
-            switch.give_up()
-        reached("latest")
-        prune(info, keep)
+    pointers = {
+        LATEST_NAME: info.tag.encode(),
+        **{file.name: file.read_bytes() for file in _files(work.pointers)},
+    }
+    switch = fence.switch(info.directory, info.job_id, writer, info.label, pointers)
+    try:
+        # In this order: what is checked now holds for all that was made before, whenever it is renamed.
+        fence.check(info.directory, info.job_id, writer)
+        refuse_stale(info.directory, info.job_id, info.label)
+        for script in _files(work.scripts):
+            script.replace(info.directory / script.name)
+        shutil.rmtree(work.staging)
+        write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+        reached("renaming")
+        _rename(work.root, info)
+        reached("renamed")
+        switch.make()
+    except FileNotFoundError:
+        fence.check(info.directory, info.job_id, writer)
+        raise
+    finally:
+        switch.give_up()
+    reached("latest")
+    prune(info, keep)
 
 
 def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
@@ -113,23 +112,8 @@ def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
         )
 
 
-def _marker(info: PersistedInfo) -> bytes:
-    import json
-
-    return (json.dumps(info.to_json(), indent=1) + "\n").encode()
-
-
-def _place_scripts(work: WorkDir, directory: Path) -> None:
-    if not work.scripts.is_dir():
-        return
-    for script in sorted(work.scripts.iterdir()):
-        script.replace(directory / script.name)
-
-
-def _read_pointers(work: WorkDir) -> dict[str, bytes]:
-    if not work.pointers.is_dir():
-        return {}
-    return {file.name: file.read_bytes() for file in sorted(work.pointers.iterdir())}
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def _rename(source: Path, info: PersistedInfo) -> None:
@@ -238,33 +222,3 @@ def remove_debris(work: WorkDir) -> None:
             info = read_marker(path)
             if info is None or info.job_id == work.job_id:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keep two incarnations from publishing at once, where the file system has locks.
-
-    Not for ever: a process that was stopped in the middle must not stop its successors. When it goes
-    on, its working directory is gone.
-    """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + LOCK_SECS
-        while not _try_lock(fd, directory):
-            if time.monotonic() > deadline:
-                logger.warning("%s: another process has been publishing for %g s", directory, LOCK_SECS)
-                break
-            time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _try_lock(fd: int, directory: Path) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.info("%s: no locks on this file system (%s)", directory, error.strerror)
-    return True

@@ -30,9 +30,9 @@ from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.mac import is_same, mac
 from reft.memory.header import checksum
+from reft.naming import Label
 from reft.storage.fence import short_name
 from reft.storage.persisted import tag_of
 

@@ -23,8 +23,8 @@ from torch import nn
 import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
-from reft.label import Label
-from reft.storage.assembler import Assembler
+from reft.naming import Label
+from reft.storage.assemble import Assembler
 from reft.storage.persist import persist_label
 
 avoid_build_at_start()

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.header import Geometry
+from reft.naming import Label
 from reft.snapshot.committing import arenas
 from tests.attack.jobs import remove_all
 from tests.attack.workers import SECRET, Rank

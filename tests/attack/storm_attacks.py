@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from reft.node.signals import read_board
+from reft.node.report import read_board
 from reft.storage.persisted import MARKER_NAME
 from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
 from tests.attack.storm_setups import StormSetup

@@ -21,10 +21,10 @@ from reft.env import ENV_CLUSTER
 from reft.errors import TransferError
 from reft.grid import Degrees
 from reft.job.exits import EX_FENCED
-from reft.job.incarnation import IncarnationRecord
+from reft.job.rendezvous.state import IncarnationRecord
 from reft.job.trainer_store import TrainerStore
-from reft.label import Label
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.client import DaemonError, request
 from reft.storage import fence
 from reft.storage.persisted import job_directory, latest_persisted, latest_tag, read_marker

@@ -224,7 +224,7 @@ TRAINER = """
     import subprocess, sys
     from types import SimpleNamespace
     from reft.config_read import load_config
-    from reft.label import Label
+    from reft.naming import Label
     from reft.storage.persist import _fault_points
     from reft.grid import Coordinate
 

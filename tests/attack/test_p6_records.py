@@ -18,12 +18,12 @@ import pytest
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.engine.memory import JobRecord
-from reft.engine.reports import Reports
+from reft.engine.session import Reports
 from reft.env import ENV_EVENTS
 from reft.errors import TransferError
-from reft.events import EventLog
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.log import EventLog
+from reft.naming import Label
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
 from tests.attack.workers import Rank, Results, noted
@@ -42,7 +42,7 @@ def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
     for step in (1, 2):
         log.write("commit", step=step)
     log.write("odd", value=object())
-    said = [record.levelname for record in caplog.records if record.name == "reft.events"]
+    said = [record.levelname for record in caplog.records if record.name == "reft.log"]
     assert said == ["WARNING", "WARNING"], "once each"
 
 

@@ -26,7 +26,7 @@ from reft.control.door import Door, door_key, knock, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
-from reft.job.rendezvous import RendezvousServer
+from reft.job.rendezvous.server import RendezvousServer
 from reft.tools.demo.cluster import LocalNode
 from tests.job.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from reft.tools.check.verdict import Alone, first_pairs, judge, second_pairs
+from reft.tools.check import first_pairs, judge, second_pairs
 
-WELL = Alone(1e12, 1e10, 2e10)
+WELL = {"matmul_flops": 1e12, "memory_bytes": 1e10, "link_bytes": 2e10}
 
 
-def reduced(pairs: tuple[tuple[int, ...], ...], *slow: int, hung: int = -1) -> dict[int, float | None]:
+def reduced(pairs: list[tuple[int, ...]], *slow: int, hung: int = -1) -> dict[int, float | None]:
     """Seconds of each: a pair is as quick as the slower one, and fails with one that hangs."""
     found: dict[int, float | None] = {}
     for pair in pairs:
@@ -36,18 +36,18 @@ def test_whoever_is_in_a_bad_pair_twice_is_bad(nodes: int, hangs: bool) -> None:
             (said,) = verdict.unclear
             assert f"n{bad}" in said
             continue
-        assert [b.node for b in verdict.bad] == [f"n{bad}"], (pairs, again)
-        assert "all-reduce" in verdict.bad[0].reasons[0]
-        assert verdict.unclear == ()
+        assert list(verdict.bad) == [f"n{bad}"], (pairs, again)
+        assert "all-reduce" in verdict.bad[f"n{bad}"][0]
+        assert verdict.unclear == []
 
 
 def test_what_a_node_cannot_do_alone_is_said_of_it() -> None:
-    alone = {0: WELL, 1: Alone(0.4e12, 1e10, 2e10), 2: Alone(1e12, 1e10, 0.5e10)}
+    alone = {0: WELL, 1: WELL | {"matmul_flops": 0.4e12}, 2: WELL | {"link_bytes": 0.5e10}}
     verdict = judge(["a", "b", "c", "d"], alone, (), 1.5)
-    assert {b.node: b.reasons for b in verdict.bad} == {
-        "b": ("it multiplies matrices 2.5 times slower than the others",),
-        "c": ("it copies to its device 4.0 times slower than the others",),
-        "d": ("it does not answer",),
+    assert verdict.bad == {
+        "b": ["it multiplies matrices 2.5 times slower than the others"],
+        "c": ["it copies to its device 4.0 times slower than the others"],
+        "d": ["it does not answer"],
     }
     assert not verdict.well
 
@@ -55,13 +55,13 @@ def test_what_a_node_cannot_do_alone_is_said_of_it() -> None:
 def test_of_two_it_is_not_said_which() -> None:
     failed = (((0, 1),), {0: None})
     verdict = judge(["a", "b"], {0: WELL, 1: WELL}, (failed, failed), 1.5)
-    assert verdict.bad == ()
-    assert verdict.unclear == ("one of a, b: all-reduce with others fails, or takes too long",)
+    assert verdict.bad == {}
+    assert verdict.unclear == ["one of a, b: all-reduce with others fails, or takes too long"]
     assert not verdict.well
 
 
 def test_nodes_that_differ_a_little_are_well() -> None:
-    alone = {n: Alone(1e12 * (1 + 0.1 * n), 1e10, None) for n in range(4)}
+    alone = {n: {"matmul_flops": 1e12 * (1 + 0.1 * n), "memory_bytes": 1e10} for n in range(4)}
     pairs = first_pairs(range(4))
     verdict = judge(["a", "b", "c", "d"], alone, ((pairs, reduced(pairs)), (pairs, reduced(pairs))), 1.5)
     assert verdict.well

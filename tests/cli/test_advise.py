@@ -13,9 +13,8 @@ import pytest
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.history import RESUMED, STARTED, note
-from reft.node.signals import BOARD_FILE, Board, NodeReport, Row, read_board
-from reft.policy.advice import Speed
-from reft.policy.seen import situation
+from reft.node.report import BOARD_FILE, Board, NodeReport, Row, read_board
+from reft.policy.advice import Speed, situation
 
 Told = Callable[..., str]
 
@@ -75,18 +74,15 @@ def test_it_is_told_to_people_as_json_and_as_yaml(told: Told) -> None:
     spec = found["scale_plan"]["spec"]
     assert spec["removePods"] == [{"name": "c", "type": "worker"}]
     assert spec["replicaResourceSpecs"]["worker"]["replicas"] == 4
-    yaml = told("--yaml", "--max-nodes", "4")
-    assert '"kind": "ScalePlan"\n' in yaml
-    assert '      "replicas": 4\n' in yaml
+    assert json.loads(told("--yaml", "--max-nodes", "4")) == found["scale_plan"]
 
 
-@pytest.mark.skipif("slow" not in Board.model_fields, reason="launchers name no stragglers")
 def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> None:
     board = read_board(job)
     assert board is not None
     slow = {
         **{"kind": "node", "name": "node b", "ranks": (1,), "nodes": ("b",), "since_step": 3},
-        **{"since_unix_secs": 1.0, "factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
+        **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
     }
     write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
     assert "replace b: node b takes 1.50 times as long as its peers (it computes); spare s waits" in told()

@@ -11,7 +11,7 @@ import pytest
 
 from reft import __version__, cli
 from reft.cli import COMMANDS
-from reft.config_keys import explain
+from reft.config_read import explain
 
 HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
 COUNT = f"""
@@ -81,7 +81,6 @@ def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        "plan ds.json --model 1.3b --dp 4 --figure",
         "profile --from p.json --figure",
         "profile --from p.json --trace",
         "profile --from p.json --json",

@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
-from reft.label import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
+from reft.naming import Label
+from reft.node.accounts import Counts
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
-from reft.node.signals import BOARD_FILE, Board, NodeReport, Row
-from reft.speed.effective import Counts
-from reft.storage.status import NodeStatus
+from reft.node.report import BOARD_FILE, Board, NodeReport, Row
+from reft.node.status import NodeStatus
 from tests.machine import can_give_away
 
 
@@ -116,7 +116,6 @@ def test_commits_that_a_restart_did_not_find_are_counted(
     "wrong",
     [
         {},
-        {"source": "memory", "step": 3},
         {"source": "memory", "step": "three", "secs": 0.5},
         {
             "reason": ["a"],
@@ -269,7 +268,7 @@ def test_p11_another_users_job_is_told_to_be_theirs(
         os.chown(path, 65534, -1)
     assert main(ask(tmp_path)) == EXIT_NOT_WELL
     said = " ".join(capsys.readouterr().err.split())
-    assert ("belongs to uid 65534" if whole else "there is memory of another user") in said
+    assert ("belongs to uid 65534" if whole else "no job has memory in") in said
 
 
 @pytest.mark.process

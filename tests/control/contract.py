@@ -231,7 +231,7 @@ def p6_a_silent_rank_is_waited_for_only_so_long(me: Rank) -> None:
         transport.xor(np.zeros((me.size, 8), np.uint8), range(me.size))
         transport.gather(b"")
         if me.rank:
-            transport.timeout_secs = 0.3
+            transport.limits.timeout_secs = 0.3
             try:
                 if wait == "vote":
                     transport.reduce_min([1])
@@ -252,13 +252,13 @@ def p6_a_silent_rank_is_waited_for_only_so_long(me: Rank) -> None:
 def p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well(me: Rank) -> None:
     for silent in (me.size - 1, 0):
         transport = me.open()
-        transport.patience_secs = 0.3
+        transport.limits.patience_secs = 0.3
 
         def hear(missing: list[str], secs: float, silent: int = silent) -> None:
             if any(name.startswith(f"rank {silent} on node ") for name in missing):
                 me.tell(f"named{silent}")
 
-        transport.on_silence = hear
+        transport.limits.on_silence = hear
         for _ in range(2):
             if me.rank == silent:
                 me.hear(f"named{silent}", me.others)

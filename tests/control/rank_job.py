@@ -25,7 +25,7 @@ def main(endpoint: str, rank: int, world_size: int, per_node: int, end: Path | N
         secret=secret,
         timeout_secs=wait_secs,
     )
-    overlay.tree.patience_secs = 1.0
+    overlay.tree.limits.patience_secs = 1.0
     overlay.tree.reduce_min([rank])
     print("connected", flush=True)
     try:

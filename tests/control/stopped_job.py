@@ -9,6 +9,7 @@ import sys
 
 import msgpack
 
+from reft.control.transport import Limits
 from reft.control.tree import Tree
 from reft.control.wire import Channel
 
@@ -22,7 +23,7 @@ DEADLINE_SECS = 300.0
 def main(fd: int, role: str) -> None:
     channel = Channel(socket.socket(fileno=fd), SECRET, server=False)
     channel.peer = "rank 0"
-    tree = Tree(1, RANKS, channel, (), DEADLINE_SECS)
+    tree = Tree(1, RANKS, channel, (), Limits(DEADLINE_SECS))
     if role == "sends":
         gathered = tree.gather(b"x" * LONG_BYTES)
     else:

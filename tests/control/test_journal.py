@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.journal import Journal
-from reft.control.keyvalue import KeyValueStore
+from reft.control.keyvalue import Journal, KeyValueStore
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.rendezvous import RendezvousServer
+from reft.job.rendezvous.server import RendezvousServer
 
 SECRET = b"s" * 32
 
@@ -80,7 +79,7 @@ def test_p3_what_a_host_that_went_down_left_as_zeros_is_left_out_and_said(
 FULL = """
 import resource, sys
 from pathlib import Path
-from reft.control.journal import Journal
+from reft.control.keyvalue import Journal
 
 journal = Journal(Path(sys.argv[1]), b"s" * 32)
 table = {"a": b"1"}

@@ -6,9 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from datetime import timedelta
 
 import pytest
 
@@ -33,48 +31,10 @@ def store(server: KeyValueServer) -> KeyValueStore:
     return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
 
 
-def test_values_are_bytes_and_come_back(store: KeyValueStore) -> None:
-    assert store.peek("key") is None
-    store.set("key", "text")
-    store.set("empty", b"")
-    assert (store.get("key"), store.get("empty")) == (b"text", b"")
-    assert store.check(["key", "empty"])
-    assert not store.check(["key", "none"])
-    assert store.delete("key")
-    assert not store.delete("key")
-
-
-def test_compare_set_says_who_won(store: KeyValueStore) -> None:
-    assert store.compare_set("key", None, b"a") == (True, b"a")
-    assert store.compare_set("key", None, b"b") == (False, b"a")
-    assert store.compare_set("key", b"a", b"b") == (True, b"b")
-    assert store.compare_set("other", b"a", b"b") == (False, None)
-
-
-def test_many_clients_add_up(server: KeyValueServer, store: KeyValueStore) -> None:
-    def add(_: int) -> None:
-        own = KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
-        for _ in range(20):
-            own.add("sum", 1)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(add, range(8)))
-    assert store.add("sum", 0) == 160
-
-
 def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
     inner = store.with_prefix("a").with_prefix("b")
     inner.set("key", "value")
     assert store.get("a/b/key") == b"value"
-
-
-def test_waiting_ends_with_the_key_or_with_the_time(store: KeyValueStore) -> None:
-    with pytest.raises(TimeoutError, match="no node wrote key, other"):
-        store.wait(["key", "other"], timedelta(seconds=0.1))
-    setter = threading.Timer(0.2, lambda: [store.set(k, "v") for k in ("key", "other")])
-    setter.start()
-    store.wait(["key", "other"])
-    setter.join()
 
 
 def test_what_is_no_request_is_refused_and_the_line_goes_on(

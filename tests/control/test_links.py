@@ -20,8 +20,8 @@ from reft.control.door import Door, knock, listen_locally
 from reft.control.links import Endpoint, Reception
 from reft.control.overlay import Overlay
 from reft.control.peers import Peers
+from reft.control.transport import Limits
 from reft.control.tree import Tree
-from reft.env import ENV_INTERFACE
 from reft.errors import AuthenticationError
 
 from .ranks import DEADLINE_SECS, SECRET, failure_of, per_node
@@ -138,8 +138,10 @@ def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> Non
     rank = os.fork()
     if not rank:
         reception = Reception(0, "a", SECRET)
-        tree = Tree(0, 1, None, (), DEADLINE_SECS)
-        overlay = Overlay(tree, Peers(reception, lambda _: reception.endpoint, lambda: (), 1.0), reception)
+        tree = Tree(0, 1, None, (), Limits(DEADLINE_SECS))
+        overlay = Overlay(
+            tree, Peers(reception, lambda _: reception.endpoint, lambda: (), tree.limits), reception
+        )
         child = os.fork()
         if child:
             assert overlay.tree is tree
@@ -170,52 +172,3 @@ def test_hosts_of_one_name_meet_over_tcp() -> None:
     assert called.await_call("tree", 0, deadline, lambda: True).receive() == "hello"
     for one in (line, caller, called):
         one.close()
-
-
-def test_an_address_of_the_hosts_name_that_is_another_machines_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As behind address translation: loopback would lead no other host here."""
-    look_up = socket.getaddrinfo
-
-    def addresses(host: str, *args: Any, **options: Any) -> list[Any]:
-        if host != "of-several-addresses":
-            return look_up(host, *args, **options)
-        return [a for ip in ("192.0.2.7", "127.0.0.3") for a in look_up(ip, *args, **options)]
-
-    monkeypatch.delenv(ENV_INTERFACE, raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "of-several-addresses")
-    monkeypatch.setattr(socket, "getaddrinfo", addresses)
-    reception = Reception(0, "a", SECRET)
-    reception.close()
-    assert reception.endpoint.remote.startswith("127.0.0.3:")
-
-
-def test_a_door_that_serves_a_unix_socket_keeps_what_it_is_told_to_keep() -> None:
-    kept, came, go_on = [], threading.Event(), threading.Event()
-
-    def serve(channel: Any) -> bool:
-        if channel.receive() == "keep":
-            kept.append(channel)
-            came.set()
-            return go_on.wait(DEADLINE_SECS)
-        return False
-
-    door = Door(listen_locally(f"reft-test-{random.getrandbits(64)}"), SECRET, "test", serve)
-    name = door.endpoint
-    try:
-        dropped = knock(name, SECRET, "test", DEADLINE_SECS)
-        dropped.send("drop")
-        with pytest.raises(EOFError):
-            dropped.receive()
-        line = knock(name, SECRET, "test", DEADLINE_SECS)
-        line.send("keep")
-        assert came.wait(DEADLINE_SECS)
-        kept[0].send("hello")
-        assert line.receive() == "hello"
-    finally:
-        # It has been taken already, though the door does not know it yet.
-        door.stop_listening()
-        go_on.set()
-    line.send("still there")
-    assert kept[0].receive() == "still there"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from reft.control import links, overlay
-from reft.control.door import listen_locally
-from reft.control.links import Reception
 from reft.control.overlay import Overlay, connect, shared_secret
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
@@ -124,24 +120,6 @@ def test_p6_a_rank_that_came_and_does_not_connect_is_waited_for_only_so_long(
         return ""
 
     assert "rank 1 did not connect" in on_all(come, 2)[0]
-
-
-def test_p6_a_rank_that_listens_and_does_not_answer_is_waited_for_only_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As one that is stopped just then."""
-    monkeypatch.setattr(overlay, "CONNECT_SECS", 0.1)
-    store = Table()
-    stopped = Reception(1, "a", SECRET)
-    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent:
-        at = replace(stopped.endpoint, local=f"@{silent.getsockname()[1:].decode()}")
-        stopped.close()
-        for count in ("node/a", "nodes", "came"):
-            store.add(f"x/{count}", 1)
-        for key, value in (("at/a/0", "1"), ("leader/0", "1"), ("rank/1", at.pack(SECRET).hex())):
-            store.set(f"x/{key}", value)
-        assert "timed out" in failure_of(lambda: join(store, 0))
-    assert store.check(["x/failed"])
 
 
 def test_p6_a_store_with_an_earlier_incarnations_keys_is_refused() -> None:

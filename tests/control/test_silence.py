@@ -10,16 +10,7 @@ import pytest
 from reft.control.overlay import Overlay
 from reft.control.transport import Buffers
 
-from .ranks import DEADLINE_SECS, failure_of, on_all, per_node
-
-
-@pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
-def test_p6_a_silent_rank_is_waited_for_only_so_long(overlays: list[Overlay]) -> None:
-    overlays[0].tree.timeout_secs = 0.05
-    assert "silent" in failure_of(lambda: overlays[0].tree.reduce_min([1]))
-    overlays[1].peers.timeout_secs = 0.05
-    with pytest.raises((OSError, EOFError)):
-        overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
+from .ranks import DEADLINE_SECS, on_all, per_node
 
 
 @pytest.mark.parametrize("overlays", [per_node(3, 2), per_node(20, 2)], indirect=True, ids=["3x2", "20x2"])
@@ -35,8 +26,8 @@ def test_p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well
             named[rank].set()
 
     for rank, one in enumerate(overlays):
-        one.tree.patience_secs = 0.3
-        one.tree.on_silence = lambda missing, secs, rank=rank: hear(rank, missing)
+        one.tree.limits.patience_secs = 0.3
+        one.tree.limits.on_silence = lambda missing, secs, rank=rank: hear(rank, missing)
 
     def act(rank: int) -> list[int]:
         if rank == silent:
@@ -51,8 +42,8 @@ def test_p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well
 def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
     """Before it has connected, and after."""
     missing: queue.Queue[list[str]] = queue.Queue()
-    overlays[1].peers.patience_secs = 0.1
-    overlays[1].peers.on_silence = lambda names, secs: missing.put(names)
+    overlays[1].peers.limits.patience_secs = 0.1
+    overlays[1].peers.limits.on_silence = lambda names, secs: missing.put(names)
 
     def act(rank: int) -> None:
         if rank == 0:

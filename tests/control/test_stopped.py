@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from reft.control.transport import Limits
 from reft.control.tree import Tree
 from reft.control.wire import Channel
 
@@ -40,8 +41,10 @@ class Three:
 
     def gather(self, mine: list[bytes]) -> list[Future[list[bytes]]]:
         for tree, event in zip(self.trees, self.named, strict=True):
-            tree.patience_secs = 0.3
-            tree.on_silence = lambda missing, secs, event=event: event.set() if missing == [NAME] else None
+            tree.limits.patience_secs = 0.3
+            tree.limits.on_silence = lambda missing, secs, event=event: (
+                event.set() if missing == [NAME] else None
+            )
         pool = ThreadPoolExecutor(2)
         gathered = [pool.submit(tree.gather, one) for tree, one in zip(self.trees, mine, strict=True)]
         pool.shutdown(wait=False)
@@ -82,8 +85,8 @@ def three(request: pytest.FixtureRequest) -> Iterator[Three]:
         to_two, of_two = (end.result(DEADLINE_SECS) for end in ends)
     links[0].peer, to_two.peer, of_two.peer = NAME, "rank 2 on node a", "rank 0 on node a"
     trees = [
-        Tree(0, RANKS, None, (links[0], to_two), DEADLINE_SECS),
-        Tree(2, RANKS, of_two, (), DEADLINE_SECS),
+        Tree(0, RANKS, None, (links[0], to_two), Limits(DEADLINE_SECS)),
+        Tree(2, RANKS, of_two, (), Limits(DEADLINE_SECS)),
     ]
     yield Three(process, links[0], trees)
     for tree in trees:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from reft.control.mpi import require_threads
-from reft.control.overlay import SocketCarrier
-from reft.control.transport import no_silence
+from reft.control.overlay import carrier
 from reft.errors import ConfigError
 from tests import mpi
 
@@ -26,10 +25,8 @@ def test_contract_over_sockets(case: str, tmp_path: Path) -> None:
     store = Table()
 
     def one(rank: int) -> None:
-        carrier = SocketCarrier(
-            store, "x", rank=rank, world_size=SIZE, node=f"node{rank // 2}", secret=SECRET
-        )  # fmt: skip
-        open_next = lambda: carrier.open(DEADLINE_SECS, lambda: True, no_silence)  # noqa: E731
+        connect = carrier(store, "x", rank=rank, world_size=SIZE, node=f"node{rank // 2}", secret=SECRET)
+        open_next = lambda: connect(DEADLINE_SECS, lambda: True, lambda *_: None)  # noqa: E731
         CASES[case](Rank(rank, SIZE, open_next, tmp_path))
 
     on_all(one, SIZE)
@@ -78,7 +75,7 @@ def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
         ("serialized", "THREAD"),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", "from reft.control.mpi import MpiCarrier; MpiCarrier(1, 2, 'n', 1.0)"],
+            [sys.executable, "-c", "from reft.control.mpi_transport import mpi_carrier; mpi_carrier(1, 2, 'n', 1)"],
             env=library.environ | {"MPI4PY_RC_THREAD_LEVEL": level},
             capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
         )  # fmt: skip
@@ -93,10 +90,9 @@ def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect()
     library = mpi.require("mpich")
     done = subprocess.run(
         [sys.executable, "-c",
-         "from reft.control.mpi import MpiCarrier\n"
-         "from reft.control.transport import no_silence\n"
-         "carrier = MpiCarrier(0, 1, 'n', 60.0)\n"
-         "for _ in range(5000): carrier.open(60.0, lambda: True, no_silence)"],
+         "from reft.control.mpi_transport import mpi_carrier\n"
+         "connect = mpi_carrier(0, 1, 'n', 60.0)\n"
+         "for _ in range(5000): connect(60.0, lambda: True, lambda *_: None)"],
         env=library.environ, capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
     )  # fmt: skip
     assert done.returncode == 1

@@ -111,50 +111,16 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert session.left() == []
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(_TIMEOUT_SECS + 30)
-def test_a_lost_shard_is_decoded_from_parity_and_not_a_bit_of_any_loss_changes(
-    session: Session, tmp_path: Path
-):
-    """Nobody holds the lost node's shard: its peers' parities and shards give it back."""
-    path = tmp_path / REPORT
-    layout = (
-        "--protection",
-        "aec",
-        "--pp",
-        "1",
-        "--dp",
-        "3",
-        "--nodes",
-        "3",
-        "--steps",
-        "7",
-        "--kill",
-        "4:1",
-    )
-    demo = session.start(*layout, "--json", str(path), "--timeout", str(_TIMEOUT_SECS - 30))
-    out, err = demo.communicate(timeout=_TIMEOUT_SECS)
-    assert demo.returncode == 0, out + err
-    report = json.loads(path.read_text())
-    assert report["losses"] == report["reference_losses"]
-    assert report["tolerance"] == 1
-    (recovery,) = report["recoveries"]
-    assert recovery["source"] == "memory"
-    assert recovery["lost_steps"] <= 2
-    assert recovery["bytes_from"]["parity"] > 0
-    assert recovery["bytes_from"]["disk"] == 0
-    assert session.left() == []
-
-
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_ctrl_c_leaves_nothing_behind(session: Session):
     demo = session.start("--kill", "none")
     assert demo.stdout is not None
     for line in demo.stdout:
-        if "waiting" in line:
+        if "training with reft" in line:
             break
-    assert len(session.processes()) > 4
+    while len(session.processes()) <= 4:
+        time.sleep(0.05)
     demo.send_signal(signal.SIGINT)
     out, err = demo.communicate(timeout=240)
     assert demo.returncode == 130, out + err

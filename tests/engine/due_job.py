@@ -15,7 +15,7 @@ from typing import Any
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.label import Label
+from reft.naming import Label
 from reft.policy.rate import Rate, Why
 from tests.engine.engine_job import make, train
 from tests.engine.ranks import be_a_rank

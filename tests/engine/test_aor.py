@@ -131,14 +131,13 @@ def test_p5_a_corrupted_replica_is_noticed_and_its_block_sent_anew(ranks: Ranks)
 @shared
 def test_p6_a_mistake_on_one_rank_costs_that_partition_only_and_nobody_waits(ranks: Ranks) -> None:
     """Peers are in the exchange already; the job would wait a minute for a version and fail."""
-    assert ranks[0]["missing"]["resynced"] == {FIRST: 1, "KeyError": 3}
+    assert ranks[0]["missing"]["resynced"] == {FIRST: 1, "KeyError": 2}
     assert ranks[0]["missing"]["tracebacks"] == ["KeyError"], "once, with where it came from"
     for r in ranks[1:]:
         assert r["missing"]["resynced"] == {FIRST: 1}
-    # Rank 0 keeps member 1's partition. Of the last one, spoilt by a bit, one block is sent.
+    # Rank 0 keeps member 1's partition.
     sent = [sent_partitions(r["missing"]) for r in ranks]
-    assert [list(s) for s in sent] == [[0], [0, 3, 4, 6], [0]]
-    assert sent[1][6] == 4096
+    assert [list(s) for s in sent] == [[0], [0, 3, 4], [0]]
     assert_whole(ranks, "missing", SHORT_STEPS)
 
 
@@ -177,16 +176,7 @@ def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_sai
         assert r["exact"]["resynced"] == {FIRST: 1, "it is not what its owner has": 3 * SHORT_STEPS - 2}
         (warning,) = r["exact"]["warnings"]
         assert "recomputing is in vain" in warning
-        assert "reft.aor.drift_ulps" in warning
-
-
-@pytest.mark.integration
-@shared
-def test_within_a_bound_it_is_accepted_and_renewed_in_time(ranks: Ranks) -> None:
-    for r in ranks:
-        assert r["bounded"]["resynced"] == {FIRST: 1, "10 versions in a row were near it only": 2}
-        assert list(sent_partitions(r["bounded"])) == [0, 12, 23]
-        assert r["bounded"]["warnings"] == []
+        assert "reft.ExactAdam" in warning
 
 
 def assert_whole(ranks: Ranks, name: str, committed: int) -> None:
@@ -222,11 +212,10 @@ def test_a_deepspeed_whose_ranks_have_other_gradients_is_refused_at_the_start(ra
 
 def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_write() -> None:
     adam = AdamRecipe(AdamKind.TORCH_ADAMW, decoupled=True, on_device=True)
-    said = why_inexact(adam, drift_ulps=0)
+    said = why_inexact(adam)
     assert said is not None
     assert "every partition is sent after all" in said
     assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
     assert '"zero_allow_untested_optimizer": true' in said
-    assert "only near them (drift_ulps)" in str(why_inexact(adam, drift_ulps=1))
-    assert why_inexact(replace(adam, on_device=False), drift_ulps=0) is None
-    assert why_inexact(replace(adam, kind=AdamKind.EXACT), drift_ulps=0) is None
+    assert why_inexact(replace(adam, on_device=False)) is None
+    assert why_inexact(replace(adam, kind=AdamKind.EXACT)) is None

@@ -27,16 +27,15 @@ def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPag
     stats = {
         "allocated_bytes": {"all": {"current": 10, "peak": 60}},
         "reserved_bytes": {"all": {"current": 40, "peak": 80}},
-        "num_alloc_retries": 3,
     }
     memory = DeviceMemory(page, torch.device("cuda"), lambda device: stats, lambda device: (50, 100))
     assert noted(tmp_path) is None
     memory.after_step()
     # Ten bytes are others': 50 are free and 40 are this trainer's.
-    assert noted(tmp_path) == DeviceUse(90, 10, 60, 40, 80, 3)
-    stats["num_alloc_retries"] = 4
+    assert noted(tmp_path) == DeviceUse(90, 10, 60)
+    stats["allocated_bytes"]["all"]["peak"] = 70
     memory.after_step()  # within the same second
-    assert noted(tmp_path) == DeviceUse(90, 10, 60, 40, 80, 3)
+    assert noted(tmp_path) == DeviceUse(90, 10, 60)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no statistics"), KeyError("allocated_bytes")])
@@ -69,4 +68,4 @@ def test_a_real_device_is_counted(tmp_path: Path, page: ProgressPage) -> None:
     found = noted(tmp_path)
     assert found is not None
     assert found.peak_allocated >= found.allocated >= kept.nbytes
-    assert found.total >= found.peak_reserved >= found.reserved >= found.allocated
+    assert found.total >= found.peak_allocated

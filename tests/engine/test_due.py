@@ -11,7 +11,7 @@ import pytest
 from reft.config import ReftConfig
 from reft.engine.rates import newest_step
 from reft.grid import Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
 from tests.engine.ranks import run_ranks
 

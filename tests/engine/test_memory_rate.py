@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from reft.engine.rates import CopyCosts, RateCache, TierRate, dividing
-from reft.label import Label
+from reft.naming import Label
 from reft.policy.rate import Costs, Due, Pairs
 from reft.snapshot.committing.protocol import Stage, Version
-from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.committing.request import SnapshotRequest
 
 
 class SimulatedRanks:

@@ -16,10 +16,10 @@ from reft.config_read import parse_block
 from reft.engine.memory_rung import MemoryRung
 from reft.engine.start_checks import what_is_protected
 from reft.grid import Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.node import history
 from reft.recover.plan import NotRecoverable
-from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.committing.request import SnapshotRequest
 
 LONG = 60.0
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig
 from reft.engine.rates import MemoryLosses, StorageRate
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.node.history import STARTED, note
 from reft.policy.storage_interval import whole_interval
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from reft.blocks import Section
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry
 from reft.memory.header import Geometry
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 
 
 @dataclass(frozen=True)

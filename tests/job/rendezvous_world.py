@@ -1,7 +1,7 @@
 """Nodes of one job, their launchers' loops and their store, in simulated time.
 
-The rendezvous is the one that launchers use (:mod:`reft.job.handler`, :mod:`reft.job.shared_state`,
-:mod:`reft.job.scaling`). Simulated are the clock, the store, and what a launcher does around the
+The rendezvous is the one that launchers use (:mod:`reft.job.rendezvous.handler`, :mod:`reft.job.rendezvous.state`,
+:mod:`reft.job.rendezvous.scaling`). Simulated are the clock, the store, and what a launcher does around the
 rendezvous. One node runs at a time, until it sleeps or calls the store; which one is next follows from a
 seed.
 """
@@ -24,16 +24,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import FencedError
-from reft.job import handler as handler_module
-from reft.job import rendezvous_executor, shared_state
-from reft.job.handler import LeftError, StoreRendezvous
-from reft.job.incarnation import IncarnationRecord
-from reft.job.scale_rules import leavers
-from reft.job.scaling import asked, told
-from reft.job.shared_state import decode_state, leaving_of, scaling_of
-from reft.job.sizes import Sizes
-from reft.label import committed_key
+from reft.job.rendezvous import handler as handler_module
+from reft.job.rendezvous import state as state_module
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.scaling import asked, leavers, told
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import IncarnationRecord, decode_state
 from reft.memory.scale_orders import ScaleOrder
+from reft.naming import committed_key
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -312,7 +310,7 @@ class Node:
     def _lead(
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], secs: float
     ) -> None:
-        """Commit, take orders, and tell nodes to leave (:class:`reft.job.scaling.Scaler`)."""
+        """Commit, take orders, and tell nodes to leave (:class:`reft.job.rendezvous.scaling.Scaler`)."""
         if secs < _COMMIT_SECS:
             return
         with contextlib.suppress(StoreError, RendezvousError):
@@ -320,12 +318,12 @@ class Node:
             store.set(committed_key(JOB), f"{self.incarnation}:1")
             running = len(members)
             order = self.world.order
-            if order is not None and (now := scaling_of(handler.state)) and now.number >= order.number:
+            if order is not None and (now := handler.state.scaling) and now.number >= order.number:
                 order = None
             if order is not None:
                 handler.scale(lambda state: asked(order, running, state))
-            scaling = scaling_of(handler.state)
-            if scaling is None or leaving_of(handler.state):
+            scaling = handler.state.scaling
+            if scaling is None or handler.state.leaving:
                 return
             if scaling.replaces:
                 ranks = tuple(i for i, name in enumerate(members) if name in scaling.without)
@@ -338,7 +336,7 @@ class Node:
             handler.scale(lambda state: told(ranks, running, state))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
-        """As :class:`reft.job.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
+        """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
         if not self.world.sizes:
             return
         stages = self.world.stages
@@ -376,7 +374,7 @@ class World:
     def patched(self) -> Iterator[None]:
         """While it holds, the rendezvous lives in this world's time."""
         with contextlib.ExitStack() as stack:
-            for module in (handler_module, shared_state, rendezvous_executor, dynamic_rendezvous):
+            for module in (handler_module, state_module, dynamic_rendezvous):
                 stack.enter_context(patch.object(module, "time", self.clock))
             for module in (handler_module, dynamic_rendezvous):
                 stack.enter_context(patch.object(module, "datetime", self.clock.datetime))

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.control.keyvalue import KeyValueStore
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import decode_state, encode_state
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.state import JobState, decode_state, encode_state
 
 SECRET = b"s" * 32
 WAIT_SECS = 60.0
@@ -33,13 +32,13 @@ def rewrite(port: int, change: Any) -> None:
     store = client(port)
     while True:
         held = store.peek("rendezvous/job")
-        state = _RendezvousState() if held is None else decode_state(held)
+        state = JobState() if held is None else decode_state(held)
         change(state)
         if store.compare_set("rendezvous/job", held, encode_state(state))[0]:
             return
 
 
-def shared(port: int) -> _RendezvousState:
+def shared(port: int) -> JobState:
     held = client(port).peek("rendezvous/job")
     assert held is not None
     return decode_state(held)

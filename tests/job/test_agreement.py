@@ -97,14 +97,6 @@ def test_only_own_failures_use_restarts(
     assert (agreement.round, agreement.restarts_used) == (2, used)
 
 
-def test_a_replacement_learns_the_count_and_the_round() -> None:
-    agreement = second_round(OWN, PEER, None, lost="c", joined="d")
-    newcomer = info("e")
-    survivors = [info("a").after(agreement), info("d").after(agreement)]
-    third = agree([newcomer, *survivors])
-    assert (third.round, third.restarts_used) == (3, 1)
-
-
 def test_who_missed_a_round_does_not_decide() -> None:
     """An agent that was cut off comes back with an older count and an older failure."""
     old = replace(info("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
@@ -124,12 +116,6 @@ def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
     with pytest.raises(DuplicateNodeError) as caught:
         agree([info("b", node="x"), running])
     assert caught.value.refused == ("b",)
-
-
-def test_cards_survive_the_way_through_the_store() -> None:
-    full = replace(info("a"), round=2, members=("a", "b"), cause=UNCLEAR)
-    assert NodeInfo.from_json(full.to_json()) == full
-    assert NodeInfo.from_json(info("b").to_json().encode()) == info("b")
 
 
 @pytest.mark.parametrize(
@@ -162,14 +148,3 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
     nobody = agree([replace(n, cause=PEER) for n in told])
     assert len(nobody.failures) == 3
     assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
-
-
-def test_a_round_that_knows_less_does_not_make_old_versions_new() -> None:
-    """The node that knew the newest version is lost: what the others commit again renews no restart."""
-    a, b = info("a", newest_step=7), info("b", newest_step=7)
-    second = agree([replace(c.after(agree([a, b])), cause=OWN) for c in (a, b)], renews=True)
-    assert second.restarts_used == 1
-    third = agree([replace(a.after(second), newest_step=3), info("c")], renews=True)
-    assert third.known_step == 7
-    fourth = agree([replace(a.after(third), newest_step=6, cause=OWN), info("c")], renews=True)
-    assert (fourth.known_step, fourth.restarts_used) == (7, 2)

@@ -18,7 +18,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
 from reft.node.observe import NodeObserver
-from reft.node.signals import Board, Signal, read_board
+from reft.node.report import Board, Signal, read_board
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
 

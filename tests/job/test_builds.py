@@ -13,10 +13,8 @@ import pytest
 
 from reft.builds import abandoned_locks
 from reft.env import ENV_EXTENSIONS
-from tests.machine import free_port
 
-from .cluster import SCRIPTS, cluster
-from .test_unlaunched import config, run
+from .cluster import cluster
 
 BUILDER = """
 import sys, time
@@ -57,20 +55,6 @@ def test_a_lock_is_abandoned_when_its_builder_is_gone(lock: Path) -> None:
     assert made_at == lock.stat().st_mtime
 
 
-def test_it_is_looked_for_where_torch_builds_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    monkeypatch.delenv(ENV_EXTENSIONS, raising=False)
-    for home in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.setenv(home, str(tmp_path / home))
-        left = Path(_get_build_directory("fused_adam", verbose=False)) / "lock"
-        left.touch()
-        assert [found for found, _ in abandoned_locks()] == [left]
-        monkeypatch.delenv(home)
-
-
 @pytest.mark.integration
 def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -> None:
     with building(lock), cluster(tmp_path / "built", "light.py", "end", nodes=1) as job:
@@ -82,15 +66,3 @@ def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -
     assert len(said) == 1, "the launcher, and not its trainers"
     assert f"rm '{lock}'" in said[0]
     assert lock.exists()
-
-
-@pytest.mark.integration
-def test_import_reft_names_it_under_another_launcher(lock: Path, tmp_path: Path) -> None:
-    with building(lock):
-        pass
-    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env = {**where, "MASTER_PORT": str(free_port()), ENV_EXTENSIONS: str(lock.parents[1])}
-    command = (sys.executable, str(SCRIPTS / "unlaunched.py"), config(tmp_path), "import")
-    done = run(*command, out=tmp_path, env=env)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.count(f"rm '{lock}'") == 1

@@ -19,12 +19,12 @@ from reft.config_read import parse_block
 from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import ArenaState
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.client import DaemonClient, DaemonError, request
-from reft.node.daemon import END_SIGNAL, Daemon
+from reft.node.daemon import END_SIGNAL
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
 # -- who may talk to it ----------------------------------------------------------------------------
@@ -58,17 +58,6 @@ def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subproc
         with pytest.raises(DaemonError):
             request(job_dir.path, job_dir.secret, "committed", **fields)
     assert answers(job_dir)
-
-
-@pytest.mark.process
-def test_the_socket_works_in_a_deep_directory(tmp_path: Path) -> None:
-    deep = JobDir.open_or_create(tmp_path / ("d" * 60) / ("e" * 60), "job", "node0", secret=b"s" * 32)
-    process = spawn(deep)
-    try:
-        wait_for(lambda: answers(deep), "the daemon")
-    finally:
-        process.kill()
-        process.wait()
 
 
 # -- what it knows ---------------------------------------------------------------------------------
@@ -154,15 +143,6 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
         second.wait()
 
 
-def test_a_client_without_any_daemon_closes(job_dir: JobDir) -> None:
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.notify_commit(Label(1, 1), Coordinate(0, 0, 0), {"bad": object()})
-    client.notify_skip(1, "x", {})
-    client.close(60)
-    assert "reft-notes" not in {thread.name for thread in threading.enumerate()}
-    assert client.persist_now(Label(1, 1), 0.5) is None
-
-
 @pytest.mark.process
 def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> None:
     commit(job_dir, 0, Label(1, 4))
@@ -226,18 +206,3 @@ def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir
     finally:
         daemon.kill()
         daemon.wait()
-
-
-def test_p11_the_whole_handshake_is_bounded(job_dir: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = []
-
-    def knock(*_: object, handshake_secs: float | None = None, **__: object) -> None:
-        bounds.append(handshake_secs)
-        raise EOFError
-
-    monkeypatch.setattr("reft.node.daemon.Channel", knock)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        Daemon(job_dir).serve(ours)
-    assert bounds[0] is not None
-    assert bounds[0] <= 10.0

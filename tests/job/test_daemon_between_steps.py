@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
-from reft.job.mpi_step import end_daemon, keep_daemon
-from reft.label import Label
+from reft.config import PersistConfig, ReftConfig
+from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.jobdir import JobDir
 from reft.memory.joblock import JobLock
+from reft.naming import Label
 from reft.node.client import request
 from reft.node.daemon import Daemon
 from tests.job.daemons import answers, commit, log_path, spawn, wait_for

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -11,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.config_read import parse_block
-from reft.control.wire import connect
 from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.jobdir import JobDir
-from reft.node.client import DaemonClient, DaemonError, request
+from reft.naming import Label
+from reft.node.client import DaemonClient, request
 from reft.storage import fence
-from reft.storage.persist import persist_label
 from reft.storage.persister import committed_labels
 from tests.job.daemons import commit, request_status, wait_for
 
@@ -52,28 +47,6 @@ def persist_config(directory: Path, interval: int, patience: float = 10.0) -> Re
     return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
 
 
-def test_due_versions_are_written_and_others_are_not(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
-) -> None:
-    writer = FileWriter()
-    run_here(persist=writer)
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.configure(persist_config(tmp_path, 2))
-    for step in (1, 2, 3, 4):
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {})
-        if step % 2 == 0:
-            wait_for(lambda s=step: persist_status(job_dir)["last"] == {"incarnation": 1, "step": s}, "it")
-    assert writer.calls == [2, 4]
-    # Asked for: also one that is not due; and what is there is not written again.
-    commit(job_dir, 1, Label(1, 5))
-    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
-    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
-    assert writer.calls == [2, 4, 5]
-    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=5.0) is None
-    client.close()
-
-
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -94,43 +67,6 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     assert writer.calls == [3]
     assert answers[0] == {"persisted": None, "failing": False, "overtaken": None}
     assert answers[3] == {"persisted": [1, 3], "failing": False, "overtaken": None}
-    client.close()
-
-
-def test_a_version_that_memory_overtook_is_named_to_the_trainers(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
-) -> None:
-    """So that ``auto`` asks for fewer; one that storage refused until memory went on is not."""
-    refuses = threading.Event()
-
-    class BusyWriter(FileWriter):
-        """By its turn a version is gone from memory."""
-
-        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
-            if refuses.is_set():
-                raise PersistError("no space left")
-            if label.step == 3 and self.calls.count(3) == 0:
-                self.calls.append(3)
-                raise OvertakenError("a trainer of this node holds its lock still")
-            return persist_label(job_dir, label, config)
-
-    run_here(persist=BusyWriter())
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
-    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {}, due=True)  # no slot holds it
-    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}, "step 2")
-    commit(job_dir, 0, Label(1, 3))
-    client.notify_commit(Label(1, 3), Coordinate(0, 0, 0), {}, due=True)  # memory has it: tried again
-    wait_for(lambda: "holds its lock" in (persist_status(job_dir)["error"] or ""), "the lock to be met")
-    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
-    refuses.set()
-    commit(job_dir, 0, Label(1, 4))
-    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, due=True)
-    wait_for(lambda: "no space" in (persist_status(job_dir)["error"] or ""), "storage to fail")
-    commit(job_dir, 0, Label(1, 5))
-    refuses.clear()
-    wait_for(lambda: "no arena" in (persist_status(job_dir)["error"] or ""), "memory to go on")
-    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
     client.close()
 
 
@@ -209,26 +145,6 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     job_dir.note_incarnation(2)
     assert told(1) == ""
     assert persist_status(job_dir)["stale_since_step"] == 2
-    client.close()
-
-
-@pytest.mark.parametrize(
-    "block",
-    [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],
-    ids=str,
-)
-def test_every_block_reaches_the_daemon_and_the_one_after_it(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, block: dict
-) -> None:
-    """A key that is written has to be of use, so defaults that nobody wrote must not be told."""
-    config = parse_block(
-        {"enabled": True, **block, "persist": {"dir": str(tmp_path), "interval_steps": 1}}, os.environ
-    )
-    first = run_here(persist=FileWriter())
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.configure(config)
-    wait_for(lambda: first.persister.config == config, "the block")
-    assert run_here(persist=FileWriter()).persister.config == config  # takes the socket over
     client.close()
 
 
@@ -346,24 +262,6 @@ def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
     client.close()
 
 
-def test_p6_how_far_storage_is_behind_is_told(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = HeldWriter()
-    daemon = run_here(persist=writer)
-    daemon.persister.configure(persist_config(tmp_path, 2))
-    for step in (1, 2, 3, 4, 5, 6):
-        commit(job_dir, step % 2, Label(1, step))
-        daemon.persister.offer(Label(1, step))
-        assert persist_status(job_dir)["lag_steps"] == max(0, step - 2)
-    late = [r for r in caplog.records if "writing takes longer than" in r.getMessage()]
-    assert len(late) == 1
-    assert "step 5 is committed, but step 2 is not on storage yet" in late[0].getMessage()
-    writer.go.set()
-    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
-    wait_for(lambda: persist_status(job_dir)["lag_steps"] == 0, "no lag")
-
-
 def test_p6_a_file_system_that_hangs_is_told(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,51 +289,3 @@ def test_p6_a_file_system_that_hangs_is_told(
     assert float(told[1]) < 6
     writer.go.set()
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
-
-
-def test_what_is_being_written_when_the_job_ends_is_not_said_to_be_tried_again(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    begun = threading.Event()
-
-    def write(*_: object, stop: threading.Event, **__: object) -> Path:
-        begun.set()
-        stop.wait(60)
-        raise PersistError("it was told to stop")
-
-    caplog.set_level(logging.INFO)
-    daemon = run_here(persist=write)
-    daemon.persister.configure(persist_config(tmp_path, 1))
-    commit(job_dir, 0, Label(1, 1))
-    daemon.persister.offer(Label(1, 1))
-    assert begun.wait(60)
-    daemon.persister.close()
-    assert persist_status(job_dir)["writing"] is None
-    said = [r.getMessage() for r in caplog.records if str(tmp_path) in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].endswith(f"the job ends before step 1 (incarnation 1) is in {tmp_path}")
-
-
-def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:
-    """All trainers may be gone: the launcher still has the newest version written."""
-    run_here(persist=FileWriter())
-    request(
-        job_dir.path,
-        job_dir.secret,
-        "configure",
-        config=persist_config(tmp_path, 0).model_dump(mode="json"),
-    )
-    commit(job_dir, 0, Label(2, 7))
-    writer = FileWriter()
-    run_here(persist=writer)  # takes the socket over
-    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=60.0) == str(tmp_path / "checkpoint")
-    assert writer.calls == [7]
-
-
-def test_without_a_directory_persisting_is_refused(job_dir: JobDir, run_here: Callable) -> None:
-    daemon = run_here()
-    with pytest.raises(PersistError, match="persist"):
-        daemon.persister.persist_and_wait(Label(1, 1), 1.0)
-    with pytest.raises(DaemonError, match="persist"):
-        request(job_dir.path, job_dir.secret, "persist", label=[1, 1], wait_secs=1.0)
-    connect(job_dir.path, job_dir.secret, 1.0).close()

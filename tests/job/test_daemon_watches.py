@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.job.node import DaemonKeeper
-from reft.label import Label
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.daemon import Daemon
 from reft.node.progress import process_state
-from reft.storage.waiting import PersistProgress
+from reft.storage.persist import PersistProgress
 from tests.job.daemons import wait_for
 
 LOOK_SECS = 1.0
@@ -29,7 +28,7 @@ STORAGE_SECS = 60
 TRAINER = """
 import sys, time
 from pathlib import Path
-from reft.label import Label
+from reft.naming import Label
 from reft.node.progress import ProgressPage
 page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0)
 print("watched", flush=True)
@@ -104,7 +103,7 @@ def test_only_what_is_not_written_at_all_hangs(
     assert looked(1000) is None, "nothing is known of it"
     daemon.persister.configure(ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path)))
     assert looked(1000) is None, "nothing is to be written"
-    daemon.status.update_persist(writing=Label(1, 2))
+    daemon.status.persist.update(writing=Label(1, 2))
     for nbytes in range(4):
         daemon.persister.progress = PersistProgress("staging", nbytes, 4)
         assert looked(1 + STORAGE_SECS) is None, "it is slow"

@@ -170,17 +170,3 @@ def test_p8_a_node_is_replaced_whatever_etcd_suffers_meanwhile(
         assert began[-1] == began[-2] > 0
         losses = ends_well(job)
     assert_same_numbers(losses, tmp_path)
-
-
-@pytest.mark.nightly
-def test_p8_leases_are_lost_again_and_again_while_a_round_forms(tmp_path: Path, etcd: EtcdCluster) -> None:
-    """The state and everything that the round exchanged is gone in the middle of it."""
-    with training(tmp_path / "job", etcd) as job:
-        job.kill_node(1)
-        job.replace_node(1)
-        for _ in range(5):
-            etcd.revoke_all_leases()
-        job.wait_until(lambda: len(job.events("begins")) == 4, WAIT_SECS, "the second life")
-        trains(job, "trained", 40)
-        losses = ends_well(job)
-    assert_same_numbers(losses, tmp_path)

@@ -6,18 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.etcd.settings import EtcdSettings
-from reft.job.etcd.store import EtcdStore
+from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
-from tests.machine import free_port
 from tests.prefork import Popen
 
 SECRET = b"s" * 32
@@ -78,22 +74,6 @@ def test_wrong_settings_are_refused(
         EtcdSettings.of(endpoint, conf, env)
 
 
-def test_settings(tmp_path: Path) -> None:
-    secret = tmp_path / "password"
-    secret.write_text("from a file\n")
-    env = {"REFT_ETCD_USER": "u", "REFT_ETCD_PASSWORD_FILE": str(secret)}
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        EtcdSettings.of("h", {}, env)
-    secret.chmod(0o600)
-    made = EtcdSettings.of("a, b:1,[::1]:2,a", {"user": "other"}, env)
-    assert made.endpoints == ("a:2379", "b:1", "[::1]:2")
-    assert (made.user, made.password, made.tls) == ("other", "from a file", False)
-    assert "from a file" not in repr(made)
-    assert EtcdSettings.of("https://a", {}, {}).tls
-    assert EtcdSettings.of("a", {"cacert": __file__}, {}).tls
-
-
 # -- what is there ---------------------------------------------------------------------------------------
 
 
@@ -152,30 +132,6 @@ def test_a_user_where_etcd_knows_none_is_refused(tmp_path: Path) -> None:
         assert_refused(launch(tmp_path, cluster.endpoint, env=USER), "auth enable")
 
 
-@pytest.mark.nightly
-def test_nobody_there_no_majority_and_strangers(tmp_path: Path) -> None:
-    soon = ("--rdzv-conf", "connect_timeout=1")
-    nobody = f"127.0.0.1:{free_port()}"
-    assert_refused(launch(tmp_path, nobody, *soon), nobody, "Connection refused", code=1)
-    with EtcdCluster(tmp_path / "etcd") as cluster:
-        for index in (0, 1):
-            cluster.kill(index)
-        done = launch(tmp_path, cluster.endpoint, *soon)
-        assert_refused(done, f"{cluster.members[2]} has no leader", "cannot be reached", code=1)
-
-
-@pytest.mark.integration
-def test_what_is_no_etcd_is_said(tmp_path: Path) -> None:
-    from tests.etcd import require
-
-    require()
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        done = launch(tmp_path, f"127.0.0.1:{web.server_port}", "--rdzv-conf", "connect_timeout=1")
-        assert_refused(done, "is no etcd", "2379", code=1)
-        web.shutdown()
-
-
 # -- TLS -------------------------------------------------------------------------------------------------
 
 
@@ -226,10 +182,3 @@ def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: P
         for wrong in (soon, f"cacert={at}/stranger.pem,{own},{soon}"):
             done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", wrong, env=env)
             assert_refused(done, "with TLS", "certificates", code=1)
-
-
-@pytest.mark.process
-@pytest.mark.nightly
-def test_tls_towards_a_cluster_without_it(tmp_path: Path, etcd: EtcdCluster, certificates: Path) -> None:
-    conf = f"cacert={certificates}/ca.pem,connect_timeout=1"
-    assert_refused(launch(tmp_path, etcd.endpoint, "--rdzv-conf", conf), "with TLS", code=1)

@@ -16,21 +16,18 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import (
+    JobState,
     Scaling,
     decode_state,
     encode_state,
-    leaving_of,
-    seats_of,
-    set_scaling,
-    set_sizes,
 )
-from reft.job.sizes import Sizes
 from tests.job.store_nodes import (
     SECRET,
     WAIT_SECS,
@@ -63,8 +60,8 @@ SIZES = st.builds(
 
 
 @st.composite
-def states(draw: st.DrawFn) -> _RendezvousState:
-    state = _RendezvousState()
+def states(draw: st.DrawFn) -> JobState:
+    state = JobState()
     state.round = draw(st.integers(0, 100))
     state.complete, state.closed = draw(st.booleans()), draw(st.booleans())
     state.deadline = draw(st.none() | times)
@@ -72,17 +69,17 @@ def states(draw: st.DrawFn) -> _RendezvousState:
     state.wait_list = draw(st.sets(nodes, max_size=3))
     state.redundancy_list = draw(st.sets(nodes, max_size=3))
     state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
-    seats_of(state).update(draw(st.dictionaries(nodes, times, max_size=3)))
-    leaving_of(state).update(draw(st.sets(nodes, max_size=3)))
+    state.seats.update(draw(st.dictionaries(nodes, times, max_size=3)))
+    state.leaving.update(draw(st.sets(nodes, max_size=3)))
     if draw(st.booleans()):
-        set_sizes(state, draw(SIZES))
+        state.sizes = draw(SIZES)
     if draw(st.booleans()):
         numbers = draw(st.tuples(*[st.integers(0, 9)] * 3))
-        set_scaling(state, Scaling(*numbers, draw(st.lists(st.text(max_size=3), max_size=2).map(tuple))))
+        state.scaling = Scaling(*numbers, draw(st.lists(st.text(max_size=3), max_size=2).map(tuple)))
     return state
 
 
-def same(a: _RendezvousState, b: _RendezvousState) -> bool:
+def same(a: JobState, b: JobState) -> bool:
     """To the microsecond; times are numbers on the way."""
     x, y = dict(vars(a)), dict(vars(b))
     close = [(x.pop("deadline"), y.pop("deadline"))]
@@ -96,7 +93,7 @@ def same(a: _RendezvousState, b: _RendezvousState) -> bool:
 
 
 @given(states())
-def test_the_state_survives_the_way_through_the_store(state: _RendezvousState) -> None:
+def test_the_state_survives_the_way_through_the_store(state: JobState) -> None:
     assert same(decode_state(encode_state(state)), state)
 
 
@@ -121,7 +118,7 @@ def joined(server: KeyValueServer) -> list[StoreRendezvous]:
 
 
 def struck(handler: StoreRendezvous) -> Any:
-    def change(state: _RendezvousState) -> None:
+    def change(state: JobState) -> None:
         del state.participants[handler._this_node]
         del state.last_heartbeats[handler._this_node]
 
@@ -164,7 +161,7 @@ def test_p3_a_node_that_was_struck_out_takes_its_place_again(
 def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], port: int) -> None:
     """It stood still, and is the first to look again."""
 
-    def all_old(state: _RendezvousState) -> None:
+    def all_old(state: JobState) -> None:
         state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
 
     rewrite(port, all_old)
@@ -172,28 +169,6 @@ def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], por
     assert shared(port).participants.keys() == {joined[0]._this_node}
     beat(joined[1])
     assert len(shared(port).participants) == 2
-
-
-def test_p3_others_have_time_again_after_a_gap_of_ones_own(joined: list[StoreRendezvous], port: int) -> None:
-    def all_old(state: _RendezvousState) -> None:
-        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
-
-    rewrite(port, all_old)
-    joined[0]._state_holder.synced_at -= 3600.0  # type: ignore[attr-defined]
-    beat(joined[0])
-    assert len(shared(port).participants) == 2
-
-
-def test_p3_a_round_that_goes_on_without_a_node_is_joined_again(
-    joined: list[StoreRendezvous], port: int
-) -> None:
-    def next_round(state: _RendezvousState) -> None:
-        struck(joined[0])(state)
-        state.complete, state.round = False, state.round + 1
-
-    rewrite(port, next_round)
-    beat(joined[0])
-    assert joined[0].num_nodes_waiting() == 1
 
 
 def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
@@ -223,14 +198,6 @@ def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
         second.close()
 
 
-def test_a_closed_rendezvous_is_not_revived(joined: list[StoreRendezvous], port: int) -> None:
-    rewrite(port, struck(joined[0]))
-    joined[1].shutdown()
-    beat(joined[0])
-    assert joined[0]._this_node not in shared(port).participants
-    assert joined[0].num_nodes_waiting() == 0
-
-
 def test_p6_a_beat_that_came_late_is_no_lost_store(joined: list[StoreRendezvous], port: int) -> None:
     """The store stood still for longer than a beat may take, and then answers."""
     rewrite(port, lambda state: state.last_heartbeats.update({joined[0]._this_node: LONG_AGO}))
@@ -248,11 +215,6 @@ def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[Sto
     yield handler
     joining.join(WAIT_SECS)
     handler._stop_heartbeats()
-
-
-def test_a_job_ends_with_a_node_that_was_told_to_stop(joined: list[StoreRendezvous]) -> None:
-    assert joined[0].goes_on_without(0)
-    assert not joined[0].goes_on_without(1)
 
 
 def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
@@ -283,21 +245,6 @@ def test_p3_a_spare_takes_no_place_of_a_node_that_lives(
     for handler in joined:
         handler._stop_heartbeats()
     joined[0].shutdown()
-
-
-def test_p3_a_spare_takes_the_place_of_a_node_that_died_between_two_rounds(
-    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
-) -> None:
-    dead = joined[0]._this_node
-
-    def left_and_died(state: _RendezvousState) -> None:
-        del state.participants[dead], state.last_heartbeats[dead]
-        seats_of(state)[dead] = LONG_AGO
-
-    rewrite(port, left_and_died)
-    go_on(joined[1]).join(WAIT_SECS)
-    assert shared(port).participants.keys() == {joined[1]._this_node, spare._this_node}
-    joined[1]._stop_heartbeats()
 
 
 def without_grace(handler: StoreRendezvous) -> None:
@@ -339,9 +286,9 @@ def test_p3_a_launcher_that_comes_first_after_an_outage_strikes_nobody_out(
 ) -> None:
     """The store stood still, and with it all heartbeats; the nodes train on."""
 
-    def silence(state: _RendezvousState) -> None:
+    def silence(state: JobState) -> None:
         state.last_heartbeats = dict.fromkeys(state.participants, LONG_AGO)
-        seats_of(state).update(dict.fromkeys(state.participants, LONG_AGO))
+        state.seats.update(dict.fromkeys(state.participants, LONG_AGO))
 
     rewrite(port, silence)
     newcomer = StoreRendezvous(client(port), parameters(port))
@@ -355,14 +302,14 @@ def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
     """It has waited for the round that is complete now without it; as soon as it looks, it is a spare."""
     late = _NodeDesc("late", 1, 0)
 
-    def wait(state: _RendezvousState) -> None:
+    def wait(state: JobState) -> None:
         state.wait_list.add(late)
         state.last_heartbeats[late] = datetime.now(UTC)
-        seats_of(state)[late] = datetime.now(UTC)
+        state.seats[late] = datetime.now(UTC)
 
     rewrite(port, wait)
     for handler in joined:
         beat(handler)
         assert late in handler.state.wait_list
         assert handler.num_nodes_waiting() == 0
-        assert seats_of(handler.state).keys() == {h._this_node for h in joined}, "a seat more than places"
+        assert handler.state.seats.keys() == {h._this_node for h in joined}, "a seat more than places"

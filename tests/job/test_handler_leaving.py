@@ -11,17 +11,15 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import LeftError, StoreRendezvous
-from reft.job.incarnation import IncarnationRecord
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.state import (
+    IncarnationRecord,
+    JobState,
     Scaling,
-    leaving_of,
-    seats_of,
 )
-from tests.job.store_nodes import WAIT_SECS, beat, client, go_on, rewrite, shared, wait_until
+from tests.job.store_nodes import WAIT_SECS, client, go_on, rewrite, shared, wait_until
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 
@@ -39,8 +37,8 @@ def three(server: KeyValueServer) -> list[StoreRendezvous]:
         handler.incarnation = handler.incarnations.raise_to(1)
     leaver = handlers[2]._this_node
 
-    def ask(state: _RendezvousState) -> Scaling:
-        leaving_of(state).add(leaver)
+    def ask(state: JobState) -> Scaling:
+        state.leaving.add(leaver)
         return Scaling(number=1, nodes=2, limit=2, round=state.round)
 
     handlers[0].scale(ask)
@@ -100,8 +98,8 @@ def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
     client(port).set("reft/job/committed", b"2:8")
     thread.join(WAIT_SECS)
     assert said == ["left"]
-    assert not leaving_of(shared(port))
-    assert three[2]._this_node not in seats_of(shared(port))
+    assert not shared(port).leaving
+    assert three[2]._this_node not in shared(port).seats
 
 
 def test_p3_a_node_that_leaves_takes_the_place_of_one_that_is_lost_meanwhile(
@@ -110,81 +108,21 @@ def test_p3_a_node_that_leaves_takes_the_place_of_one_that_is_lost_meanwhile(
     thread, said = leave(three[2])
     assert gather(three[:2]) == [2, 2]
 
-    def lose(state: _RendezvousState) -> None:
+    def lose(state: JobState) -> None:
         lost = three[1]._this_node
         state.participants.pop(lost)
         state.last_heartbeats.pop(lost)
-        seats_of(state).pop(lost)
+        state.seats.pop(lost)
 
     rewrite(port, lose)
     assert gather(three[:1]) == [2]
     thread.join(WAIT_SECS)
     assert said == ["a round of 2"]
-    assert not leaving_of(shared(port))
+    assert not shared(port).leaving
     three[2]._stop_heartbeats()
 
 
-def test_p3_one_of_two_nodes_that_leave_takes_the_place_of_one_that_is_lost_meanwhile(
-    server: KeyValueServer, port: int
-) -> None:
-    """The job needs as many nodes as it was to have: without one of those that leave it would end."""
-    four = RendezvousParameters(
-        "c10d", f"127.0.0.1:{port}", "job", 2, 4, "127.0.0.1", keep_alive_interval=60, join_timeout=30
-    )
-    handlers = [StoreRendezvous(client(port), four) for _ in range(4)]
-    gather(handlers)
-    leavers = {h._this_node for h in handlers[2:]}
-
-    def ask(state: _RendezvousState) -> Scaling:
-        leaving_of(state).update(leavers)
-        return Scaling(number=1, nodes=2, limit=2, round=state.round)
-
-    handlers[0].scale(ask)
-    for handler in handlers:
-        handler.incarnations = IncarnationRecord(client(port), "job")
-        wait_until(lambda h=handler: beat(h) or h.num_nodes_waiting())
-    threads = [leave(handler) for handler in handlers[2:]]
-    assert gather(handlers[:2]) == [2, 2]
-    lost = handlers[1]._this_node
-
-    def lose(state: _RendezvousState) -> None:
-        del state.participants[lost], state.last_heartbeats[lost], seats_of(state)[lost]
-
-    rewrite(port, lose)
-    assert gather(handlers[:1]) == [2]
-    wait_until(lambda: [said for _, said in threads if said] == [["a round of 2"]])
-    assert len(leaving_of(shared(port))) == 1, "the other one goes on leaving"
-    handlers[0].shutdown()
-    for (thread, _), handler in zip(threads, handlers[2:], strict=True):
-        thread.join(WAIT_SECS)
-        handler._stop_heartbeats()
-
-
-def test_p3_a_node_that_is_too_many_waits_where_the_store_forgot_that_it_was_told_to_leave(
-    three: list[StoreRendezvous], port: int
-) -> None:
-    """Nobody is kept from training by a node that there is no place for."""
-    for handler in three:
-        beat(handler)
-    client(port).delete("rendezvous/job")
-    for handler in three:
-        beat(handler)
-    assert not leaving_of(shared(port))
-    threads = [leave(handler) for handler in three]
-    wait_until(lambda: sorted(said[0] for _, said in threads if said) == ["a round of 2"] * 2)
-    wait_until(lambda: len(shared(port).redundancy_list) == 1)
-    handlers = [h for h, (_, said) in zip(three, threads, strict=True) if said]
-    for handler in handlers:
-        handler._stop_heartbeats()
-        beat(handler)
-    assert not shared(port).wait_list
-    assert [h.num_nodes_waiting() for h in handlers] == [0, 0]
-    handlers[0].shutdown()
-    for thread, _ in threads:
-        thread.join(WAIT_SECS)
-
-
-def replaced_by_a_spare(state: _RendezvousState) -> Scaling:
+def replaced_by_a_spare(state: JobState) -> Scaling:
     """The node that leaves is to be replaced."""
     return Scaling(number=2, nodes=3, limit=3, without=("node2",), round=state.round, replaces=True)
 
@@ -210,15 +148,3 @@ def test_p3_a_node_that_waits_takes_the_place_of_one_that_leaves(
     thread.join(WAIT_SECS)
     assert said == ["left"]
     waiting._stop_heartbeats()
-
-
-def test_p3_a_node_takes_its_place_again_where_the_one_that_waited_is_gone(
-    three: list[StoreRendezvous], port: int
-) -> None:
-    three[0].scale(replaced_by_a_spare)
-    thread, said = leave(three[2])
-    assert gather(three[:2]) == [3, 3]
-    thread.join(WAIT_SECS)
-    assert said == ["a round of 3"]
-    assert not leaving_of(shared(port))
-    three[2]._stop_heartbeats()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import seats_of
-from tests.job.cluster import cluster
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.state import JobState
 from tests.job.store_nodes import WAIT_SECS, client, go_on, rewrite, shared, wait_until
 from tests.job.test_handler_leaving import gather
-from tests.job.test_resizing import CONFIG, trains
 
 FOR_EVER = 3600
 GOING_ON: list[threading.Thread] = []
@@ -47,10 +42,10 @@ def go_on_without_the_last(port: int, three: list[StoreRendezvous], wait_secs: f
     lost = three[2]._this_node
     three[2]._stop_heartbeats()
 
-    def strike_out(state: _RendezvousState) -> None:
+    def strike_out(state: JobState) -> None:
         del state.participants[lost]
         del state.last_heartbeats[lost]
-        seats_of(state).pop(lost, None)
+        state.seats.pop(lost, None)
 
     rewrite(port, strike_out)
     for handler in three[:2]:
@@ -91,17 +86,3 @@ def test_where_none_is_lost_nobody_is_waited_for_longer(port: int) -> None:
         handler.wait_secs = FOR_EVER
         GOING_ON.append(go_on(handler))
     wait_for_round(port, 2)
-
-
-@pytest.mark.nightly
-def test_p3_the_block_says_how_long_a_replacement_is_waited_for(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "elastic": {"wait_secs": 1}}}))
-    conf = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=1200,join_timeout=1400"
-    options = ("--nnodes", "2:3", "--max-restarts", "0", "--rdzv-conf", conf)
-    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=options) as job:
-        trains(job, 3, 0, lives=1)
-        job.kill_node(1)
-        trains(job, 2, 0, lives=1)
-        job.finish()
-        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.hostfile import is_this_host, read_hostfile, show_devices
+from reft.job.hostfile import is_this_host, show_devices
 from reft.job.options import LaunchOptions, parse_options
 
 from .cluster import cluster
@@ -25,35 +25,24 @@ def write(directory: Path, text: str) -> Path:
     return path
 
 
-def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "# two\nworker-1 slots=4\n\n  worker-2   slots=16 # fat\n")
-    assert read_hostfile(path) == {"worker-1": 4, "worker-2": 16}
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "names no host; write a line HOST slots=N"),
-        ("worker-1\n", "line 1: 'worker-1'; write HOST slots=N"),
-        ("a slots=2\nb slots=0\n", "line 2: 'b slots=0'"),
-        ("a slots=2\na slots=2\n", "line 2: a is there twice"),
-        ("a slots=2 max=3\n", "line 1"),
+        ("", "Hostfile is empty"),
+        ("worker-1\n", "bad entry: worker-1, .*write lines HOST slots=N"),
+        ("a slots=2\na slots=2\n", "multiple entries for a"),
         ("elsewhere.invalid slots=2\n", f"this host is {socket.gethostname()}"),
     ],
 )
-def test_what_is_no_hostfile_is_said_by_its_line(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_is_no_hostfile_is_said(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         parse(write(tmp_path, text))
-    assert says in str(caught.value)
-
-
-def test_a_hostfile_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hostfile .*absent cannot be read"):
         parse(tmp_path / "absent")
 
 
 def test_place_and_counts_are_the_hostfiles(tmp_path: Path) -> None:
-    path = write(tmp_path, "worker-1 slots=4\nlocalhost slots=3\n")
+    path = write(tmp_path, "# two\nworker-1 slots=4\n\n  localhost   slots=3 # fat\n")
     options = parse(path)
     assert (options.config.max_nodes, options.config.nproc_per_node) == (2, 3)
     assert options.config.rdzv_endpoint == "worker-1:29400"
@@ -64,14 +53,6 @@ def test_place_and_counts_are_the_hostfiles(tmp_path: Path) -> None:
     assert parse_options(["--num-gpus", "5", "train.py"]).config.nproc_per_node == 5
     with pytest.raises(ConfigError, match="--num-gpus is 0"):
         parse_options(["--num-gpus", "0", "train.py"])
-
-
-@pytest.mark.process
-def test_a_job_of_one_host_runs_by_its_hostfile(tmp_path: Path) -> None:
-    options = ("--hostfile", str(write(tmp_path, "localhost slots=2\n")))
-    with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
-        assert job.wait(240) == {0: 0}
-        assert len(job.events("start")) == 2
 
 
 @pytest.mark.parametrize(
@@ -98,9 +79,9 @@ def test_hosts_and_slots_are_filtered_as_deepspeed_filters_them(
     [
         (("--include", "worker-1"), f"names worker-1, and this host is {socket.gethostname()}"),
         (("--exclude", "localhost"), f"names worker-1, and this host is {socket.gethostname()}"),
-        (("--include", "nobody"), "--include 'nobody': Hostname 'nobody' not found in hostfile; write HOST"),
+        (("--include", "nobody"), "--include 'nobody': Hostname 'nobody' not found in hostfile"),
         (("--include", "localhost:7"), "No slot '7' specified on host 'localhost'"),
-        (("--include", "localhost:x"), "write HOST or HOST:SLOT,SLOT"),
+        (("--include", "localhost:x"), "HOST or HOST:SLOT,SLOT"),
         (("--include", "localhost", "--exclude", "worker-1"), "mutually exclusive"),
         (("--include", "localhost", "--num-gpus", "1"), "--num-gpus cannot be used with --include"),
     ],
@@ -154,5 +135,5 @@ def test_some_nodes_of_a_hostfile_are_spares(tmp_path: Path) -> None:
     config = parse(path, "--spares", "1").config
     assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint) == (2, 2, "worker-1:29400")
     assert parse(path, "--spares", "2").config.rdzv_endpoint == "worker-1:29400", "the spares need it"
-    with pytest.raises(ConfigError, match=r"--spares is 3, but --hostfile .* has 3 nodes.*write 2 or fewer"):
+    with pytest.raises(ConfigError, match=r"--spares is 3, but --hostfile .* has 3 nodes.*write 0 to 2"):
         parse(path, "--spares", "3")

@@ -13,7 +13,7 @@ import pytest
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.exits import Cause, Failure
-from reft.job.hung import Hangs, stacks
+from reft.job.hung import Hangs
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
 from tests.job.daemons import wait_for
@@ -125,8 +125,3 @@ def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[Hangs
     assert nodes[0].judge(table, 0, 2, [PIDS[0]]) is None
     nodes[0].take([{"seen": None}])
     nodes[0].take("nonsense")
-
-
-def test_stacks_of_a_process_that_is_gone_are_none(tmp_path: Path) -> None:
-    said = stacks(tmp_path, Waiting(replace(SEEN, state="T"), 9.0))
-    assert said == "a stopped process cannot write its stacks"

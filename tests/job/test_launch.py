@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,13 +17,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
-from reft.job.agent import JobEndedError
+from reft.job.agent import Trainers
 from reft.job.agreement import Agreement
 from reft.job.launch import Launcher, main
-from reft.job.options import LaunchOptions, make_parser, parse_options
-from reft.job.rendezvous import RendezvousServer
-from reft.job.rendezvous_client import RendezvousClient
-from reft.job.trainers import Trainers
+from reft.job.options import LaunchOptions, parse_options
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
@@ -53,13 +51,6 @@ def parse(*args: str) -> LaunchOptions:
     return parse_options([*args, "train.py", "--lr", "1"])
 
 
-def test_torchruns_options_are_all_there() -> None:
-    ours, theirs = make_parser().format_help(), __import__("torch.distributed.run").distributed.run
-    for action in theirs.get_args_parser()._actions:
-        assert all(option in ours for option in action.option_strings)
-    assert "--memory-dir" in ours
-
-
 def test_scripts_run_through_the_hook() -> None:
     assert parse().arguments == ("-u", "-m", "reft.job.script", "train.py", "--lr", "1")
     assert parse("-m").arguments == ("-u", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
@@ -82,19 +73,6 @@ def test_the_rendezvous_defaults_suit_replacements() -> None:
     assert own.config.rdzv_configs["join_timeout"] == "5"
     assert own.config.rdzv_configs["keep_alive_interval"] == "9"
     assert own.join_timeout_secs == 5.0
-
-
-def test_one_node_needs_no_rendezvous_options() -> None:
-    options = parse("--nproc-per-node", "2")
-    assert options.config.rdzv_endpoint == "localhost:0"
-    assert options.job_id == options.config.run_id != "none"
-    assert parse("--job-id", "kept").job_id == "kept"
-
-
-def test_ranks_are_numbered_as_by_torchrun_unless_another_order_is_given() -> None:
-    assert parse().rank_turn == parse("--rank-order", "by-node").rank_turn == 0
-    assert parse("--rank-order", "across-nodes").rank_turn == 1
-    assert parse("--rank-order", "across-nodes:4").rank_turn == 4
 
 
 @pytest.mark.parametrize(
@@ -150,13 +128,6 @@ def test_wrong_use_says_what_to_write(args: tuple[str, ...], says: str) -> None:
         parse(*args)
 
 
-def test_wrong_use_is_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--nnodes", "2", "x.py"]) == 2
-    with pytest.raises(SystemExit) as stop:
-        main(["--bogus"])
-    assert stop.value.code == 2
-
-
 def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     secret = b"s" * 32
     server = RendezvousServer("127.0.0.1", 0, secret)
@@ -164,7 +135,7 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
     rendezvous = RendezvousClient(options, secret)
     rendezvous.connect()
-    assert rendezvous.store_endpoint() == endpoint
+    assert rendezvous.place.trainers_endpoint() == endpoint
     rendezvous.close("node a gave up: local rank 0: ValueError")
     late = RendezvousClient(options, secret)
     late.connect()
@@ -172,41 +143,6 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
         rendezvous.reconnect()
-
-
-@pytest.mark.parametrize("has_place", [True, False])
-def test_a_node_whose_round_did_not_form_tells_the_outcome_unless_the_job_goes_on_without_it(
-    has_place: bool,
-) -> None:
-    """Another node had counted the start on already, which then did not come about."""
-    secret = b"s" * 32
-    server = RendezvousServer("127.0.0.1", 0, secret)
-    endpoint = server.info.endpoint
-    conf = ("--rdzv-conf", "last_call_timeout=1", "--rdzv-id", "job")
-    rendezvous, other = (
-        RendezvousClient(parse("--nnodes", "1:2", "--rdzv-endpoint", endpoint, *conf), secret)
-        for _ in range(2)
-    )
-    try:
-        handler: Any = rendezvous.connect()
-        handler.next_rendezvous()
-        handler.incarnation = 1
-        assert rendezvous.incarnations is not None
-        rendezvous.incarnations.raise_to(2)
-        if not has_place:
-            handler._stop_heartbeats()
-            store = KeyValueStore(endpoint, secret)
-            state = json.loads(store.get("rendezvous/job"))
-            store.set("rendezvous/job", json.dumps({**state, "participants": [], "seats": []}))
-            deadline = time.monotonic() + 60
-            while handler.has_place and time.monotonic() < deadline:
-                handler.is_closed()  # looks at the store again, but not at once
-        rendezvous.close("the restarts are used up")
-        other.connect()
-        assert other.outcome() == ("the restarts are used up" if has_place else None)
-    finally:
-        handler._stop_heartbeats()
-        server.close()
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
@@ -265,7 +201,7 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
     where = ("--memory-dir", str(memory))
     for options, says in (
         ((str(tmp_path / "absent.py"),), "there is no script"),
-        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write seconds from 0 on"),
+        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write 0 or more"),
         (("--grace-secs=-0.5", "x.py"), "--grace-secs is -0.5"),
         (("--monitor-interval", "-1", "x.py"), "--monitor-interval is -1"),
     ):

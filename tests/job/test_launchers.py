@@ -84,18 +84,3 @@ def test_a_killed_job_is_resumed(
     # The arenas of the other rank are its own, whatever the launcher tells of the node's ranks.
     assert "was removed" not in said
     assert len(list((tmp_path / "memory").glob("*/rank?-slot0.arena"))) == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
-def test_a_script_that_cannot_be_protected_is_told_and_not_started(
-    tmp_path: Path, launcher: tuple[str, ...]
-) -> None:
-    path = Path(config(tmp_path))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "zero_optimization": {"stage": 2}}))
-    # torchrun starts again what is refused, and would fail by itself then.
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = run(*command(launcher), SCRIPT, str(path), "import", out=tmp_path, env=env)
-    assert done.returncode == (2 if launcher is DEEPSPEED else 1), "torchrun has a code of its own"
-    assert "reft: found deepspeed.runtime.zero.stage_1_and_2" in done.stdout, done.stdout[-3000:]
-    assert 'unlaunched.py", line' not in done.stdout, "no traceback of the script"

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from reft.cli import main
-from reft.node.signals import read_board
+from reft.node.report import read_board
 
 from .cluster import WatchedCluster, cluster
 

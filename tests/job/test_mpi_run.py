@@ -16,7 +16,7 @@ import pytest
 
 from examples.llama import PRETRAIN
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.mpi_step import Place, Where, check_together
+from reft.job.mpi_run import Where, check_together
 from reft.memory.jobdir import is_running, read_json
 from reft.tools.demo.history import History
 from tests import mpi
@@ -210,16 +210,6 @@ def test_without_mpi_it_says_what_to_install(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "pip install 'reft-ckpt[mpi]'" in done.stderr
-
-
-def test_places_are_numbered_by_the_first_rank_of_each_node() -> None:
-    nodes = ["b", "a", "b", "a", "c"]
-    places = [Place.among(rank, nodes) for rank in range(5)]
-    assert [(p.local, p.leads) for p in places] == [
-        ((0, 2), True), ((1, 3), True), ((0, 2), False), ((1, 3), False), ((4,), True),
-    ]  # fmt: skip
-    assert [p.environ(5)["GROUP_RANK"] for p in places] == ["0", "1", "0", "1", "2"]
-    assert [p.environ(5)["LOCAL_RANK"] for p in places] == ["0", "0", "1", "1", "0"]
 
 
 def test_processes_that_do_not_belong_together_are_refused() -> None:

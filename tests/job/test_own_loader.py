@@ -90,22 +90,6 @@ def go_through_degrees(
 
 
 @pytest.mark.nightly
-def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_other_degrees(tmp_path: Path) -> None:
-    samples, steps = 48, 60
-    found, log = go_through_degrees(tmp_path, samples, steps)
-    for (step, replicas), trained in found.items():
-        begin = (step - 1) * RESIZED % samples
-        assert sorted(trained) == list(range(begin, begin + RESIZED)), f"step {step} of {replicas} replicas"
-    (two,) = ([step for step, replicas in found if replicas == 2],)
-    grown = [step for step, replicas in found if replicas == 3 and step > max(two)]
-    assert len(two) >= 5
-    assert len(grown) >= 5, "it did not grow"
-    missing = set(range(1, steps + 1)) - {step for step, _ in found}
-    assert len(missing) <= 2, "but for those whose trainers were killed before they could say"
-    assert "the position in the data" not in log
-
-
-@pytest.mark.nightly
 def test_p12_a_loader_whose_position_does_not_go_to_another_degree_is_named(tmp_path: Path) -> None:
     """A pass ends within a step: at step 1 it is said that this may be, and at the resize that it is so."""
     _, log = go_through_degrees(tmp_path, 50, 40)

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.door import parse_endpoint
 from reft.control.keyvalue import KeyValueStore, StoreError
 from reft.errors import ConfigError
-from reft.job.rendezvous import RendezvousServer, is_reachable, is_served_by_reft
+from reft.job.rendezvous.server import RendezvousServer, is_reachable, is_served_by_reft
 from tests.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"s" * 32
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
-COMMAND = [sys.executable, "-m", "reft.job.rendezvous", "--json"]
+COMMAND = [sys.executable, "-m", "reft.job.rendezvous.server", "--json"]
 
 
 @pytest.mark.process
@@ -87,15 +86,3 @@ def test_the_same_port_can_be_served_again_at_once() -> None:
         assert KeyValueStore(second.info.endpoint, SECRET).peek("a") is None
     finally:
         second.close()
-
-
-def test_endpoints() -> None:
-    assert parse_endpoint("host:1234") == ("host", 1234)
-    assert parse_endpoint("host") == ("host", 29400)
-    assert parse_endpoint("[::1]:99") == ("::1", 99)
-    assert parse_endpoint("[::1]") == ("::1", 29400)
-    assert parse_endpoint(":99") == ("localhost", 99)
-    for bad in ("host:port", "host:70000"):
-        with pytest.raises(ConfigError, match="host:port"):
-            parse_endpoint(bad)
-    assert not is_reachable("127.0.0.1:1", 0.1)

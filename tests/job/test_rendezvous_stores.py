@@ -19,9 +19,8 @@ from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.etcd.settings import EtcdSettings
-from reft.job.etcd.store import EtcdStore
-from reft.job.handler import StoreRendezvous
+from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
+from reft.job.rendezvous.handler import StoreRendezvous
 from tests.etcd import EtcdCluster
 
 SECRET, ANOTHER = b"s" * 32, b"t" * 32
@@ -271,7 +270,7 @@ def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster)
 
 
 def store_line(cluster: EtcdCluster) -> Any:
-    from reft.job.etcd.line import EtcdLine
+    from reft.job.rendezvous.etcd import EtcdLine
 
     return EtcdLine(EtcdSettings.of(cluster.endpoint, {}, {}))
 

@@ -17,11 +17,10 @@ from tests.engine.ranks import run_ranks
 from tests.engine.test_resizing import to_universal
 
 from .cluster import WatchedCluster, cluster
-from .dealt_job import BATCH, CONFIG, SAMPLES
+from .grid_job import BATCH, CONFIG, SAMPLES
 from .test_resizing import last_step, trains
-from .test_scaling import scale
 
-JOB = Path(__file__).with_name("dealt_job.py")
+JOB = Path(__file__).with_name("grid_job.py")
 CONF = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=240"
 
 
@@ -53,39 +52,10 @@ def phases(job: WatchedCluster) -> list[Phase]:
     return [found[start] for start in sorted(found) if found[start].ids]
 
 
-def went_on(tmp_path: Path) -> list[Phase]:
-    """Four replicas; a node is lost, another leaves as it is told, and two come."""
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
-    options = ("--nnodes", "2:4", "--max-restarts", "0", "--rdzv-conf", CONF)
-    with cluster(tmp_path, "../dealt_job.py", str(config), nodes=4, options=options) as job:
-        trains(job, 4, 0, lives=1)
-        job.kill_node(1)
-        trains(job, 3, last_step(job, 4), lives=1)
-        job.kill_node(3)
-        trains(job, 2, last_step(job, 3), lives=1)
-        job.replace_node(1)
-        job.replace_node(3)
-        trains(job, 4, last_step(job, 2), lives=2)
-        assert scale(job, 0, "2") == 0  # one after the other: each takes its part of the state along
-        trains(job, 2, last_step(job, 4), lives=2)
-        found = phases(job)
-        job.finish()
-        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
-    return found
-
-
-def is_within(wanted: list[int], found: list[int]) -> bool:
-    """Whether one comes after the other, whatever lies between: nodes may come one by one."""
-    left = iter(found)
-    return all(size in left for size in wanted)
-
-
 def is_of_its_layouts(found: list[Phase], root: Path, *layouts: tuple[int, int]) -> None:
     """``layouts``: stages and slices of every phase; one for all. Every phase's losses are those of a job of its layout, which DeepSpeed loaded from its own checkpoint of the
     version; every sample of the job was read once."""
-    job = JOB.with_name("grid_job.py") if layouts else JOB
-    each = layouts * len(found) if len(layouts) == 1 else layouts or ((1, 1),) * len(found)
+    each = layouts * len(found) if len(layouts) == 1 else layouts
     counted: Counter[int] = Counter()
     tag, root = "", root / "reference" / "chain"
     root.mkdir(parents=True)
@@ -100,7 +70,7 @@ def is_of_its_layouts(found: list[Phase], root: Path, *layouts: tuple[int, int])
             **{"pp": pp, "tp": tp},
         }
         (root / "life.json").write_text(json.dumps(life))
-        told = run_ranks(job, root, world=phase.replicas * pp * tp)
+        told = run_ranks(JOB, root, world=phase.replicas * pp * tp)
         whole = {rank.get("dp", at): rank["losses"] for at, rank in enumerate(told) if rank.get("last", True)}
         for step in made:
             for rank in range(phase.replicas):
@@ -119,19 +89,8 @@ def is_of_its_layouts(found: list[Phase], root: Path, *layouts: tuple[int, int])
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("pp", "tp", "sizes"), [(1, 1, [2, 1, 2]), (2, 1, [2, 1, 2]), (1, 2, [2, 1])])
 def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sample_once(
-    tmp_path: Path,
-) -> None:
-    found = went_on(tmp_path)
-    sizes = [phase.replicas for phase in found]
-    assert is_within([4, 3, 2, 4, 2], sizes), sizes
-    is_of_its_layouts(found, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("pp", "tp", "sizes"), [(2, 1, [2, 1, 2]), (1, 2, [2, 1])], ids=["pp2", "tp2"])
-def test_p1_so_is_a_job_of_stages_and_one_of_slices(
     tmp_path: Path, pp: int, tp: int, sizes: list[int]
 ) -> None:
     """A node holds a replica; one dies, and another takes its place."""
@@ -139,7 +98,7 @@ def test_p1_so_is_a_job_of_stages_and_one_of_slices(
     config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "tolerance": 0}}))
     options = ("--nnodes", "1:2", "--max-restarts", "0", "--rdzv-conf", CONF)
     arguments = ("../grid_job.py", str(config), str(pp), str(tp))
-    with cluster(tmp_path, *arguments, nodes=2, procs_per_node=2, options=options) as job:
+    with cluster(tmp_path, *arguments, nodes=2, procs_per_node=pp * tp, options=options) as job:
         trains(job, 2, 0, lives=1)
         job.kill_node(1)
         trains(job, 1, last_step(job, 2), lives=1)
@@ -151,44 +110,6 @@ def test_p1_so_is_a_job_of_stages_and_one_of_slices(
         job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
     assert [phase.replicas for phase in found] == sizes
     is_of_its_layouts(found, tmp_path, (pp, tp))
-
-
-def phases_of(root: Path, persisted: Path, layout: tuple[int, int, int, int]) -> list[Phase]:
-    """A job of so many stages, slices, nodes and trainers of each, which are all lost with their memory when it has
-    persisted versions."""
-    pp, tp, nodes, per_node = layout
-    config = root / "ds.json"
-    root.mkdir()
-    block = {"enabled": True, "tolerance": 0, "persist": {"dir": str(persisted), "interval_steps": 3}}
-    config.write_text(json.dumps({**CONFIG, "reft": block}))
-    options = ("--max-restarts", "0", "--rdzv-conf", CONF)
-    arguments = ("../grid_job.py", str(config), str(pp), str(tp))
-    before = set(persisted.glob("*/global_step*"))
-    with cluster(root, *arguments, nodes=nodes, procs_per_node=per_node, options=options) as job:
-        job.wait_for("trained", 2)
-        job.wait_until(
-            lambda: (
-                len(set(persisted.glob("*/global_step*/reft.json"))) > 0
-                and len(set(persisted.glob("*/global_step*")) - before) > 1
-            ),
-            240,
-            "versions on storage",
-        )
-        for node in range(nodes):
-            job.kill_node(node)
-        return phases(job)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_p1_a_job_whose_nodes_are_all_lost_goes_on_in_other_layouts_from_storage(tmp_path: Path) -> None:
-    persisted, found = tmp_path / "persisted", []
-    layouts = [(2, 1, 2, 2), (1, 1, 2, 1), (2, 2, 1, 4)]
-    for number, layout in enumerate(layouts):
-        found += phases_of(tmp_path / f"life{number}", persisted, layout)
-    assert [phase.replicas for phase in found] == [2, 2, 1]
-    assert 0 < found[1].begins < found[2].begins
-    is_of_its_layouts(found, tmp_path, *((pp, tp) for pp, tp, *_ in layouts))
 
 
 def committed(memory: Path) -> int:

@@ -64,18 +64,6 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     assert began == sorted(set(began)), "every life resumed from a newer version"
 
 
-@pytest.mark.nightly
-def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
-    config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps(CONFIG))
-    with one_node(tmp_path, "relapse.py", str(config), str(LIVES), options=("--no-daemon",)) as job:
-        assert job.wait(300) == {0: 0}, job.log(0)[-3000:]
-        assert restarts_used(job) == [0] + [1] * LIVES
-        assert not (job.job_dir(0) / "status.json").exists()
-        steps = [row.newest_step for row in read_history(job.job_dir(0))]
-    assert steps == sorted(set(steps)), "every life has brought a newer version"
-
-
 @pytest.mark.process
 @pytest.mark.integration
 def test_trainers_that_make_none_are_started_again_three_times(tmp_path: Path) -> None:

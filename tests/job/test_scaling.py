@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import subprocess
@@ -15,16 +14,15 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
-from reft.job import scaling
 from reft.job.agreement import Agreement
-from reft.job.scale_rules import Situation, leave_next, leavers, refusal, shortfall
-from reft.job.scaling import Scaler
-from reft.job.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
-from reft.job.sizes import Sizes
+from reft.job.rendezvous import scaling
+from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import JobState, Scaling
 from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
@@ -206,16 +204,11 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
     assert leave_next(1, (), anyhow) == (3,), "one by one, and the last, where every number fits"
 
 
-def test_those_that_were_named_leave_first_and_then_the_last() -> None:
-    assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
-    assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
-
-
 class Shared:
     """What a launcher's rendezvous shares with others, without them."""
 
     def __init__(self) -> None:
-        self.state = _RendezvousState()
+        self.state = JobState()
         self.state.complete = True
         self.answers = True
 
@@ -224,9 +217,9 @@ class Shared:
             raise RendezvousConnectionError("the store does not answer")
         return False
 
-    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+    def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
         if (scaling := change(self.state)) is not None:
-            set_scaling(self.state, scaling)
+            self.state.scaling = scaling
 
 
 @pytest.fixture
@@ -290,19 +283,7 @@ def test_an_order_is_followed_when_the_store_answers_again(
     answer = read_answer(tmp_path)
     assert answer is not None
     assert not answer.refused
-    assert scaling_of(shared.state) == Scaling(order.number, 2, 3)
-
-
-def test_an_order_that_comes_while_a_round_ends_is_followed_in_the_next_one(
-    shared: Shared, look: Callable[[], None], tmp_path: Path
-) -> None:
-    shared.state.complete = False
-    write_order(tmp_path, 2, ())
-    look()
-    assert read_answer(tmp_path) is None
-    shared.state.complete = True
-    look()
-    assert scaling_of(shared.state) is not None
+    assert shared.state.scaling == Scaling(order.number, 2, 3)
 
 
 def test_an_order_by_a_clock_that_is_behind_is_refused(
@@ -310,28 +291,11 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
 ) -> None:
     """It would not be followed: the newest one holds."""
     order = write_order(tmp_path, 2, ())
-    set_scaling(shared.state, Scaling(order.number + 1, 3, 3))
+    shared.state.scaling = Scaling(order.number + 1, 3, 3)
     look()
     answer = read_answer(tmp_path)
     assert answer is not None
     assert "set the clocks" in answer.refused
-
-
-def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
-    shared: Shared, look: Callable[[], None], signals: StopSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    signals.asked_to_leave = True
-    with monkeypatch.context() as full:
-        full.setattr("reft.job.scaling.write_order", no_room)
-        look()
-    assert scaling_of(shared.state) is None
-    look()
-    scaling = scaling_of(shared.state)
-    assert scaling is not None
-    assert (scaling.nodes, scaling.without) == (2, ("b",))
 
 
 @pytest.mark.integration
@@ -358,7 +322,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     board.tolerance = missing
     signals.asked_to_leave = True
     look()
-    assert scaling_of(shared.state) is None
+    assert shared.state.scaling is None
     waits = read_answer(tmp_path)
     assert waits is not None
     assert not waits.refused
@@ -367,7 +331,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     assert board.warnings == (waits.waits,), "reft status says it on every node"
     board.tolerance = 1
     look()
-    scaling = scaling_of(shared.state)
+    scaling = shared.state.scaling
     assert scaling is not None
     assert (scaling.nodes, scaling.without) == (2, ("b",))
     answer = read_answer(tmp_path)
@@ -396,47 +360,7 @@ def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
     assert not board.warnings
     board.tolerance = 1
     look()
-    assert scaling_of(shared.state) is None, "it was refused"
-
-
-def test_each_order_and_each_start_of_the_job_has_the_whole_wait(
-    shared: Shared,
-    board: Told,
-    signals: StopSignals,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The nodes may take longer to come together again than an order waits."""
-    now = 0.0
-    monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: now))
-    scaler = scaler_of(shared, tmp_path, board, signals)
-    board.tolerance = None
-    write_order(tmp_path, 2, ())
-    for start in (1, 2):
-        now += 2 * scaling.TOLERANCE_SECS
-        scaler.look(start_of_three(start), group_rank=1)
-    order = write_order(tmp_path, 1, ())
-    now += 2 * scaling.TOLERANCE_SECS
-    scaler.look(start_of_three(2), group_rank=1)
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert (answer.number, answer.refused) == (order.number, "")
-    now += 2 * scaling.TOLERANCE_SECS
-    scaler.look(start_of_three(2), group_rank=1)
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert "nothing is committed" in answer.refused
-
-
-def test_an_order_that_is_wrong_for_good_is_refused_at_once(
-    look: Callable[[], None], board: Told, tmp_path: Path
-) -> None:
-    board.tolerance = 0
-    write_order(tmp_path, 2, ("d",))
-    look()
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert "no node d trains" in answer.refused
+    assert shared.state.scaling is None, "it was refused"
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -454,14 +378,14 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     for rank, name in enumerate("abc"):
         shared.state.participants[_NodeDesc(name, 1, rank)] = rank
     nodes = 3 if replaces else 2
-    set_scaling(shared.state, Scaling(1, nodes, 3, ("c",), replaces=replaces))
+    shared.state.scaling = Scaling(1, nodes, 3, ("c",), replaces=replaces)
     scaler = scaler_of(shared, tmp_path, board, signals)
     board.tolerance = tolerance
     scaler.look(start_of_three(), group_rank=0)
-    assert not leaving_of(shared.state)
+    assert not shared.state.leaving
     board.tolerance = 1
     scaler.look(start_of_three(), group_rank=0)
-    assert {node.addr for node in leaving_of(shared.state)} == {"c"}
+    assert {node.addr for node in shared.state.leaving} == {"c"}
 
 
 def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
@@ -472,13 +396,13 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     six = Agreement(1, tuple("abcdef"), tuple("abcdef"), tuple((i,) for i in range(6)), 0, 1)
     order = write_order(tmp_path, 1, ())
     scaler.look(six, group_rank=1)
-    granted = scaling_of(shared.state)
+    granted = shared.state.scaling
     assert granted is not None
     assert granted.nodes == 1
     for rank, name in enumerate("abc"):
         shared.state.participants[_NodeDesc(name, 1, rank)] = rank
-    set_sizes(
-        shared.state, replace(THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc")))
+    shared.state.sizes = replace(
+        THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc"))
     )
     board.degrees = Degrees(1, 3, 1)
     write_json(tmp_path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
@@ -487,7 +411,7 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     assert answer is not None
     assert answer.number == order.number
     assert "the job stays at 3 nodes" in answer.refused
-    now = scaling_of(shared.state)
+    now = shared.state.scaling
     assert now is not None
     assert (now.nodes, now.limit) == (3, 3)
 

@@ -168,19 +168,6 @@ def test_reft_is_installed_right_after_deepspeed(tmp_path: Path, statement: str)
         assert "pipe sees wrapped" in lines
 
 
-def test_a_module_may_appear_on_the_path_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    finder = PostImportFinder("late_module_of_this_test", lambda: calls.append(True))
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    with pytest.raises(ImportError):
-        importlib.import_module("late_module_of_this_test")
-    (tmp_path / "late_module_of_this_test.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert importlib.import_module("late_module_of_this_test").value == 1
-    assert calls == [True]
-    assert finder not in sys.meta_path
-
-
 def test_a_module_that_is_looked_for_first_is_hooked_when_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

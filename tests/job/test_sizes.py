@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from reft.grid import Coordinate, Degrees
-from reft.job.sizes import Sizes, sizes_of_job, why_not
+from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
 from reft.memory.scale_orders import Size
 
 from .cluster import cluster
-from .dealt_job import CONFIG
+from .grid_job import CONFIG
 from .test_resize_sequence import CONF, is_of_its_layouts, phases
 from .test_resizing import last_step, trains
 

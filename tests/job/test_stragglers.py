@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reft.cli import main
-from reft.node.signals import read_board
+from reft.node.report import read_board
 
 from .cluster import WatchedCluster, cluster
 from .slowed import slowed
@@ -29,7 +30,7 @@ LOOKS = 15
 
 def slow(job: WatchedCluster, node: int = 0) -> list[dict[str, Any]]:
     board = read_board(job.job_dir(node))
-    return [] if board is None else [s.model_dump() for s in board.slow]
+    return [] if board is None else [asdict(s) for s in board.slow]
 
 
 def last_step(job: WatchedCluster) -> int:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from reft.control.door import knock, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
-from reft.errors import AuthenticationError, ConfigError
+from reft.errors import AuthenticationError
 from reft.job.trainer_store import TrainerStore
 
 SECRET = b"s" * 32
@@ -73,15 +73,6 @@ def test_p11_all_of_it_is_on_loopback_and_the_door_asks_for_the_secret(
             knock(door, secret, purpose, WAIT_SECS)
 
 
-def test_one_node_opens_no_door(table: KeyValueStore) -> None:
-    alone = TrainerStore.open(table, SECRET, 0, 1, None)
-    try:
-        assert not table.check(["trainers"])
-        assert trainer(alone).add("sum", 1) == 1
-    finally:
-        alone.close()
-
-
 def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> None:
     with socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS) as raw:
         trainer(stores[2]).set("key", "value")
@@ -90,11 +81,6 @@ def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> 
         assert raw.recv(1) == b""
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS)
-
-
-def test_an_address_that_is_not_this_machines_is_said(table: KeyValueStore) -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--local-addr"):
-        TrainerStore.open(table, SECRET, 0, 2, "192.0.2.1")
 
 
 class Troubled:

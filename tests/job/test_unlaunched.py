@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
-import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
@@ -57,22 +55,6 @@ def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subpr
         stderr=subprocess.STDOUT,
         timeout=400,
     )
-
-
-@pytest.mark.nightly
-def test_import_reft_is_enough_under_torchrun(tmp_path: Path) -> None:
-    """One of two trainers is killed; torchrun restarts both, and they resume from memory."""
-    done = run(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "2", SCRIPT, config(tmp_path), "import", "kill"),
-        out=tmp_path,
-        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert (tmp_path / "killed").exists()
-    assert len(re.findall(r"rank \d loaded memory:", done.stdout)) == 2
-    assert len(re.findall(r"rank \d ended at step 6", done.stdout)) == 2
-    assert "`reft launch` did not start this job" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from reft.blocks import BlockKey, Section
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
+from reft.naming import Label
 
 SECRET = bytes(range(32))
 BLOCK_BYTES = 1000

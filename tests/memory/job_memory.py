@@ -8,10 +8,10 @@ from pathlib import Path
 
 from reft.blocks import Section
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.snapshot.plan import MemberPlan, PlacedBlock, SectionSizes, make_shard_plan
 

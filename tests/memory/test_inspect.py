@@ -12,9 +12,9 @@ from job_memory import SECRET, JobMemory
 
 from reft.cli import main
 from reft.errors import ArenaError
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.recover.inspect import find_job_dirs, inspect_job
 
 WRITING, SEALED, COMMITTED = ArenaState.WRITING, ArenaState.SEALED, ArenaState.COMMITTED

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reft.builds import compiled
 from reft.memory import stream
 from reft.memory.header import checksum
 from reft.memory.stream import (
@@ -22,7 +23,6 @@ from reft.memory.stream import (
     hashing_copier,
     ranges_of,
 )
-from reft.native import compiled
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -153,7 +153,7 @@ def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None
 
 
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reft.native.find_spec", lambda name: None)
+    monkeypatch.setattr("reft.builds.find_spec", lambda name: None)
     known = (copier, stream.compiled_hash)
     for function in known:
         function.cache_clear()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from arena_tools import SECRET, make, write_version
-
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.watch import CommitWatch
+from tests.memory.arena_tools import SECRET, make, write_version
 
 
 def test_only_arenas_that_changed_are_read_again(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from reft.blocks import Section
 from reft.engine.install import avoid_build_at_start
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest
@@ -38,8 +38,8 @@ from reft.state.deepspeed_format import (
 )
 from reft.state.host import capture_host_state
 from reft.state.template import same_value
-from reft.storage.persist import persist_label, verify_persisted
-from reft.storage.persisted import job_directory
+from reft.storage.persist import persist_label
+from reft.storage.persisted import job_directory, verify_persisted
 from tests.old_deepspeed import step_without_autograd
 from tests.persist.job_memory import Memory, RankImages
 

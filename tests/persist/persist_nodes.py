@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import ReftConfig
-from reft.label import Label
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.storage.persist import PersistProgress, persist_label
 from tests.persist.job_memory import JOB, SECRET, Memory
 from tests.prefork import Popen

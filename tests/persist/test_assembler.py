@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from reft.errors import PersistError
-from reft.label import Label
-from reft.storage.assemble import NICENESS, NO_DEVICE, AssembleRequest
-from reft.storage.assembler import Assembler
+from reft.grid import Coordinate
+from reft.naming import Label
+from reft.storage.assemble import NICENESS, NO_DEVICE, Assembler
 from reft.storage.persist import persist_label
 from reft.storage.persisted import verify_persisted
 from reft.storage.persister import Lag
+from reft.storage.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, made_up_images
 
 
@@ -71,15 +72,15 @@ def test_p6_a_process_that_dies_or_does_nothing_is_an_error(tmp_path: Path, asse
     assert assembler.pid is not None
     os.kill(assembler.pid, signal.SIGSTOP)
     with pytest.raises(PersistError, match=r"no byte .* was written in 0\.3 s"):
-        assembler.assemble(request(tmp_path), tmp_path, idle_secs=0.3, stop=stopped)
+        assembler.assemble(*request(tmp_path), idle_secs=0.3, stop=stopped)
     assert assembler.pid is None
     stopped.set()
     with pytest.raises(PersistError, match="was stopped"):
-        assembler.assemble(request(tmp_path), tmp_path, idle_secs=60.0, stop=stopped)
+        assembler.assemble(*request(tmp_path), idle_secs=60.0, stop=stopped)
     assembler.start()
     assert assembler.pid is not None
     with pytest.raises(PersistError, match="ended with status -9: it said nothing"):
-        assembler.assemble(request(tmp_path), tmp_path, idle_secs=60.0, stop=Killer(assembler.pid))
+        assembler.assemble(*request(tmp_path), idle_secs=60.0, stop=Killer(assembler.pid))
 
 
 class Killer(threading.Event):
@@ -96,11 +97,11 @@ class Killer(threading.Event):
 
 def ask_for_nothing(assembler: Assembler, root: Path) -> None:
     with pytest.raises(PersistError, match="is gone"):
-        assembler.assemble(request(root / "nothing"), root, idle_secs=600.0, stop=threading.Event())
+        assembler.assemble(*request(root / "nothing"), idle_secs=600.0, stop=threading.Event())
 
 
-def request(root: Path) -> AssembleRequest:
-    return AssembleRequest(str(root), JOB, 1, 4, "00" * 32, ((0, 0, 0),))
+def request(root: Path) -> tuple[WorkDir, list[Coordinate], bytes]:
+    return WorkDir(root, JOB, Label(1, 4)), [Coordinate(0, 0, 0)], bytes(32)
 
 
 def test_the_process_sees_no_device_of_either_vendor() -> None:

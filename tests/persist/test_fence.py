@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.label import Label
+from reft.naming import Label
 from reft.storage import fence
 from reft.storage.persisted import latest_tag, list_persisted, verify_persisted
 from reft.storage.publish import publish, remove_debris
@@ -120,7 +120,6 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
 ) -> None:
     """Start 1 has written step ``first``, start 2 is stopped while it writes step 8; start 3 claims the
     directory, and may write step ``newer``. Start 2 goes on."""
-    monkeypatch.setattr("reft.storage.publish.LOCK_SECS", 0.01)
     if not case.exchange:
         monkeypatch.setattr("reft.storage.publish.exchange", lambda a, b: False)
     wrong = []

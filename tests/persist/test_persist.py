@@ -20,13 +20,13 @@ import torch
 from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError, UnrecoverableError
-from reft.label import Label
 from reft.memory.arena import Arena
+from reft.naming import Label
 from reft.recover.offline import persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.storage import fence
-from reft.storage.persist import PersistProgress, latest_persisted, persist_label, verify_persisted
-from reft.storage.persisted import job_directory, latest_tag
+from reft.storage.persist import PersistProgress, persist_label
+from reft.storage.persisted import job_directory, latest_persisted, latest_tag, verify_persisted
 from reft.storage.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
 from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node

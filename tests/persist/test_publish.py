@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import pytest
 
 from reft.errors import PersistError
 from reft.grid import Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
@@ -182,19 +181,6 @@ def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path)
             "global_step4",
             [Label(2, 4)],
         )
-
-
-def test_a_stopped_process_that_holds_the_lock_does_not_stop_its_successors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reft.storage.publish.LOCK_SECS", 0.1)
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        write(tmp_path, Label(2, 4))
-    finally:
-        os.close(fd)
-    assert "incarnation 2" in state_of(latest_persisted(tmp_path))
 
 
 def test_what_reft_did_not_write_is_not_replaced(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from reft.policy.advice import (
     advise,
     dropping_pays,
     gain_of_workers,
+    scale_plan,
 )
-from reft.policy.scale_plan import scale_plan, to_yaml
 
 ABCD = ("a", "b", "c", "d")
 GIB = 2**30
@@ -140,15 +140,3 @@ def test_what_is_advised_becomes_a_plan() -> None:
         "resource": {"cpu": "8", "memory": "102400Mi"},
     }
     assert spec["migratePods"] == [{"name": "a", "resource": {"cpu": "8", "memory": "121600Mi"}}]
-
-
-def test_the_yaml_says_the_same_whatever_a_job_is_called() -> None:
-    name = "no: - \"job\" # 1\n'yes'"
-    text = to_yaml({"a": {"b": [], "c": name, "n": 3}, "l": [{"name": name, "r": {"cpu": "1"}}, "x"]})
-    assert text == (
-        '"a":\n  "b": []\n  "c": ' + json.dumps(name) + '\n  "n": 3\n'
-        '"l":\n  -\n    "name": ' + json.dumps(name) + '\n    "r":\n      "cpu": "1"\n  - "x"\n'
-    )
-    yaml = pytest.importorskip("yaml", reason="PyYAML is no dependency")
-    plan = scale_plan(name, 1, [], workers=4, cpu=1, memory_bytes=2**30)
-    assert yaml.safe_load(to_yaml(plan)) == plan

@@ -12,8 +12,7 @@ from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate as simulate_step
 from benchmarks.simulator.schedules import one_f_one_b
 from reft import cli
-from reft.profile.activity import Activity
-from reft.profile.result import ProfileResult, Spread
+from reft.profile.result import Activity, ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
 from tests.policy.planning import FP16, QUICK, SMALL, Run, write

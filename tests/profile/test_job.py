@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from examples.llama import PRETRAIN
-from reft.profile.activity import Activity
-from reft.profile.result import ProfileResult
-from reft.profile.traces import ClockOffset
+from reft.profile.result import Activity, ProfileResult
+from reft.profile.traces import ClockOffset, RankTraces, gather, measure_offsets
 from reft.snapshot.scheduling.windows import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
-from tests.profile.test_outputs import check_trace
+from tests.profile.timelines import Job, train_schedule
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.integration
@@ -80,19 +78,12 @@ def test_the_steps_after_the_warm_up_were_measured(profiled):
     assert result.method.clock_error_secs == 0  # one host, one clock
 
 
-def test_every_instruction_of_the_schedule_was_seen(profiled):
-    from tests.profile.timelines import train_schedule
-
-    for stage, stream in zip(profiled.result.stages, train_schedule(2, MICRO_BATCHES), strict=True):
-        seen = [(i.name, i.micro_batch) for i in stage.instructions]
-        assert seen == [*stream, ("AggregateTotalLoss", None)]
-
-
 def test_windows_are_where_the_schedule_says(profiled):
     """However busy the machine is: what the stage waits for follows from the schedule alone."""
     first, last = profiled.result.stages
-    first_grad = next(i.position for i in first.instructions if i.name == "RecvGrad")
-    last_forward = max(i.position for i in first.instructions if i.name == "ForwardPass")
+    names = [name for name, _ in train_schedule(2, MICRO_BATCHES)[0]]
+    first_grad = names.index("RecvGrad")
+    last_forward = max(n for n, name in enumerate(names) if name == "ForwardPass")
     for w in first.windows:
         if w.position < first_grad:  # only a late receiver can hold up a stage that has nothing to receive
             assert (w.kind, w.name) == (WindowKind.OTHER, "SendActivation")
@@ -107,9 +98,7 @@ def test_windows_are_where_the_schedule_says(profiled):
         assert window.usable == (window.name != "OptimizerStep")
     # The last stage forwards and goes back before the first gradient comes: there the first one waits.
     assert waited_secs(profiled.result, 0, first_grad) > 0
-    assert first.instructions[0].name == "LoadMicroBatch"
     # And the first one forwards before the first activation comes.
-    assert last.instructions[0].name == "RecvActivation"
     assert waited_secs(profiled.result, 1, 0) > 0
 
 
@@ -124,19 +113,6 @@ def waited_secs(result: ProfileResult, stage_id: int, position: int) -> float:
     )
 
 
-def test_times_add_up(profiled):
-    """Segments of a rank lie within its step, one after the other."""
-    for stage in profiled.result.stages:
-        assert stage.secs[Activity.FORWARD].p50 > 0
-        assert stage.secs[Activity.BACKWARD].p50 > 0
-    for timeline in profiled.result.timelines:
-        for rank in timeline.ranks:
-            for one, following in pairwise(rank.segments):
-                assert following.begin_secs >= one.end_secs - 1e-8
-            assert rank.begin_secs <= rank.segments[0].begin_secs
-            assert rank.segments[-1].end_secs <= rank.end_secs
-
-
 def test_snapshot_chunks_are_on_the_timeline(profiled):
     for stage in profiled.result.stages:
         assert stage.snapshot_bytes > 0
@@ -147,24 +123,16 @@ def test_snapshot_chunks_are_on_the_timeline(profiled):
             assert all(rank.begin_secs <= c.begin_secs for c in rank.chunks)
 
 
-def test_the_trace_file_can_be_loaded(profiled):
-    check_trace(profiled.trace, ranks=2)
-
-
 def gather_traces(rank: int, port: int, folder: str) -> None:
     """One process of :func:`test_traces_and_clocks_are_gathered_between_processes`."""
     import torch.distributed as dist
 
-    from reft.profile import gather, offsets
-    from reft.profile.traces import RankTraces
-    from tests.profile.timelines import Job, train_schedule
-
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     # Ranks 1 and 2 pretend to be on another host.
-    aligned = offsets.measure(dist.group.WORLD, "here" if rank == 0 else "there")
+    aligned = measure_offsets(dist.group.WORLD, "here" if rank == 0 else "there")
     traces = Job(train_schedule(3, 2), {"ForwardPass": 1e-3}).run(2)[rank].traces
     mine = RankTraces(rank, rank, 0, 0, ClockOffset(), 10 * rank, rank != 1, traces)
-    gathered = gather.gather(mine, b"s" * 32, dist.group.WORLD)
+    gathered = gather(mine, b"s" * 32, dist.group.WORLD)
     if rank == 0:
         assert gathered is not None
         facts = {

@@ -18,9 +18,8 @@ from benchmarks.simulator.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.profile.activity import Activity
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.result import ProfileResult
+from reft.profile.result import Activity, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.snapshot.scheduling.trace import StepTrace
 
@@ -99,11 +98,9 @@ def test_queued_transfers_are_not_overstated():
         for s in rank.segments
         if s.activity is Activity.WAIT
     }
-    assert {name for name in (i.name for s in result.stages for i in s.instructions if i.wait_secs)} == {
-        "CommitP2P"
-    }
-    # Nobody was taken for the partner of a stage that he never met.
-    assert result.method.causality_secs == 0
+    ranks = [rank for timeline in result.timelines for rank in timeline.ranks]
+    waits = {s.name for rank in ranks for s in rank.segments if s.activity is Activity.WAIT}
+    assert waits == {"CommitP2P"}
     assert sum(found.values()) > 0.4 * sum(true.values())
     for place, secs in found.items():
         assert secs <= true[place] + costs.link_latency_secs + 1e-9

@@ -12,15 +12,14 @@ import numpy as np
 
 from reft.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
+from reft.naming import Label
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
-from reft.recover.inventory import ArenaRecord, Inventory
-from reft.recover.local import ArenaSet, matches, stored_bytes
+from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, matches, stored_bytes
 from reft.recover.plan import Fetch, RecoveryPlan
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from reft.blocks import Section
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
+from reft.naming import Label
 
 from .fleet import NEW, OLD, SECRET, Fleet, falsify_parities, place, without
 

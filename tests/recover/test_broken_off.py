@@ -8,10 +8,9 @@ from unittest import mock
 
 import pytest
 
-from reft.label import Label
+from reft.naming import Label
 from reft.recover import transfer
-from reft.recover.exchange import BrokenOffError, Exchange
-from reft.recover.ledger import Flaw, Ledger
+from reft.recover.stages import BrokenOffError, Exchange, Flaw, Ledger
 
 
 def _execute(control: mock.MagicMock) -> Any:

@@ -14,8 +14,8 @@ from reft.blocks import STATE_SECTIONS, Section
 from reft.errors import LayoutError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.recover.inventory import take_inventory
-from reft.recover.local import close_arenas, close_behind, offline_topology, open_arenas, plan_verified
+from reft.recover.decide import offline_topology, plan_verified
+from reft.recover.inventory import close_arenas, close_behind, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
@@ -113,5 +113,5 @@ def test_offline_topology_names_what_is_missing(memory):
 
 @pytest.mark.process
 def test_planning_and_local_reading_need_no_torch():
-    code = "import sys, reft.recover.local, reft.recover.moves; assert 'torch' not in sys.modules"
+    code = "import sys, reft.recover.decide; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from reft.errors import TransferError
 from reft.grid import Degrees, Topology
 from reft.recover.decide import plan_recovery
-from reft.recover.moves import make_moves, serving_ranks
-from reft.recover.parity import stripes_of
-from reft.recover.plan import RecoveryPlan, SourceKind
+from reft.recover.plan import RecoveryPlan, SourceKind, stripes_of
+from reft.recover.transfer import make_moves, serving_ranks
 
 from .fleet import JOB, NEW, Fleet, inventories, place, without
 

@@ -38,7 +38,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     prepare_memory(root)
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     job = library.start(
-        [[sys.executable, "-m", "load.worker", str(root), "mpi"]] * WORLD_SIZE, {"PYTHONPATH": path}
+        [[sys.executable, "-m", "recover.worker", str(root), "mpi"]] * WORLD_SIZE, {"PYTHONPATH": path}
     )
     output, _ = job.communicate(timeout=540)
     assert job.returncode == 0, output[-8000:]

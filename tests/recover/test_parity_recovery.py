@@ -13,8 +13,8 @@ from reft.grid import Degrees
 from reft.memory.arena import Arena
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.placement import tolerance
-from reft.recover.inventory import take_inventory
-from reft.recover.local import opened_arenas, plan_verified
+from reft.recover.decide import plan_verified
+from reft.recover.inventory import opened_arenas, take_inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 

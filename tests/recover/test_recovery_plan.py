@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from reft.blocks import Section
 from reft.errors import LayoutError, UnrecoverableError
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import Inventory

@@ -13,8 +13,8 @@ from reft.blocks import BlockKey
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Scheme, make_code
-from reft.recover.parity import LostBlock, find_lost, stripes_of
-from reft.recover.stripe import Pool, Stripe
+from reft.recover.plan import LostBlock, find_lost, stripes_of
+from reft.recover.rebuild import Pool, Stripe
 
 BLOCK_BYTES = 1024
 NBYTES = 40_011

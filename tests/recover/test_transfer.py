@@ -48,7 +48,7 @@ def results(memory):
     logs = [(root / f"rank-{rank}.log").open("w") for rank in range(WORLD_SIZE)]
     ranks = [
         Popen(
-            [sys.executable, "-m", "load.worker", str(root), str(rank)],
+            [sys.executable, "-m", "recover.worker", str(root), str(rank)],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,

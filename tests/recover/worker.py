@@ -1,6 +1,6 @@
 """One rank of the recovery tests: runs every scenario over gloo and writes down what it saw.
 
-Run as ``python -m load.worker DIR RANK``, or under mpiexec as ``python -m load.worker DIR mpi``: then what the ranks
+Run as ``python -m recover.worker DIR RANK``, or under mpiexec as ``python -m recover.worker DIR mpi``: then what the ranks
 say and send goes over MPI. Each scenario is a job whose memory lies under DIR/<name>.
 """
 
@@ -28,11 +28,10 @@ from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import Arena, checksum
+from reft.naming import Label
 from reft.recover.complete import Blueprint, Completing, Room
-from reft.recover.inventory import take_inventory
-from reft.recover.local import close_arenas, open_arenas
+from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut

@@ -143,16 +143,6 @@ def test_a_real_time_limit(cluster: SlurmCluster, directory: Path, undisturbed: 
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
 
 
-def test_the_next_job_of_a_chain_goes_on_from_memory(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    env = {"REFT_JOB_ID": "chain", "REFT_REQUEUE": "0"}
-    first = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES, env=env)
-    then = (*THREE_NODES, f"--dependency=afternotok:{first.number}")
-    second = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=then, env=env, log="second.out")
-    check_chain(first, second, undisturbed)
-
-
 def test_tasks_of_an_array_that_follow_each_other_are_a_chain(
     cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
 ) -> None:

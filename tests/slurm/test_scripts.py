@@ -153,13 +153,6 @@ def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_i
 
 
 @pytest.mark.process
-def test_the_code_of_the_training_script_is_the_jobs(dry: Dry) -> None:
-    dry.steps("exit 3")
-    code, out = dry.run("h100.sbatch", "train.py")
-    assert (code, len(dry.called("srun")), dry.called("requeue")) == (3, 1, []), out
-
-
-@pytest.mark.process
 def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry: Dry) -> None:
     dry.says(nodes=1)
     dry.steps("exit 1")
@@ -195,16 +188,6 @@ def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> 
     )
 
 
-@pytest.mark.process
-def test_where_there_is_no_room_for_its_state_a_rendezvous_is_served_without(dry: Dry) -> None:
-    dry.steps("while [ ! -e reft.calls ]; do sleep 0.02; done")
-    code, out = dry.run("h100.sbatch", "train.py", TMPDIR=str(dry.directory / "absent"))
-    assert code == 0, out
-    assert "a rendezvous that is served again begins anew" in out
-    (call,) = dry.called("reft")
-    assert "--state-dir" not in call
-
-
 def serving(script: psutil.Process) -> list[psutil.Process]:
     """What stands in for the rendezvous."""
     found = []
@@ -212,25 +195,6 @@ def serving(script: psutil.Process) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             found += [process] if process.cmdline() == ["sleep", "600"] else []
     return found
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("code", ["0", "2"])
-def test_a_rendezvous_that_ended_well_or_is_refused_is_not_served_again(dry: Dry, code: str) -> None:
-    dry.write("reft", f"#!/bin/bash\ncd {dry.directory}\necho $* >> reft.calls; exit {code}\n")
-    dry.steps("while [ ! -e gone ]; do sleep 0.02; done")
-    process = dry.start("h100.sbatch", "train.py")
-    script = psutil.Process(process.pid)
-    wait_until(lambda: dry.called("reft") and not any(is_fork(c, script) for c in script.children()))
-    dry.write("gone", "")
-    assert dry.end(process)[0] == 0
-    assert len(dry.called("reft")) == 1
-
-
-def is_fork(process: psutil.Process, script: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline() == script.cmdline()
-    return False
 
 
 @pytest.mark.process
@@ -243,18 +207,6 @@ def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> Non
     assert code == 75, out
     assert dry.called("scancel") == ["--signal=TERM 4711"]
     assert dry.called("requeue") == []
-
-
-@pytest.mark.process
-def test_cancelled_it_is_left_to_slurm(dry: Dry) -> None:
-    dry.steps("while [ ! -e gone ]; do sleep 0.02; done; exit 75")
-    process = dry.start("h100.sbatch", "train.py")
-    wait_until(lambda: dry.called("srun"))
-    dry.says(state="COMPLETING")
-    process.send_signal(signal.SIGTERM)
-    dry.write("gone", "")
-    code, _ = dry.end(process)
-    assert (code, dry.called("scancel"), dry.called("requeue")) == (75, [], [])
 
 
 @pytest.mark.process
@@ -383,23 +335,6 @@ def test_under_mpi_what_is_refused_is_not_tried_again_and_the_rest_so_often(
     dry.steps(*[f"exit {ends}"] * 3)
     code, out = dry.run("h100.sbatch", "train.py", REFT_STEPS="2", **mpi_nodes)
     assert (code, len(dry.called("srun")), dry.called("requeue")) == (int(ends), steps, []), out
-
-
-@pytest.mark.process
-def test_under_mpi_too_few_nodes_are_told(dry: Dry, mpi_nodes: dict[str, str]) -> None:
-    code, out = dry.run("h100.sbatch", "train.py", REFT_SPARES="0", REFT_REQUEUE="0", **mpi_nodes)
-    assert (code, dry.called("srun")) == (75, []), out
-    assert "2 nodes answer, 3 are needed" in out
-
-
-@pytest.mark.process
-def test_under_mpi_told_to_stop_it_commits_and_can_be_resumed(dry: Dry, mpi_nodes: dict[str, str]) -> None:
-    dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 143")
-    process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0", **mpi_nodes)
-    wait_until(lambda: dry.called("srun"))
-    process.send_signal(signal.SIGTERM)
-    code, out = dry.end(process)
-    assert (code, dry.called("scancel"), dry.called("requeue")) == (75, ["--signal=TERM 4711"], []), out
 
 
 @pytest.mark.process

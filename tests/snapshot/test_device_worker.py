@@ -20,20 +20,21 @@ from reft.config import Variant
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
+from reft.snapshot.copying.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
-from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage

@@ -8,8 +8,7 @@ import pytest
 
 from reft.snapshot.copying.engine import ComputeClock
 from reft.snapshot.copying.gate import HostGate
-from reft.snapshot.scheduling.has import Limits, Overflow
-from reft.snapshot.scheduling.pacing import (
+from reft.snapshot.copying.pacing import (
     Observed,
     PaceOptions,
     Pacer,
@@ -18,6 +17,7 @@ from reft.snapshot.scheduling.pacing import (
     waits,
     window_kind,
 )
+from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import WindowKind, instructions
 
@@ -235,7 +235,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
         assert pacer.plan is not None
         positions = [w.position for w in pacer.plan.windows]
         assert (positions == [0]) == (names is other), positions
-    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.scheduling.pacing"]
+    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.pacing"]
     assert len(said) == 1
     assert "windows are measured instead" in said[0]
 

@@ -16,16 +16,17 @@ from reft.config import Variant
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions

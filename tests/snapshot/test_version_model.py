@@ -22,8 +22,8 @@ from itertools import product
 
 import pytest
 
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.snapshot.committing.protocol import (
     Broke,
     Copied,

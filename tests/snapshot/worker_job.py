@@ -22,11 +22,11 @@ from reft.control.control import ControlGroup
 from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.jobdir import write_json
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.protection import (
     REQUEST_FILE,
     Order,
@@ -38,12 +38,13 @@ from reft.node.protection import (
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats

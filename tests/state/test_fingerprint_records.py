@@ -10,9 +10,9 @@ import pytest
 
 from reft.engine.identity import Identity
 from reft.errors import FingerprintError
-from reft.label import Label
 from reft.memory.fingerprints import record_fingerprint
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.state.fingerprint import Fingerprint
 
 OLD, NEW = Fingerprint({"seed": 1}), Fingerprint({"seed": 2})

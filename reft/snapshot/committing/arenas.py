@@ -13,9 +13,9 @@ import torch
 from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling

@@ -13,10 +13,10 @@ from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Topology
 from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.committing.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import Kind, SnapshotStats
 
 
@@ -158,7 +158,7 @@ class Sealer:
         """The next version has this layout. Collective."""
         self._peer_traffic.agree(layout.mine.data_bytes)
 
-    def let_go(self) -> None:
+    def forget(self) -> None:
         """Keep no mapping of an arena: its memory may be given up."""
         if self.peer_optimizers is not None:
             self.peer_optimizers.forget()

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.snapshot.committing.protocol import NONE_YET
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from reft.control.control import ControlGroup, WorkerControl
 from reft.errors import ConfigError
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.node.protection import (
     MOST_CHARACTERS,
     Degradation,

@@ -44,7 +44,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.committing.protocol import (
     NONE_YET,
     Abort,

@@ -9,7 +9,7 @@ import msgpack
 
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import TransferError
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.complaints import Complaints, say
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,7 @@ _FILE = re.compile(r"(?:reft|rank)-(-?\d+)-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Event:
-    """One line of an event file.
-
-    Attributes:
-        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``recovered``,
-            ``closed``; of launchers ``launcher`` and ``round``.
-        time: Unix seconds.
-        rank: global rank; -1: a launcher.
-        pid: of the process that wrote it.
-        fields: the rest.
-    """
+    """One line of an event file: at a Unix time, by a process of a global rank (-1: a launcher)."""
 
     kind: str
     time: float
@@ -76,8 +67,6 @@ class Incarnation:
     Attributes:
         number: 1 for the first; 0 where reft is not attached.
         nodes: node id of every rank.
-        coordinates: coordinate of every rank, as text.
-        attached_at: when the last of its ranks was attached.
         tolerance: node losses that it survives.
         ready: when each rank had loaded and began to train.
         steps: times at which each step was done, by rank.
@@ -91,8 +80,6 @@ class Incarnation:
 
     number: int
     nodes: dict[int, str] = field(default_factory=dict)
-    coordinates: dict[int, str] = field(default_factory=dict)
-    attached_at: float = 0.0
     tolerance: int | None = None
     ready: dict[int, float] = field(default_factory=dict)
     steps: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -107,10 +94,6 @@ class Incarnation:
     def last_step(self) -> int:
         """Newest step done by any rank; 0: none."""
         return max(self.steps, default=0)
-
-    def ranks_of(self, node: str) -> list[int]:
-        """Ranks that are on a node."""
-        return sorted(rank for rank, name in self.nodes.items() if name == node)
 
     @property
     def first_step_times(self) -> tuple[float, float]:
@@ -130,12 +113,10 @@ class History:
     Attributes:
         incarnations: by number.
         losses: every loss that was reported for a step, oldest first, as ``float.hex``.
-        launchers: newest state of every launcher and since when, by node id.
     """
 
     incarnations: dict[int, Incarnation] = field(default_factory=dict)
     losses: dict[int, list[str]] = field(default_factory=dict)
-    launchers: dict[str, tuple[str, float]] = field(default_factory=dict)
     _number_of: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -161,33 +142,17 @@ class History:
         number = self._number_of.get(event.pid, 0)
         return self.incarnations.setdefault(number, Incarnation(number))
 
-    def state_of(self, node: str) -> str:
-        """What a node that lives does: starting, waiting, restoring, healthy or ended."""
-        state, since = self.launchers.get(node, ("starting", 0.0))
-        if state != "running":
-            return state.split()[0].strip(",")
-        life = self.current
-        if life.attached_at < since:
-            return "starting"
-        if all(rank in life.ready for rank in life.ranks_of(node)):
-            return "healthy"
-        return "restoring" if life.number > 1 else "starting"
-
     def feed(self, event: Event) -> None:
         """Take in one event."""
         if event.rank < 0:
-            if event.kind == "launcher":
-                self.launchers[event.fields["node"]] = (event.fields["state"], event.time)
-            return
+            return  # a launcher's
         if event.kind == "attached":
             self._number_of[event.pid] = event.fields["incarnation"]
         life = self.incarnation_of(event)
         fields = event.fields
         if event.kind == "attached":
             life.nodes[event.rank] = fields["node"]
-            life.coordinates[event.rank] = fields["coordinate"]
             life.tolerance = fields["tolerance"]
-            life.attached_at = event.time
         elif event.kind == "ready":
             life.ready[event.rank] = event.time
         elif event.kind == "step":
@@ -201,13 +166,7 @@ class History:
             life.recovered[life.nodes[event.rank]] = event
         elif event.kind == "commit":
             life.committed.add(fields["step"])
-            self._count(life, event)
         elif event.kind == "skip":
             life.skipped[fields["step"]] = fields["cause"]
-        elif event.kind == "closed":
-            self._count(life, event)
-
-    @staticmethod
-    def _count(life: Incarnation, event: Event) -> None:
-        if "taken" in event.fields:
-            life.counters[event.rank] = event.fields
+        if event.kind in ("commit", "closed") and "taken" in fields:
+            life.counters[event.rank] = fields

@@ -5,28 +5,19 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from reft.tools.demo.history import History, Incarnation
-from reft.tools.demo.options import DemoOptions
 
 SOURCES = ("local", "copy", "peer", "parity", "disk")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failure that was made.
-
-    Attributes:
-        step: last step that was done when the node failed; the next one was being computed.
-        node: index of the node.
-        kind: ``node``, ``process`` or ``stop``.
-        time: Unix seconds.
-    """
+    """One failure that was made: at a Unix time, when ``step`` was done and the next one was computed."""
 
     step: int
     node: int
@@ -36,20 +27,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One return to training.
-
-    Attributes:
-        source: ``memory`` or ``disk``; ``none``: nothing had been committed, it began again.
-        version: step it resumed from.
-        lost_steps: steps that had been done and were computed once more.
-        load_secs: of the slowest rank, until its state was restored.
-        failure_to_step_secs: from the failure to the first step done after it; None: no failure was
-            made.
-        bytes_from: bytes restored by source, all ranks together.
-        failure_to_step: the same in its parts, in seconds, as the node saw it that had waited for longest
-            when it made the first step: ``detection`` (until its launcher saw that a trainer had failed) and
-            those of :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left.
-    """
+    """One return to training: from ``memory`` or ``disk``, or ``none``, where nothing had been committed and
+    it began again; seconds of the slowest rank until its state was restored, and from the failure to the
+    first step done after it (None: no failure was made); bytes restored by source, all ranks together."""
 
     source: str
     version: int
@@ -62,27 +42,15 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """What the snapshots did, in all incarnations together.
+    """What the snapshots did, in all incarnations together: versions committed by all ranks (the restored
+    state counts once more) and given up; host memory of one version and what is sent to other nodes for it,
+    on the rank where it is most; seconds of the training thread per snapshot, on the slowest rank."""
 
-    Attributes:
-        taken: versions copied to memory.
-        committed: versions committed by all ranks; the restored state counts once more.
-        skipped: versions given up.
-        bytes_per_rank: host memory of one version on the rank that keeps most.
-        to_host_bytes: what a rank copies itself for one version, at most; the rest is a peer's.
-        sent_bytes: what a rank sends to other nodes for one version, at most.
-        stall_secs_median: seconds of the training thread per snapshot, on the slowest rank.
-        skipped_by_cause: the same, by cause.
-    """
-
-    taken: int
     committed: int
     skipped: int
     bytes_per_rank: int
+    sent_bytes: int
     stall_secs_median: float | None
-    to_host_bytes: int = 0
-    sent_bytes: int = 0
-    skipped_by_cause: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +88,8 @@ class Report:
 
 
 def make_report(
-    options: DemoOptions,
+    layout: Mapping[str, Any],
+    steps: int,
     history: History,
     reference: History,
     failures: Sequence[Failure],
@@ -131,33 +100,18 @@ def make_report(
     """Put together what two runs left behind."""
     lives = [history.incarnations[n] for n in sorted(history.incarnations)]
     return Report(
-        layout=describe_layout(options),
-        steps=options.steps,
+        layout=layout,
+        steps=steps,
         tolerance=next((life.tolerance for life in lives if life.tolerance is not None), None),
         failures=tuple(failures),
         recoveries=find_recoveries(lives, failures),
-        losses=_standing(history, options.steps),
-        reference_losses=_standing(reference, options.steps),
-        max_abs_loss_difference=loss_difference(history, reference, options.steps),
+        losses=_standing(history, steps),
+        reference_losses=_standing(reference, steps),
+        max_abs_loss_difference=loss_difference(history, reference, steps),
         snapshots=_count_snapshots(lives),
         problem=problem,
         total_secs=total_secs,
     )
-
-
-def describe_layout(options: DemoOptions) -> dict[str, Any]:
-    """What was run, and over what."""
-    return {
-        "nodes": options.nodes,
-        "procs_per_node": options.procs_per_node,
-        "pp": options.degrees.pp,
-        "dp": options.degrees.dp,
-        "zero": options.zero,
-        "dtype": options.dtype,
-        "protection": options.protection,
-        "copies": options.copies,
-        "interval_steps": options.interval,
-    }
 
 
 def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -> tuple[Recovery, ...]:
@@ -166,16 +120,12 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
     A failure during a recovery belongs to the recovery that succeeded in the end: it is counted from
     the first failure since the last step of the one before.
     """
-    trained = [life for life in lives if life.steps]
     found = []
-    for before, life in pairwise(trained):
+    for before, life in pairwise(life for life in lives if life.steps):
         began, done = before.first_step_times[0], life.first_step_times[1]
         since = [failure.time for failure in failures if began <= failure.time <= done]
         events = [event.fields for event in life.restored.values()]
         version = int(events[0]["version"]) if events else 0
-        bytes_from = {
-            source: sum(int(fields["bytes_from"].get(source, 0)) for fields in events) for source in SOURCES
-        }
         found.append(
             Recovery(
                 source=str(events[0]["source"]) if events else "none",
@@ -183,7 +133,7 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
                 lost_steps=before.last_step - version,
                 load_secs=max((float(fields["secs"]) for fields in events), default=0.0),
                 failure_to_step_secs=done - min(since) if since else None,
-                bytes_from=bytes_from,
+                bytes_from={s: sum(int(f["bytes_from"].get(s, 0)) for f in events) for s in SOURCES},
                 failure_to_step=failure_to_step(life, min(since)) if since else {},
             )
         )
@@ -191,8 +141,9 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
 
 
 def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
-    """Seconds of the parts of the time from the failure to the first step, on the node that took longest;
-    empty: none are known."""
+    """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
+    ``detection`` (until its launcher saw that a trainer had failed) and those of
+    :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
     seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
     if not seen:
         return {}
@@ -226,28 +177,17 @@ def _standing(history: History, steps: int) -> tuple[float | None, ...]:
 
 
 def _count_snapshots(lives: Sequence[Incarnation]) -> Snapshots:
-    causes = Counter(cause for life in lives for cause in life.skipped.values())
-    stalls = [s for life in lives if (s := _slowest_stall(life)) is not None]
+    counters = [c for life in lives for c in life.counters.values()]
+    slowest = [
+        max(c["stall_secs_median"] or 0.0 for c in life.counters.values()) for life in lives if life.counters
+    ]
     return Snapshots(
-        taken=sum(max((int(c["taken"]) for c in life.counters.values()), default=0) for life in lives),
         committed=sum(len(life.committed) for life in lives),
-        skipped=causes.total(),
-        bytes_per_rank=max((int(c["bytes_per_rank"]) for n in lives for c in n.counters.values()), default=0),
-        to_host_bytes=_most_traffic(lives, "to_host"),
-        sent_bytes=_most_traffic(lives, "sent"),
-        stall_secs_median=statistics.median(stalls) if stalls else None,
-        skipped_by_cause=dict(causes),
+        skipped=sum(len(life.skipped) for life in lives),
+        bytes_per_rank=max((int(c["bytes_per_rank"]) for c in counters), default=0),
+        sent_bytes=max((sum(c["traffic"]["sent"].values()) for c in counters), default=0),
+        stall_secs_median=statistics.median(slowest) if slowest else None,
     )
-
-
-def _most_traffic(lives: Sequence[Incarnation], direction: str) -> int:
-    found = (c["traffic"][direction] for life in lives for c in life.counters.values())
-    return max((sum(kinds.values()) for kinds in found), default=0)
-
-
-def _slowest_stall(life: Incarnation) -> float | None:
-    found = (counters.get("stall_secs_median") for counters in life.counters.values())
-    return max((float(secs) for secs in found if secs is not None), default=None)
 
 
 def _finite(value: Any) -> Any:

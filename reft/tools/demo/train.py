@@ -22,11 +22,12 @@ from torch.nn import functional
 from reft.data.order import ResumableSampler
 from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
-from reft.events import EventLog
-from reft.tools.demo.options import LAYERS
+from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
 _CORPUS_BYTES = 2**20
+_SEED, _DROPOUT = 1234, 0.1
+"""With dropout the random states of the ranks matter."""
 
 
 class Embedding(nn.Module):
@@ -119,8 +120,7 @@ def train(options: dict[str, Any]) -> None:
     """One rank of the job.
 
     Args:
-        options: ``steps``, ``seed``, ``dropout``, ``stages``, ``save_dir``; ``deepspeed``: its
-            configuration.
+        options: ``steps``, ``stages``, ``layers``, ``save_dir``; ``deepspeed``: its configuration.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -129,10 +129,10 @@ def train(options: dict[str, Any]) -> None:
     _prepare()
     if options["deepspeed"].get("fp16") and not get_accelerator().is_fp16_supported():
         raise ConfigError("this processor cannot compute in fp16; use --dtype bf16 or fp32")
-    _seed(options["seed"])
+    _seed(_SEED)
     layers = [
         LayerSpec(Embedding),
-        *(LayerSpec(Block, options["dropout"]) for _ in range(LAYERS)),
+        *(LayerSpec(Block, _DROPOUT) for _ in range(options["layers"])),
         LayerSpec(nn.LayerNorm, _WIDTH),
         LayerSpec(nn.Linear, _WIDTH, _SYMBOLS),
     ]
@@ -141,10 +141,10 @@ def train(options: dict[str, Any]) -> None:
     )
     parameters = list(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=options["deepspeed"])
-    _seed(options["seed"] + 1 + engine.global_rank)
+    _seed(_SEED + 1 + engine.global_rank)
     sampler = ResumableSampler(
         (_CORPUS_BYTES - 1) // _LENGTH,
-        seed=options["seed"],
+        seed=_SEED,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         dp_rank=engine.grid.get_data_parallel_rank(),
         dp_size=engine.grid.get_data_parallel_world_size(),

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from reft.config_read import read_object
 from reft.errors import ConfigError
-from reft.json_file import read_object
 from reft.protect.survival import Weibull
 
 GB = 1e9

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from reft.config_read import read_object
 from reft.errors import ConfigError
-from reft.json_file import read_object
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.planning.cluster import Machine
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, ReftConfig, Variant
-from reft.config_persist import AUTO
+from reft.config import AOR, AUTO, ReftConfig, Variant
 from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
@@ -23,25 +22,13 @@ from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace
 from reft.tools.planning.survival import StoragePlan, Survival, plan_storage, survival_of
 
-IN_VAIN = (
-    f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
-    '{"drift_ulps": 1} what is near the owner\'s'
-)
-NEAR_ONLY = (
-    '"aor": {"drift_ulps": ...} keeps recomputed partitions that are near their owner\'s, not equal to them: '
-    "planned as if none was sent, though one is every resync_steps versions"
-)
+IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage under the planned protection.
-
-    Attributes:
-        stage_id: 0-based. load: of its busiest rank.
-        windows: of a step without snapshots: where the device waits.
-        bytes_per_sec: at which is copied there.
-    """
+    """One pipeline stage under the planned protection: the load of its busiest rank, where its device waits
+    in a step without snapshots, and how fast is copied there."""
 
     stage_id: int
     load: Load
@@ -60,17 +47,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The plan.
-
-    Attributes:
-        job: what was planned.
-        choice: every alternative, and the one that ``auto`` would take.
-        planned: the one that the plan is about: as configured, or the choice.
-        configured: what the block asks for, or ``auto``.
-        pace: the step, estimated or measured.
-        survival: survival under ``planned``.
-        max_overhead: part of the step that snapshots may cost.
-    """
+    """The plan of a job under ``planned``, the alternative that is ``configured``, or the choice of ``auto``,
+    at a pace that is estimated or measured. Snapshots may cost ``max_overhead`` of the time."""
 
     job: PlannedJob
     choice: Choice
@@ -281,11 +259,9 @@ def make_plan(
 
     Args:
         job: what is planned.
-        tolerance: wished node losses of every sharding group, instead of the block's.
+        tolerance, protection, max_overhead: instead of the block's.
         target: wished survival between two persisted checkpoints.
-        protection: instead of the block's; ``auto`` takes the choice.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
-        max_overhead: instead of the block's.
         profile: measured windows, instead of estimated ones.
 
     Raises:
@@ -299,9 +275,8 @@ def make_plan(
     if recomputed and not job.owned:
         recomputed = False
         job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
-    exact = block.aor.drift_ulps > 0  # all clusters have GPUs
     if recomputed:
-        job = replace(job, notes=(*job.notes, NEAR_ONLY if exact else IN_VAIN))
+        job = replace(job, notes=(*job.notes, IN_VAIN))
     choice = choose(
         Situation(
             job.topology,
@@ -309,7 +284,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
-            exact=exact,
+            exact=False,  # all clusters have GPUs
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,

@@ -1,7 +1,7 @@
 """The timelines as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
-One process per rank, named after its stage; a track for instructions, one for snapshot chunks. Events on
-one track never overlap. The format is a list of JSON objects; no library is needed to write it.
+One process per rank, named after its stage; a track for steps, one for instructions, one for snapshot chunks.
+Events on one track never overlap. The format is a list of JSON objects; no library is needed to write it.
 """
 
 from __future__ import annotations
@@ -11,95 +11,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reft.profile.activity import Activity
-from reft.profile.result import ChunkSlice, ProfileResult, RankTimeline, Segment
+from reft.profile.result import Activity, ProfileResult, RankTimeline, Segment
 
-_INSTRUCTIONS = 1
-_SNAPSHOTS = 2
-_STEPS = 0
-_COLOURS = {
-    "forward": "thread_state_running",
-    "backward": "rail_animation",
-    "optimizer": "rail_response",
-    "wait": "thread_state_sleeping",
-    "transfer": "thread_state_iowait",
-    "reduce": "thread_state_runnable",
-    "fence": "terrible",
-    "capture": "bad",
-}
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
 
 
 def write_trace(result: ProfileResult, path: Path) -> None:
     """Write the JSON object format."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"displayTimeUnit": "ms", "traceEvents": list(events(result))}
+    data = {"displayTimeUnit": "ms", "traceEvents": list(_events(result))}
     path.write_text(json.dumps(data, separators=(",", ":")) + "\n")
 
 
-def events(result: ProfileResult) -> Iterator[dict[str, Any]]:
-    """All events: names of processes and tracks first, then by step and rank."""
-    if result.timelines:
-        for rank in result.timelines[0].ranks:
-            yield from _names(rank)
+def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
+    """Names of processes and tracks first, then by step and rank."""
+    for rank in result.timelines[0].ranks if result.timelines else ():
+        for what, track, args in (
+            ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
+            ("process_sort_index", 0, {"sort_index": rank.stage_id}),
+            ("thread_name", _STEPS, {"name": "steps"}),
+            ("thread_name", _INSTRUCTIONS, {"name": "instructions"}),
+            ("thread_name", _SNAPSHOTS, {"name": "snapshot"}),
+        ):
+            yield {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": args}
     for timeline in result.timelines:
         for rank in timeline.ranks:
-            whole = (rank.begin_secs, rank.end_secs)
-            yield _slice((rank.rank, _STEPS), f"step {timeline.step}", whole, "step")
+            yield _slice(rank, _STEPS, f"step {timeline.step}", (rank.begin_secs, rank.end_secs), "step")
             for segment in rank.segments:
-                yield _instruction(rank.rank, segment)
+                between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
+                facts = {"position": segment.position, "micro_batch": segment.micro_batch}
+                yield _slice(rank, _INSTRUCTIONS, _name(segment), between, category, **facts)
             at = rank.begin_secs
             for chunk in sorted(rank.chunks):
                 # Chunks of different streams may overlap; on one track they must not.
                 at = max(at, chunk.begin_secs)
-                yield _chunk(rank.rank, chunk, at)
+                name, facts = f"tier {chunk.tier}" if chunk.tier else "at the fence", chunk._asdict()
+                yield _slice(rank, _SNAPSHOTS, name, (at, max(at, chunk.end_secs)), "snapshot", **facts)
                 at = max(at, chunk.end_secs)
 
 
-def _names(rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    yield _meta(rank.rank, 0, "process_name", name=f"stage {rank.stage_id} (rank {rank.rank})")
-    yield _meta(rank.rank, 0, "process_sort_index", sort_index=rank.stage_id)
-    for track, name in ((_STEPS, "steps"), (_INSTRUCTIONS, "instructions"), (_SNAPSHOTS, "snapshot")):
-        yield _meta(rank.rank, track, "thread_name", name=name)
-
-
-def _meta(pid: int, tid: int, what: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+def _name(segment: Segment) -> str:
+    if segment.activity in (Activity.WAIT, Activity.FENCE):
+        return f"{segment.activity.value} in {segment.name}"
+    return "begin of a snapshot" if segment.activity is Activity.CAPTURE else segment.name
 
 
 def _slice(
-    track: tuple[int, int], name: str, between: tuple[float, float], category: str, **args: Any
+    rank: RankTimeline, track: int, name: str, between: tuple[float, float], category: str, **args: Any
 ) -> dict[str, Any]:
     # Whole nanoseconds: sums of rounded microseconds could overlap.
     start, stop = (round(secs * 1e9) for secs in between)
-    event = {
-        "ph": "X",
-        "pid": track[0],
-        "tid": track[1],
-        "ts": start / 1e3,
-        "dur": max(0, stop - start) / 1e3,
-        "name": name,
-        "cat": category,
-        "args": args,
-    }
-    if category in _COLOURS:
-        event["cname"] = _COLOURS[category]
-    return event
-
-
-def _instruction(pid: int, segment: Segment) -> dict[str, Any]:
-    name = segment.name
-    if segment.activity in (Activity.WAIT, Activity.FENCE):
-        name = f"{segment.activity.value} in {segment.name}"
-    elif segment.activity is Activity.CAPTURE:
-        name = "begin of a snapshot"
-    facts: dict[str, Any] = {"position": segment.position}
-    if segment.micro_batch is not None:
-        facts["micro_batch"] = segment.micro_batch
-    between = (segment.begin_secs, segment.end_secs)
-    return _slice((pid, _INSTRUCTIONS), name, between, segment.activity.value, **facts)
-
-
-def _chunk(pid: int, chunk: ChunkSlice, begin: float) -> dict[str, Any]:
-    name = f"tier {chunk.tier}" if chunk.tier else "at the fence"
-    between = (begin, max(begin, chunk.end_secs))
-    return _slice((pid, _SNAPSHOTS), name, between, "snapshot", nbytes=chunk.nbytes, section=chunk.section)
+    times = {"ts": start / 1e3, "dur": max(0, stop - start) / 1e3}
+    return {"ph": "X", "pid": rank.rank, "tid": track, **times, "name": name, "cat": category, "args": args}

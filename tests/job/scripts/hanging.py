@@ -1,7 +1,7 @@
 """A job that hangs as it is told: one rank stops, loops for ever, or loses its link.
 
-ARGS: DeepSpeed's JSON, and KIND@STEP:RANK: in the first life rank RANK hangs within the step after STEP. It is
-data-parallel, or with KIND "pipe" a pipeline. "slow": nothing hangs, but much takes TEST_SLOW_SECS.
+ARGS: DeepSpeed's JSON, and KIND@STEP:RANK: in the first life rank RANK hangs within the step after STEP.
+"slow": nothing hangs, but much takes TEST_SLOW_SECS.
 """
 
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import reft
@@ -41,7 +40,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.due and KIND == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        while self.due and KIND in ("loop", "pipe"):
+        while self.due and KIND == "loop":
             pass
         if self.due and KIND == "link":
             cut_links()
@@ -50,7 +49,7 @@ class Model(nn.Module):
                 time.sleep(self.pause_secs)
             self.pause_secs = 0.0
         time.sleep(0.02)
-        return self.inner(x) if KIND == "pipe" else nn.functional.mse_loss(self.inner(x), x.flip(0))
+        return nn.functional.mse_loss(self.inner(x), x.flip(0))
 
 
 def cut_links() -> None:
@@ -102,18 +101,6 @@ class Slow:
         return Slow, (self.secs,)
 
 
-def train_pipeline() -> None:
-    stage = Model()
-    model = PipelineModule([nn.Linear(WIDTH, WIDTH), stage], num_stages=2, loss_fn=nn.functional.mse_loss)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
-    engine.load_checkpoint(str(OUT / "checkpoints"))
-    while engine.global_steps < STEPS:
-        step = engine.global_steps
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        stage.due = is_due(step)
-        say(engine.global_steps + 1, float(engine.train_batch(iter([(x, x.flip(0))] * 2))))
-
-
 def say(step: int, loss: float) -> None:
     with (OUT / f"losses-{RANK}").open("a") as file:
         file.write(f"{step} {loss.hex()}\n")
@@ -124,9 +111,6 @@ def main() -> None:
     deepspeed.init_distributed("gloo", timeout=timeout, verbose=False)
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    if KIND == "pipe":
-        train_pipeline()
-        return
     model = Model()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
     engine.load_checkpoint(str(OUT / "checkpoints"))

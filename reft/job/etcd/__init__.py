@@ -1,1 +1,0 @@
-"""An etcd cluster as the rendezvous store (extra ``etcd``)."""

@@ -1,0 +1,402 @@
+"""How one node meets the others: connecting to the rendezvous, and coming back to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+from torch.distributed.launcher.api import LaunchConfig
+
+from reft.control.door import format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
+from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.env import ENV_ETCD_PASSWORD
+from reft.errors import ConfigError, ReftError
+from reft.job.options import LaunchOptions
+from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.server import is_reachable, is_served_by_reft
+from reft.job.rendezvous.state import IncarnationRecord
+from reft.memory.jobdir import read_json
+from reft.naming import committed_key
+from reft.node.daemon import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
+
+_FIRST_CONTACT_SECS = 120.0
+_PROBE_SECS = 2.0
+_LOOK_SECS = 0.5
+_LOOPBACK = "127.0.0.1"
+
+
+class JobEndedError(ReftError, RuntimeError):
+    """The job cannot go on; the message says why and what was kept."""
+
+
+class ServedPlace:
+    """reft's own store: of a ``reft rendezvous``, or of a launcher.
+
+    Attributes:
+        serves: the store is served here, and ends with this launcher.
+        advice: what to do when the store is lost.
+        reopens: when a run whose end the store has noted can be started again under its name.
+    """
+
+    serves = False
+
+    advice = (
+        "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
+        "not train, so that any node may die"
+    )
+    reopens = "restart `reft rendezvous`"
+
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._options = options
+        self._config: LaunchConfig = options.config
+        self._secret = secret
+        self._server: KeyValueServer | None = None
+
+    def open(self) -> RendezvousStore:
+        """Connect to the store, or serve it. Raises JobEndedError where it cannot be used now, ConfigError or
+        AuthenticationError where it cannot be used later either."""
+        if self._has_to_serve():
+            self._serve()
+        store = self.make_client(read_secs(self._config.rdzv_configs))
+        try:
+            store.check([])
+        except StoreError as error:
+            raise JobEndedError(
+                f"the rendezvous endpoint {self._config.rdzv_endpoint} cannot be used: {error}"
+            ) from error
+        return store
+
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
+        """Another connection to the store; does not wait for it."""
+        return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
+
+    def trainers_endpoint(self) -> str:
+        """``host:port`` where trainers reach the store."""
+        host, port = parse_endpoint(self._config.rdzv_endpoint)
+        return format_endpoint(host, self._server.port if self._server is not None else port)
+
+    def outlives_nodes(self, store: RendezvousStore) -> bool:
+        """Whether no worker node's death takes the store along."""
+        with suppress(StoreError):
+            return is_served_by_reft(store)
+        return False
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _has_to_serve(self) -> bool:
+        """Whether this node has to serve the store itself."""
+        conf: dict[str, Any] = self._config.rdzv_configs
+        endpoint = self._config.rdzv_endpoint
+        host, port = parse_endpoint(endpoint)
+        if "is_host" in conf:
+            return str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+        if port == 0:
+            return True
+        if is_reachable(endpoint):
+            return False
+        if _matches_machine_hostname(host):
+            return True
+        self._wait_for_the_store(conf)
+        return False
+
+    def _wait_for_the_store(self, conf: dict[str, Any]) -> None:
+        endpoint, patience = self._config.rdzv_endpoint, contact_secs(conf)
+        logger.info("waiting for the rendezvous store at %s", endpoint)
+        deadline = time.monotonic() + patience
+        while not is_reachable(endpoint):
+            if time.monotonic() > deadline:
+                raise JobEndedError(
+                    f"nothing answers at the rendezvous endpoint {endpoint}; start `reft rendezvous` there "
+                    f"(or the launcher with --node-rank 0), and check that its port is open to the nodes"
+                )
+            time.sleep(_LOOK_SECS)
+
+    def _serve(self) -> None:
+        endpoint = self._config.rdzv_endpoint
+        host, port = parse_endpoint(endpoint)
+        try:
+            listener = listen(host, port, "--rdzv-endpoint")
+        except ConfigError:
+            # Another launcher on this machine may have been quicker.
+            if port and is_reachable(endpoint):
+                return
+            raise
+        self._server = KeyValueServer(listener, self._secret)
+        self.serves = True
+        if self._config.max_nodes > 1 and is_loopback(self._server.host) and not is_loopback(host):
+            logger.warning(
+                "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
+                "host's address as --rdzv-endpoint (or --master-addr)",
+                host,
+                self._server.host,
+            )
+
+
+class EtcdPlace:
+    """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
+    its password."""
+
+    serves = False
+    advice = "Start the members of the etcd cluster again: it needs more than half of them"
+    reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
+
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._config: LaunchConfig = options.config
+        self._secret = secret
+        conf: dict[str, Any] = self._config.rdzv_configs
+        settings = self._settings = EtcdSettings.of(self._config.rdzv_endpoint, conf, os.environ)
+        self._line = EtcdLine(settings)
+        self._contact_secs = contact_secs(conf)
+        self._relay: StoreRelay | None = None
+        # Whoever reads the environment of a trainer has no business with it.
+        os.environ.pop(ENV_ETCD_PASSWORD, None)
+        if settings.password is not None and not settings.tls:
+            logger.warning(
+                "the password of etcd's user %s crosses the network in the clear: set up TLS", settings.user
+            )
+
+    def open(self) -> RendezvousStore:
+        timeout = read_secs(self._config.rdzv_configs)
+        store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=timeout)
+        self._wait_for_the_cluster(store)
+        self._relay = StoreRelay(listen(_LOOPBACK, 0), self._secret, store.lasting())
+        return store
+
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
+        return EtcdStore.of(self._settings, self._secret, self._config.run_id, timeout_secs=timeout_secs)
+
+    def trainers_endpoint(self) -> str:
+        assert self._relay is not None
+        return format_endpoint(_LOOPBACK, self._relay.port)
+
+    def outlives_nodes(self, store: RendezvousStore) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._line.close()
+        if self._relay is not None:
+            self._relay.close()
+
+    def _wait_for_the_cluster(self, store: EtcdStore) -> None:
+        deadline = time.monotonic() + self._contact_secs
+        told = ""
+        while True:
+            try:
+                store.greet()
+                return
+            except StoreError as error:
+                why = "; ".join(map(self._state_of, self._line.settings.endpoints)) or str(error)
+                if time.monotonic() > deadline:
+                    raise JobEndedError(
+                        f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. Start its "
+                        f"members, and check that their client ports are open to the nodes"
+                    ) from error
+                if why != told:
+                    logger.warning("waiting up to %.0f s for etcd: %s", self._contact_secs, why)
+                told = why
+            time.sleep(_LOOK_SECS)
+
+    def _state_of(self, endpoint: str) -> str:
+        """What is the matter with a member of the cluster, in words."""
+        has_leader = self._line.leader_known_by(endpoint, _PROBE_SECS)
+        if has_leader is not None:
+            no_leader = "has no leader: most members are down or cut off"
+            return f"{endpoint} {'answers' if has_leader else no_leader}"
+        try:
+            socket.create_connection(parse_endpoint(endpoint), timeout=_PROBE_SECS).close()
+        except OSError as error:
+            return f"{endpoint} cannot be reached ({error.strerror or error})"
+        tls = "with" if self._settings.tls else "without"
+        return (
+            f"{endpoint} listens, and is no etcd that answers {tls} TLS: check --rdzv-endpoint (etcd's "
+            f"client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
+        )
+
+
+def contact_secs(conf: Mapping[str, Any]) -> float:
+    """How long the first contact is waited for: ``connect_timeout`` of ``--rdzv-conf``."""
+    return float(conf.get("connect_timeout", _FIRST_CONTACT_SECS))
+
+
+def read_secs(conf: Mapping[str, Any]) -> float:
+    """``read_timeout`` of ``--rdzv-conf``."""
+    return float(conf.get("read_timeout", 30))
+
+
+_ASK_SECS = 0.5
+_STATUS_SECS = 5.0
+
+
+class RendezvousClient:
+    """The rendezvous of one job, seen from one node.
+
+    Args:
+        options: of ``reft launch``.
+        secret: the user's; who does not know it, meets nobody (P11).
+
+    Raises:
+        ConfigError: the place cannot be used by what is written.
+    """
+
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._options = options
+        self._config: LaunchConfig = options.config
+        self._outcome_key = f"reft/{self._config.run_id}/outcome"
+        self.place = (EtcdPlace if options.meets_at_etcd else ServedPlace)(options, secret)
+        self._store: RendezvousStore | None = None
+        self.handler: RendezvousHandler | None = None
+        self.incarnations: IncarnationRecord | None = None
+        """What the store knows of the starts of the job, once it is connected."""
+
+    def connect(self) -> RendezvousHandler:
+        """Join as a client where a store is served; serve it, as torchrun does, where none is and the
+        endpoint is this machine's.
+
+        Raises:
+            JobEndedError: nothing of reft's is served there.
+            AuthenticationError: it has another secret.
+            ConfigError: it cannot be served at this address, or an option cannot be used.
+        """
+        config = self._config
+        self._store = self.place.open()
+        self.incarnations = IncarnationRecord(self._store, self._options.job_id)
+        self.handler = self._make_handler(self._store)
+        if config.max_nodes > 1 and not self.place.outlives_nodes(self._store):
+            logger.warning(
+                "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
+                "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
+                self._config.rdzv_endpoint,
+            )
+        return self.handler
+
+    def reconnect(self) -> None:
+        """Wait for a lost store to come back, as long as for a node.
+
+        Raises:
+            JobEndedError: it does not.
+            AuthenticationError: another came, with another secret.
+        """
+        timeout = self._options.join_timeout_secs
+        endpoint = self._config.rdzv_endpoint
+        logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if time.monotonic() > deadline:
+                raise JobEndedError(
+                    f"the rendezvous store at {endpoint} is gone and did not come back in "
+                    f"{timeout:.0f} s. {self.place.advice}"
+                )
+            time.sleep(_ASK_SECS)
+
+    def connect_for_status(self) -> RendezvousStore:
+        """A connection of its own to the store, for what nobody has to wait for."""
+        store = self.place.make_client(_STATUS_SECS)
+        return store.with_prefix(f"reft/{self._config.run_id}/status")
+
+    def wait_as_told(self, job_dir: Path) -> None:
+        """Have the next round wait for others in the place of lost nodes as long as the job's ``reft`` block
+        says, which the daemon was told."""
+        if isinstance(self.handler, StoreRendezvous):
+            told = (read_json(job_dir / CONFIG_FILE) or {}).get("elastic", {})
+            self.handler.wait_secs = told.get("wait_secs")
+
+    def is_spare(self) -> bool:
+        """Whether this node waits for the place of another one."""
+        return bool(getattr(self.handler, "is_spare", False))
+
+    def close(self, outcome: str) -> None:
+        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
+        without."""
+        if self.handler is None or self._store is None:
+            return
+        mine, newest = self._incarnations()
+        if newest > mine > 0 and not self._has_place():
+            logger.error("the job goes on as start %d without this node, which is of start %d", newest, mine)
+            return
+        with suppress(StoreError):
+            self._store.set(self._outcome_key, outcome)
+        try:
+            self.handler.shutdown()
+        except (RuntimeError, RendezvousError) as error:
+            logger.debug("the rendezvous could not be closed: %s", error)
+
+    def has_taken_part(self) -> bool:
+        """Whether this node was in a start of the job."""
+        return self._incarnations()[0] > 0
+
+    def _has_place(self) -> bool:
+        """Whether this node still takes part: a later start may be one that it was to take part in, and that
+        did not come about."""
+        handler: Any = self.handler
+        with suppress(RendezvousError):
+            handler.is_closed()  # looks at the store
+        return bool(handler.has_place)
+
+    def _incarnations(self) -> tuple[int, int]:
+        """This node's start of the job, and the newest one that the store knows of."""
+        newest = 0
+        if self.incarnations is not None:
+            with suppress(StoreError):
+                newest = self.incarnations.read()
+        return int(getattr(self.handler, "incarnation", 0)), newest
+
+    def forget_commits(self) -> None:
+        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
+        if self._store is not None:
+            with suppress(StoreError):
+                self._store.delete(committed_key(self._options.job_id))
+
+    def outcome(self) -> str | None:
+        """What was said when the rendezvous was closed."""
+        if self._store is None:
+            return None
+        with suppress(StoreError):
+            said = self._store.peek(self._outcome_key)
+            return said.decode(errors="replace") if said is not None else None
+        return None
+
+    def leave(self) -> None:
+        """End the connection, and the store if it was served here."""
+        if self._store is not None:
+            self._store.close()
+        self.place.close()
+
+    def _make_handler(self, store: RendezvousStore) -> RendezvousHandler:
+        config = self._config
+        try:
+            parameters = RendezvousParameters(
+                backend=config.rdzv_backend,
+                endpoint=config.rdzv_endpoint,
+                run_id=config.run_id,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                local_addr=config.local_addr,
+                **config.rdzv_configs,
+            )
+            handler = StoreRendezvous(store, parameters)
+            handler.incarnations = self.incarnations
+            return handler
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
+
+    def _answers(self) -> bool:
+        assert self._store is not None
+        try:
+            return self._store.check([])
+        except StoreError:
+            return False

@@ -1,0 +1,453 @@
+"""Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
+
+An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in the
+state that all nodes share (:class:`reft.job.rendezvous.state.Scaling`). More nodes: spares find places free,
+and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
+the loss of, since their memory goes with them; when the others have committed a version without them, it
+tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
+all cases the trainers are told to stop, commit the step that they are in, and start anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from reft.config import AUTO
+from reft.control.rendezvous_store import StoreError
+from reft.errors import AuthenticationError
+from reft.grid import Degrees
+from reft.job.agreement import Agreement
+from reft.job.board import StatusBoard
+from reft.job.options import LaunchOptions
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
+from reft.job.rendezvous.state import JobState, Scaling, member_of
+from reft.job.stop_signals import StopSignals
+from reft.memory.scale_orders import (
+    ORDER_FILE,
+    ScaleAnswer,
+    ScaleOrder,
+    Size,
+    read_answer,
+    read_order,
+    read_size,
+    write_answer,
+    write_order,
+)
+from reft.node.protection import read_record
+from reft.node.report import Board
+from reft.protect.codes import Scheme
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE_SECS = 60.0
+"""An order waits so long, in each start of the job, until the job survives the losses that it means: for the
+first version, for a node that is replaced, or until the launchers have told each other again what a store
+has lost."""
+_WHAT_TO_DO = (
+    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` anew for a node "
+    "that is gone, then ask again; where none is gone, the placement or its protection survives too little "
+    "(`reft plan` says what would do)"
+)
+
+
+class Scaler:
+    """One launcher's part. Looks while the trainers run.
+
+    Args:
+        handler: of the rendezvous.
+        options: of the launcher.
+        path: the job's memory on this node.
+        board: of the job.
+        signals: one of them asks this node to leave.
+    """
+
+    def __init__(
+        self,
+        handler: StoreRendezvous,
+        options: LaunchOptions,
+        path: Path,
+        board: StatusBoard,
+        signals: StopSignals,
+    ) -> None:
+        self._handler = handler
+        self._options = options
+        self._path = path
+        self._board = board
+        self._seen = self._stat()  # an order of an earlier run has been dealt with
+        self._order: ScaleOrder | None = None
+        self._signals = signals
+        self._waits: tuple[Any, int] | None = None
+        self._waits_since = 0.0
+        self._noted: Board | None = None
+
+    def look(self, agreement: Agreement, group_rank: int) -> None:
+        """Take up a new order, and go on with an old one. Best effort: it looks again."""
+        try:
+            self._take_order(agreement)
+            if group_rank == 0:
+                self._note_sizes(agreement)
+                self._name_leavers(agreement)
+            self._tell_when_done(agreement)
+        except (RendezvousError, StoreError, AuthenticationError, OSError) as error:
+            logger.debug("scaling: %s", error)
+
+    def left(self) -> None:
+        """This node has left the job."""
+        if self._order is not None:
+            self._answer(self._order.nodes, done=True)
+
+    def _situation(self, agreement: Agreement) -> Situation:
+        config, record = self._options.config, read_record(self._path)
+        named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
+        return Situation(
+            least=config.min_nodes,
+            most=config.max_nodes,
+            nodes=agreement.nodes,
+            spares=len(self._handler.state.redundancy_list),
+            workers=config.nproc_per_node,
+            tolerance=self._board.tolerance_left(agreement.incarnation),
+            degrees=self._board.degrees,
+            parities=record.parsed if record is not None and named else None,
+            size=read_size(self._path),
+            sizes=self._sizes_of_this_round(),
+        )
+
+    def _sizes_of_this_round(self) -> Sizes | None:
+        state = self._handler.state
+        sizes, ranks = state.sizes, state.participants
+        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
+        return sizes if sizes is not None and sizes.members == here else None
+
+    def _note_sizes(self, agreement: Agreement) -> None:
+        """Have all nodes know with how many the job can train, by its newest version."""
+        if self._board.board is self._noted and self._handler.state.sizes is not None:
+            return
+        self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
+        if now.tolerance is None or now.degrees is None:
+            return
+        fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
+        self._handler.note_sizes(
+            sizes_of_job(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
+        )
+
+    def _take_order(self, agreement: Agreement) -> None:
+        if self._signals.asked_to_leave:
+            write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
+            self._signals.asked_to_leave = False
+        seen = self._stat()
+        if seen == self._seen:
+            return
+        order = read_order(self._path)
+        if order is None or self._handler.is_closed():  # which looks at who waits now
+            self._seen = seen
+            return
+        running, now = len(agreement.nodes), self._situation(agreement)
+        missing = shortfall(order, now)
+        why = refusal(order, now)
+        # Before the first version, a node that waits may not have said so yet.
+        hopeful = now.tolerance is None or not why
+        if missing and hopeful and self._waits_on((seen, agreement.incarnation)):
+            self._say_that_it_waits(order, running, missing)
+            return
+        why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
+        if not why:
+            self._handler.scale(lambda state: asked(order, running, state))
+            granted = self._handler.state.scaling
+            if granted is None or granted.number < order.number:
+                return  # the round is over: another look, in the next one
+            if granted.number > order.number:
+                why = "a later order came from another node: ask again, and set the clocks of the nodes alike"
+        self._seen, self._order = seen, order
+        self._board.warn()
+        if why:
+            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
+            self._answer(running, refused=why)
+            return
+        if replaces(order, agreement.nodes):
+            logger.warning("the job goes on without %s, as it was told to", ", ".join(order.without))
+        else:
+            logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
+        self._answer(running)
+
+    def _waits_on(self, what: tuple[Any, int]) -> bool:
+        """Whether an order, in a start of the job, may wait longer."""
+        now = time.monotonic()
+        if what != self._waits:
+            self._waits, self._waits_since = what, now
+        return now - self._waits_since < TOLERANCE_SECS
+
+    def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
+        """Once, unless something else is missing."""
+        said = f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+        self._board.warn(said)
+        told = read_answer(self._path)
+        if told is None or (told.number, told.waits) != (order.number, said):
+            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=said))
+            logger.warning("%s", said)
+
+    def _name_leavers(self, agreement: Agreement) -> None:
+        """Tell the next nodes to leave: where there are more than were asked for, or, once, those that are to
+        be replaced."""
+        nodes, scaling = agreement.nodes, self._handler.state.scaling
+        if scaling is None or self._handler.state.leaving:
+            return
+        if not scaling.replaces:
+            fewer = scaling.nodes < len(nodes)
+            ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement)) if fewer else ()
+        else:
+            ranks = tuple(i for i, node in enumerate(nodes) if node in scaling.without)
+            survived = self._board.tolerance_left(agreement.incarnation)
+            if scaling.round != -1 or survived is None or survived < len(ranks):
+                return
+        if not ranks:  # not yet
+            return
+        self._handler.scale(lambda state: told(ranks, len(nodes), state))
+        if self._handler.state.leaving:  # else the round is over
+            logger.warning("told to leave: %s", ", ".join(nodes[rank] for rank in ranks))
+
+    def _tell_when_done(self, agreement: Agreement) -> None:
+        order, running = self._order, len(agreement.nodes)
+        if order is None or self._handler.state.leaving:
+            return
+        if running != order.nodes:
+            self._end_half_way(order, agreement)
+            return
+        if self._board.tolerance_left(agreement.incarnation) is None:
+            return
+        staying = sorted(set(order.without) & set(agreement.nodes))
+        if not staying:
+            self._answer(running, done=True)
+            self._order = None
+            return
+        state = self._handler.state
+        # Whether nodes were told to leave in a round before this one.
+        if state.scaling is not None and state.scaling.round not in (-1, state.round):
+            self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
+
+    def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
+        """Where the job has gone to a number of nodes from which it can go no further: that one holds."""
+        running = len(agreement.nodes)
+        why = running > order.nodes and of_the_way(order, self._situation(agreement))
+        if not why:
+            return
+        self._handler.scale(lambda state: stays(order, running, state))
+        logger.warning("the job stays at %d nodes: %s", running, why)
+        self._answer(running, refused=f"the job stays at {running} nodes: {why}")
+
+    def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
+        assert self._order is not None
+        write_answer(
+            self._path,
+            ScaleAnswer(self._order.number, self._order.nodes, running, refused=refused, done=done),
+        )
+        if refused:
+            self._order = None
+
+    def _stat(self) -> Any:
+        try:
+            info = (self._path / ORDER_FILE).stat()
+        except OSError:
+            return None
+        return info.st_mtime_ns, info.st_ino
+
+
+def asked(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
+    """The order in the shared state. More nodes may join now; fewer leave when they are told."""
+    if not state.complete or state.closed:
+        return None
+    before = state.scaling
+    if before is not None and before.number >= order.number:
+        return None
+    replaced = bool(order.without) and order.nodes == running
+    most = max(order.nodes, running)
+    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
+
+
+def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
+    """The number of nodes that the job has, in the place of an order that went half way; None where another
+    was given."""
+    scaling = state.scaling
+    if scaling is None or scaling.number != order.number or len(state.participants) != running:
+        return None
+    return replace(scaling, nodes=running, limit=running)
+
+
+def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | None:
+    """Nodes that leave, in the shared state; None where the round is over already, or the
+    others could not go on."""
+    scaling = state.scaling
+    whole = state.complete and len(state.participants) == running
+    if scaling is None or scaling.round == state.round or not whole or state.closed:
+        return None
+    stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
+    sizes = state.sizes
+    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
+        return None  # no number of those that stay fits, or could recover the version
+    state.leaving.update(node for node, rank in state.participants.items() if rank in ranks)
+    limit = running if scaling.replaces else running - len(ranks)
+    return replace(scaling, limit=limit, round=state.round)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What an order is judged by.
+
+    Attributes:
+        least, most: nodes, of ``--nnodes``.
+        nodes: ids of those that train.
+        spares: nodes that wait.
+        workers: trainers of each node.
+        tolerance: node losses that the job survives now; None: nothing is committed yet.
+        degrees: of the newest version; None: not known.
+        parities: the protection that was asked for by name and keeps parities; None: another.
+        size: what else decides about the degree; None: not known.
+        sizes: who holds what of the newest version, by the ranks of these nodes; None: not known.
+    """
+
+    least: int
+    most: int
+    nodes: tuple[str, ...]
+    spares: int
+    workers: int
+    tolerance: int | None
+    degrees: Degrees | None = None
+    parities: Scheme | None = None
+    size: Size | None = None
+    sizes: Sizes | None = None
+
+    def why_not(self, nodes: int, *, asked: bool = False) -> str:
+        """Why the job cannot train on so many nodes; "" where it can, as far as is known."""
+        if self.degrees is None:
+            return ""
+        return why_not(nodes, self.workers, self.degrees, self.size, self.parities, asked=asked)
+
+    def way(self, wanted: int) -> tuple[int, ...]:
+        """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""
+        return tuple(n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n))
+
+
+def refusal(order: ScaleOrder, now: Situation) -> str:
+    """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
+    wanted, running, named = order.nodes, len(now.nodes), set(order.without)
+    unknown, leave, waiting = sorted(named - set(now.nodes)), max(0, running - wanted), now.spares or "none"
+    why = ""
+    if not now.least <= wanted <= now.most:
+        why = (
+            f"{wanted} nodes were asked for, but the job was started with --nnodes {now.least}:{now.most}; "
+            f"give a number from {now.least} to {now.most}"
+        )
+    elif wanted > running + now.spares:
+        why = (
+            f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft launch` on "
+            f"{wanted - running - now.spares} more and ask again"
+        )
+    elif unknown:
+        why = f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
+    elif wanted == running and len(named) > now.spares:
+        why = (
+            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start "
+            f"`reft launch` on {len(named) - now.spares} more and ask again"
+        )
+    elif wanted != running and len(named) > leave:
+        why = f"{len(named)} nodes were named to leave, but {leave} leave from {running} to {wanted} nodes"
+    elif why := now.why_not(wanted, asked=True):
+        why = f"{why}. {_other_numbers(now)}"
+    return why or of_the_way(order, now)
+
+
+def shortfall(order: ScaleOrder, now: Situation) -> str:
+    """Which losses, that the order means, the job does not survive at this moment; "": it does. Pure."""
+    if now.tolerance is None:
+        return "nothing is committed in this start of the job yet"
+    named = len(set(order.without)) if replaces(order, now.nodes) else 0
+    fewer = order.nodes < len(now.nodes)
+    if now.tolerance >= named and not (fewer and not leave_next(order.nodes, order.without, now)):
+        return ""
+    leave = "a node that leaves takes its part of the state along"
+    if named > 1:
+        leave = f"{named} nodes were named to be replaced at once"
+    elif fewer and (at_once := len(now.nodes) - max(now.way(order.nodes))) > 1:
+        leave = f"{at_once} nodes would leave at once, since no number between fits"
+    return f"{leave}, and now the job survives the loss of {max(0, now.tolerance) or 'none'}"
+
+
+def leave_next(
+    wanted: int, first: tuple[str, ...], now: Situation, survived: int | None = None
+) -> tuple[int, ...]:
+    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of,
+    down to a number that fits; () where there is none. Pure.
+
+    Args:
+        wanted: nodes that the job is to have.
+        first: ids of the nodes that leave before any other.
+        now: what is judged by.
+        survived: losses, whichever they are; None: as now.
+    """
+    survived = (now.tolerance or 0) if survived is None else survived
+    running, way = len(now.nodes), now.way(wanted)
+    if survived < 0:
+        return ()
+    for number in way:
+        if running - number <= survived:
+            return leavers(now.nodes, running - number, first)
+    whole = None if now.sizes is None else now.sizes.tolerance()
+    if now.sizes is None or whole is None or survived < whole:
+        return ()  # another node is lost, perhaps
+    named = [rank for rank, node in enumerate(now.nodes) if node in first]
+    found = (now.sizes.leaving(running - number, named[: running - number]) for number in way)
+    return next((ranks for ranks in found if ranks), ())
+
+
+def of_the_way(order: ScaleOrder, now: Situation) -> str:
+    """Where the nodes that leave at once are more than the job ever survives the loss of."""
+    running = len(now.nodes)
+    whole = None if now.sizes is None else now.sizes.tolerance()
+    if order.nodes >= running or now.tolerance is None or whole is None:
+        return ""
+    survived = max(whole, now.tolerance)
+    if leave_next(order.nodes, order.without, now, survived):
+        return ""
+    at_once = running - max(now.way(order.nodes))
+    protect = ""
+    if now.degrees is not None and at_once < now.degrees.dp:
+        protect = f"`reft protect arc:{at_once}` makes it survive that; then ask again. "
+    others = order.without and leave_next(order.nodes, (), now, survived)
+    if others:
+        leave = " and ".join(now.nodes[rank] for rank in others)
+        return (
+            f"{', '.join(order.without)} would leave at once, and hold together what the others need: "
+            f"without --without {leave} would leave"
+        )
+    return (
+        f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, with their "
+        f"parts of the state, and the job survives the loss of {survived or 'none'}. {protect}"
+        f"{_other_numbers(now)}"
+    )
+
+
+def _other_numbers(now: Situation) -> str:
+    """What may be asked for."""
+    numbers = range(now.least, now.most + 1)
+    others = [n for n in numbers if n != len(now.nodes) and not now.why_not(n, asked=True)]
+    if not others:
+        return f"No other number of --nnodes {now.least}:{now.most} fits the layout and the batch"
+    said = " or ".join(f"`reft scale {n}`" for n in others)
+    return f"What fits the layout and the batch: {len(now.nodes)} nodes, as now; {said}"
+
+
+def replaces(order: ScaleOrder, nodes: tuple[str, ...]) -> bool:
+    """Whether others are to take the places of the nodes that it names."""
+    return bool(order.without) and order.nodes == len(nodes)
+
+
+def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
+    """Ranks of the nodes that leave next: those that were named, then the last. Pure."""
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
+    return tuple(order[:number])

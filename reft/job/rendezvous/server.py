@@ -1,0 +1,150 @@
+"""``reft rendezvous``: the rendezvous store as a process of its own.
+
+Without it the store lives in the launcher of one worker node and dies with it, taking the job along.
+Served here, on a batch or login host, any worker node may die.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from reft.control.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.keyvalue import Journal, KeyValueServer
+from reft.control.rendezvous_store import RendezvousStore
+from reft.errors import AuthenticationError, ConfigError
+from reft.memory.user_secret import user_secret
+from reft.refusal import Parser
+
+logger = logging.getLogger(__name__)
+
+_SERVED_KEY = "reft/rendezvous"
+
+
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """Where a store is served.
+
+    Attributes:
+        endpoint: ``host:port`` for ``--rdzv-endpoint``.
+        address: the one address that it listens on.
+    """
+
+    endpoint: str
+    host: str
+    port: int
+    pid: int
+    address: str
+
+
+class RendezvousServer:
+    """A store that belongs to no worker node, for those who know the secret (P11).
+
+    Args:
+        host: name or address under which nodes reach this machine, and the only one it listens on;
+            None: its full host name.
+        port: port to listen on; 0 takes a free one.
+        secret: the user's; None: as :func:`reft.memory.user_secret.user_secret` finds it.
+        state_dir: directory that keeps what is stored, for a server that takes this one's place; None: memory
+            alone.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the directory not be used.
+        AuthenticationError: the user's secret cannot be used, or is not that of the directory.
+    """
+
+    def __init__(
+        self,
+        host: str | None = None,
+        port: int = DEFAULT_PORT,
+        secret: bytes | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
+        name = host or socket.getfqdn()
+        secret = secret or user_secret()
+        journal = Journal(state_dir, secret) if state_dir is not None else None
+        served = {_SERVED_KEY: str(os.getpid()).encode()}
+        self._server = KeyValueServer(listen(name, port), secret, served, journal)
+        endpoint = format_endpoint(name, self._server.port)
+        self.info = RendezvousInfo(endpoint, name, self._server.port, os.getpid(), self._server.host)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+
+def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
+    """Whether something listens at ``endpoint``."""
+    try:
+        with socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs):
+            return True
+    except OSError:
+        return False
+
+
+def is_served_by_reft(store: RendezvousStore) -> bool:
+    """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
+    return store.check([_SERVED_KEY])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft rendezvous``; returns the exit code."""
+    parser = Parser(
+        prog="reft rendezvous",
+        allow_abbrev=False,
+        description="Serve the rendezvous store of `reft launch` from a host that is not a worker node, "
+        "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same secret: the "
+        "file ~/.reft/secret, which is made at its first use, or REFT_SECRET.",
+    )
+    parser.add_argument(
+        "--host",
+        help="name or address of this host to be reached under; it listens on that address only (default: "
+        "this host's full name)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep what is stored there, so that a rendezvous that is started again with the same port and "
+        "directory knows all that this one knew (default: memory alone; the job goes on all the same, and "
+        "what it had committed is known to its nodes alone)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
+    options = parser.parse_args(list(argv))
+    # A pipe: a lock could be held by the very thread that the handler interrupts.
+    told, tell = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(tell, b"."))
+    try:
+        server = RendezvousServer(options.host, options.port, state_dir=options.state_dir)
+    except (ConfigError, AuthenticationError) as error:
+        print(f"reft rendezvous: {error}", file=sys.stderr)
+        return 2
+    info = server.info
+    if is_loopback(info.address) and not is_loopback(info.host):
+        print(
+            f"reft rendezvous: {info.host} is {info.address} on this host, so other hosts cannot reach it; "
+            f"give an address of this host with --host",
+            file=sys.stderr,
+        )
+    where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
+    text = json.dumps(asdict(info)) if options.json else where
+    print(text, flush=True)
+    select.select([told], [], [])
+    server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

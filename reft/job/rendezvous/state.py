@@ -1,0 +1,347 @@
+"""What the nodes of a rendezvous share, and one node's view of it.
+
+It is JSON, read field by field: TorchElastic unpickles it, so that whoever writes it runs code on every
+node (P11). Beside TorchElastic's own state it holds the seats of those that took part, and what
+``reft scale`` has asked for, and with how many nodes the job can train.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    _NodeDesc,
+    _remove_participant_epilogue,
+    _RendezvousState,
+    _RendezvousStateHolder,
+)
+
+from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.job.rendezvous.sizes import Member, Sizes
+from reft.naming import committed_key
+
+_GRACE_SECS = 0.5
+"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
+the next heartbeat."""
+_LEAST_SECS, _MOST_SECS = 0.1, 1.0
+_NODES_PER_SEC = 500
+"""All nodes together look so often, whose state grows with their number."""
+_ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
+"""Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The newest ``reft scale`` that was granted.
+
+    Attributes:
+        number: of the order.
+        nodes: that the job is to have.
+        limit: nodes that the next round may have: fewer leave at once than the job survives the loss of.
+        without: ids of the nodes that leave first.
+        round: in which those were told that are leaving; -1: nobody was.
+        replaces: nodes that wait take the places of those that leave.
+    """
+
+    number: int
+    nodes: int
+    limit: int
+    without: tuple[str, ...] = ()
+    round: int = -1
+    replaces: bool = False
+
+
+class JobState(_RendezvousState):
+    """TorchElastic's state, and what else the nodes of a job share.
+
+    Attributes:
+        seats: nodes that took part in the last complete round and have not been struck out since, with the
+            time when they were seen taking part: they keep their place from one round to the next.
+        leaving: nodes that are to leave the job, and are still there.
+        scaling: what ``reft scale`` asked for last; None: nothing, as many nodes take part as there may be.
+        sizes: with how many nodes the job can train; None: nothing is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seats: dict[_NodeDesc, datetime] = {}
+        self.leaving: set[_NodeDesc] = set()
+        self.scaling: Scaling | None = None
+        self.sizes: Sizes | None = None
+
+
+def encode_state(state: JobState) -> bytes:
+    """The shared state as JSON."""
+    fields = {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": state.deadline and _seconds(state.deadline),
+        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
+        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
+        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
+        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
+        "seats": [[*_node_fields(n), _seconds(at)] for n, at in state.seats.items()],
+        "leaving": [_node_fields(n) for n in sorted(state.leaving)],
+        "scaling": None if (scaling := state.scaling) is None else asdict(scaling),
+        "sizes": None if (sizes := state.sizes) is None else asdict(sizes),
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_state(data: bytes) -> JobState:
+    """Read what :func:`encode_state` wrote.
+
+    Raises:
+        RendezvousStateError: it is something else.
+    """
+    try:
+        fields = json.loads(data)
+        deadline = fields["deadline"]
+        state = JobState()
+        state.round = int(fields["round"])
+        state.complete = bool(fields["complete"])
+        state.closed = bool(fields["closed"])
+        state.deadline = None if deadline is None else _time(deadline)
+        state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
+        state.wait_list = {_node(f) for f in fields["wait_list"]}
+        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
+        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
+        state.seats.update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
+        state.leaving.update(_node(f) for f in fields["leaving"])
+        if (scaling := fields["scaling"]) is not None:
+            state.scaling = Scaling(**{**scaling, "without": tuple(scaling["without"])})
+        if (sizes := fields["sizes"]) is not None:
+            found = Sizes(
+                fitting=_numbers(sizes["fitting"]),
+                refused=_numbers(sizes["refused"]),
+                scheme=str(sizes["scheme"]),
+                members=tuple(member_of(_node(fields)) for fields in sizes["members"]),
+                domains=_numbers(sizes["domains"]),
+                groups=tuple(map(_numbers, sizes["groups"])),
+            )
+            state.sizes = found
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
+        raise RendezvousStateError(
+            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
+            f"nodes need the same version of reft"
+        ) from error
+    return state
+
+
+def member_of(node: _NodeDesc) -> Member:
+    """The node, as it is named there."""
+    return node.addr, node.pid, node.local_id
+
+
+def secs_from_now(span: timedelta) -> datetime:
+    """A time as TorchElastic compares them."""
+    return _time(time.time() + span.total_seconds())
+
+
+def limited(settings: RendezvousSettings, state: JobState) -> RendezvousSettings:
+    """The settings, with no more nodes than were asked for."""
+    scaling = state.scaling
+    if scaling is None:
+        return settings
+    return replace(settings, max_nodes=max(settings.min_nodes, min(settings.max_nodes, scaling.limit)))
+
+
+def look_secs(nodes: int) -> float:
+    """Seconds between two looks at the shared state of a rendezvous of so many nodes."""
+    return min(_MOST_SECS, max(_LEAST_SECS, nodes / _NODES_PER_SEC))
+
+
+def _node_fields(node: _NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(fields: Iterable[Any]) -> _NodeDesc:
+    addr, pid, local_id = fields
+    return _NodeDesc(str(addr), int(pid), int(local_id))
+
+
+def _numbers(found: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, found))
+
+
+def _time(seconds: Any) -> datetime:
+    return datetime.fromtimestamp(float(seconds), UTC).replace(tzinfo=_ZONE)
+
+
+def _seconds(at: datetime) -> float:
+    return at.replace(tzinfo=UTC).timestamp()
+
+
+class StateHolder(_RendezvousStateHolder):
+    """This node's view of the shared state; strikes out nodes that fell silent, but never itself.
+
+    After a gap in its own view (this process or the store stood still) it gives the others the time
+    again in which a living node beats: their silence may have been its own. In a store that keeps leases, a
+    lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time, too,
+    to show itself again.
+
+    Args:
+        store: of the job.
+        node: this node.
+        settings: of the rendezvous.
+    """
+
+    def __init__(self, store: RendezvousStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
+        self.store = store
+        self._node = node
+        self._settings = settings
+        self._key = f"rendezvous/{settings.run_id}"
+        self._here = f"{self._key}/here/"
+        self._look_secs = look_secs(settings.max_nodes)
+        self.alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        self._state = JobState()
+        self._held: bytes | None = None
+        self._dirty = False
+        self.synced_at = float("-inf")
+        self._trusts_after = float("-inf")
+        self._seen: dict[str, datetime] = {}
+        # Longer than the time between two looks.
+        interval = settings.keep_alive_interval.total_seconds()
+        self._lease_secs = max(self.alive_secs / 2, interval + 1.0)
+        self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
+
+    @property
+    def state(self) -> JobState:
+        return self._state
+
+    def mark_dirty(self) -> None:
+        self._dirty = True
+
+    def sync(self) -> bool | None:
+        """Write the state if it was changed here, else read it; whether it was written, None if read.
+
+        Raises:
+            RendezvousConnectionError: the store does not answer.
+            RendezvousStateError: it holds something else.
+        """
+        now = time.monotonic()
+        written = None
+        try:
+            if not self._dirty and now - self.synced_at < self._look_secs:
+                return None
+            self.store.hold(self._name_of(self._node), self._lease_secs)
+            if self._dirty:
+                written, self._held = self.store.compare_set(self._key, self._held, encode_state(self._state))
+            else:
+                self._held = self.store.peek(self._key)
+            alive = self.store.alive(self._here)
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self._state = JobState() if self._held is None else decode_state(self._held)
+        self._note_alive(alive)
+        self._dirty = False
+        now = time.monotonic()
+        gap = now - self.synced_at
+        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
+        if self._all_are_silent() if gap == float("inf") else gap > self.alive_secs:
+            self._trusts_after = now + self.alive_secs
+        self.synced_at = now
+        if self._state.complete:
+            seen = {
+                n: self._state.last_heartbeats.get(n, _time(time.time())) for n in self._state.participants
+            }
+            seats = self._state.seats
+            scaling = self._state.scaling
+            # Where nodes were told to leave, the limit is that of the next round.
+            is_told = scaling is not None and scaling.round == self._state.round
+            if not is_told and len(seen) >= limited(self._settings, self._state).max_nodes:
+                seats.clear()  # there is no place for those that it went on without
+            seats.update(seen)
+        if now >= self._trusts_after:
+            self._strike_out()
+        return written
+
+    def _note_alive(self, names: Iterable[str]) -> None:
+        """Whoever has a lease lives now, whatever was written of it."""
+        now = _time(time.time())
+        self._seen.update(dict.fromkeys(names, now))
+        for times in (self._state.last_heartbeats, self._state.seats):
+            times.update({n: max(at, self._seen.get(self._name_of(n), at)) for n, at in times.items()})
+
+    def _all_are_silent(self) -> bool:
+        last_seen = {**self._state.seats, **self._state.last_heartbeats}
+        expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
+        return bool(last_seen) and all(at < expired for at in last_seen.values())
+
+    def _strike_out(self) -> None:
+        """Those that are silent, and while a round is left for the next one those whose launchers have ended:
+        whoever waits for their places need not wait until they are silent for long."""
+        state = self._state
+        expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
+        # A node on its way from one round to the next has its seat alone.
+        last_seen = {**state.seats, **state.last_heartbeats}
+        ended = self._ended() if state.seats.keys() - state.participants.keys() else set()
+        lost = {n for n, at in last_seen.items() if at < expired or self._name_of(n) in ended} - {self._node}
+        took_part = not lost.isdisjoint(state.participants)
+        for node in lost:
+            state.last_heartbeats.pop(node, None)
+            state.participants.pop(node, None)
+            state.seats.pop(node, None)
+        for group in (state.wait_list, state.redundancy_list, state.leaving):
+            group.difference_update(lost)
+        if took_part:
+            _remove_participant_epilogue(state, self._settings)
+
+    def _ended(self) -> set[str]:
+        """Names of launchers that have ended."""
+        try:
+            left = self.store.left(self._here)
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return {name for name, secs in left.items() if secs > self.grace_secs}
+
+    def _name_of(self, node: _NodeDesc) -> str:
+        return f"{self._here}{node.addr}/{node.pid}/{node.local_id}"
+
+
+class IncarnationRecord:
+    """Safe to use from several threads.
+
+    Args:
+        store: of the job.
+        job_id: the job.
+    """
+
+    def __init__(self, store: RendezvousStore, job_id: str) -> None:
+        self._store = store
+        self._key = f"reft/{job_id}/incarnation"
+        self._committed_key = committed_key(job_id)
+
+    def read(self) -> int:
+        """The newest start that the store knows of; 0 if none. Raises StoreError."""
+        return _number(self._store.peek(self._key))
+
+    def committed(self) -> int:
+        """The start that has committed the newest version; 0 if none is known of. Raises StoreError."""
+        held = self._store.peek(self._committed_key)
+        return 0 if held is None else _number(held.partition(b":")[0])
+
+    def raise_to(self, number: int) -> int:
+        """Have the store know of a start; returns the newest that it knows of now. Raises StoreError.
+
+        A store that was lost and came back, empty or as it was long ago, learns so what it has missed.
+        """
+        held = self._store.peek(self._key)
+        while (known := _number(held)) < number:
+            done, held = self._store.compare_set(self._key, held, str(number).encode())
+            if done:
+                return number
+        return known
+
+
+def _number(held: bytes | None) -> int:
+    return int(held) if held is not None and held.isdigit() else 0

@@ -1,0 +1,428 @@
+"""What each node of a job tells all others of itself, and what that makes of the job. Pure.
+
+The signals are those of the paper (REFERENCE 1.9): HEALTHY at the start, SNAP when a version is begun,
+COMPLETED when all shards of the node are whole, UNHEALTHY for software that fails, OFFLINE for a node of
+which nothing is heard. A node says the first four of itself; OFFLINE is what the others say of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from reft.errors import ReftError
+from reft.grid import Coordinate, Degrees
+from reft.memory.jobdir import read_json
+from reft.naming import Label
+from reft.node.accounts import Counts
+from reft.node.history import Round
+from reft.node.memory_watch import MemoryUse, RunsOut
+from reft.node.progress import RankSteps
+from reft.node.stragglers import RankSpeed, Straggler
+from reft.protect.codes import Scheme
+from reft.protect.placement import place_group, tolerance_left
+
+BOARD_FILE = "board.json"
+MOST_CHARACTERS = 200
+"""Of a text in a report; longer ones are cut."""
+MOST_WARNINGS = 6
+_MOST_BYTES = 64 * 2**20
+"""Of a report or board, once it is unpacked: 65,536 nodes."""
+
+
+class Signal(StrEnum):
+    """The state of a node."""
+
+    HEALTHY = "HEALTHY"
+    """Its trainers run, or wait for other nodes; it has no version of this start yet."""
+    SNAP = "SNAP"
+    """A version is being copied."""
+    COMPLETED = "COMPLETED"
+    """All its shards of the newest version are whole."""
+    UNHEALTHY = "UNHEALTHY"
+    """A trainer has failed or stands still, or versions are not taken."""
+    OFFLINE = "OFFLINE"
+    """Nothing is heard of it."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    def pack(self) -> bytes:
+        return zlib.compress(self.model_dump_json().encode(), 1)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Raises ValueError if it is none, or too much."""
+        unpacking = zlib.decompressobj()
+        try:
+            text = unpacking.decompress(data, _MOST_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if unpacking.unconsumed_tail:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return cls.model_validate_json(text)
+
+
+def cut(value: Any) -> Any:
+    """A text, no longer than a report may have it."""
+    return value[:MOST_CHARACTERS] if isinstance(value, str) else value
+
+
+_Text = Annotated[str, BeforeValidator(cut)]
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A whole version of one rank in a node's memory.
+
+    Attributes:
+        at: its pipeline stage, replica and tensor slice.
+        degrees: of the job that wrote it, in the same order.
+        label: incarnation and step.
+        scheme: its protection, ``arc:2+aec``; "" where nobody said.
+        sealed_unix_secs: when it was whole.
+        committed: by all ranks.
+    """
+
+    at: tuple[int, int, int]
+    degrees: tuple[int, int, int]
+    label: tuple[int, int]
+    scheme: str = ""
+    sealed_unix_secs: float = 0.0
+    committed: bool = False
+
+
+class NodeReport(_Message):
+    """What a node tells of itself.
+
+    Attributes:
+        node: its id.
+        domain: what fails as one with it: the node, or the host of several that nobody declared to be nodes.
+        number: one more with every report.
+        round: of its trainers; 0 before the first.
+        spare: it waits for a place.
+        signal: its state; ``times`` says when it last was in each, in seconds since 1970.
+        doing: the launcher's words for what it does; ``why`` for what is wrong.
+        step: last one that its trainers have made; None: they have made none yet.
+        steps_per_sec: measured over the last steps; None: not known yet.
+        shards: newest whole version of each rank with memory on this node.
+        trainers: that run.
+        tolerance: node losses that the job's protection survives where all nodes are there; None: not known.
+        restarts: after failures.
+        recovery: the last of them, without the names of those that were there.
+        warnings: for people.
+        memory: that limits its trainers, and how much of it is in use.
+        runs_out: which of it will be full, the soonest first.
+        counts: the job's, as this node has counted them; None: not yet.
+        ranks: the last steps of its trainers; for who keeps the board, on which they are not.
+        left: it has ended, and says so.
+    """
+
+    node: str
+    domain: str
+    number: int = 0
+    round: int = 0
+    spare: bool = False
+    signal: Signal = Signal.HEALTHY
+    times: dict[Signal, float] = {}
+    doing: _Text = ""
+    why: _Text = ""
+    step: int | None = None
+    steps_per_sec: float | None = None
+    shards: tuple[Shard, ...] = ()
+    trainers: int = 0
+    tolerance: int | None = None
+    restarts: int = 0
+    recovery: Round | None = None
+    warnings: _Texts = ()
+    memory: tuple[MemoryUse, ...] = ()
+    runs_out: tuple[RunsOut, ...] = ()
+    counts: Counts | None = None
+    ranks: tuple[RankSteps, ...] = ()
+    left: bool = False
+
+
+class Row(_Message):
+    """A node, as the keeper of the board sees it.
+
+    Attributes:
+        report: its newest.
+        silent_secs: since then, by the keeper's clock.
+        offline_unix_secs: since when nothing is heard of it; None: it is heard of.
+    """
+
+    report: NodeReport
+    silent_secs: float = 0.0
+    offline_unix_secs: float | None = None
+
+    @property
+    def signal(self) -> Signal:
+        return self.report.signal if self.offline_unix_secs is None else Signal.OFFLINE
+
+    def why_offline(self) -> str:
+        """For people."""
+        if self.report.left:
+            return f"its launcher has ended: {self.report.why or self.report.doing}"
+        return "nothing is heard of its launcher"
+
+
+class Board(_Message):
+    """All nodes of a job, the same for all of them.
+
+    Attributes:
+        job_id: the job.
+        keeper: the node whose launcher puts it together.
+        number: one more with every change.
+        unix_secs: when it was put together, by the keeper's clock.
+        rows: by node.
+        slow: ranks, nodes and links that are slower than their peers, the costliest first.
+        speeds: of what the ranks' last steps consisted.
+        written_unix_secs: when a launcher wrote this copy into its node's memory.
+        store_lost_unix_secs: since when that launcher does not reach the others; None: it does.
+    """
+
+    job_id: str
+    keeper: str = ""
+    number: int = 0
+    unix_secs: float = 0.0
+    rows: tuple[Row, ...] = ()
+    slow: tuple[Straggler, ...] = ()
+    speeds: tuple[RankSpeed, ...] = ()
+    written_unix_secs: float = 0.0
+    store_lost_unix_secs: float | None = None
+
+    def row(self, node: str) -> Row | None:
+        """Of one node."""
+        return next((r for r in self.rows if r.report.node == node), None)
+
+
+def read_board(path: Path) -> Board | None:
+    """The copy in a job's memory on a node; None if there is none that can be read."""
+    fields = read_json(path / BOARD_FILE)
+    try:
+        return None if fields is None else Board.model_validate(fields)
+    except (ValueError, RecursionError):
+        return None
+
+
+def newest_board(paths: Iterable[Path]) -> Board | None:
+    """The newest of several nodes' copies."""
+    boards = [board for path in paths if (board := read_board(path)) is not None]
+    return max(boards, key=lambda board: board.written_unix_secs, default=None)
+
+
+def updated_row(
+    before: Row | None, report: NodeReport, *, elapsed_secs: float, offline_after_secs: float, now: float
+) -> Row:
+    """A node's row after another look at its report.
+
+    Args:
+        before: its row at the last look; None: there was none.
+        report: the newest.
+        elapsed_secs: since the last look, as far as the keeper itself did not stand still.
+        offline_after_secs: a node is OFFLINE when nothing was heard of it for longer.
+        now: seconds since 1970.
+    """
+    heard = before is None or report.number != before.report.number
+    silent = 0.0 if before is None or heard else before.silent_secs + elapsed_secs
+    offline = None
+    if report.left or silent > offline_after_secs:
+        known = before.offline_unix_secs if before is not None else None
+        offline = known if known is not None and not heard else now - silent
+    return Row(report=report, silent_secs=silent, offline_unix_secs=offline)
+
+
+# -- the placement ---------------------------------------------------------------------------------------
+
+
+def place(rows: Iterable[Row]) -> tuple[Degrees | None, dict[Coordinate, Row]]:
+    """The placement by what is in memory: who held the newest version of each rank, gone or not."""
+    newest: dict[Coordinate, tuple[Label, Row]] = {}
+    degrees, last = None, Label(-1, -1)
+    for row in rows:
+        for shard in row.report.shards:
+            at, label = Coordinate(*shard.at), Label(*shard.label)
+            if at not in newest or label > newest[at][0]:
+                newest[at] = label, row
+            if label > last:
+                degrees, last = Degrees(*shard.degrees), label
+    if degrees is None:
+        return None, {}
+    inside = {
+        at: row
+        for at, (_, row) in newest.items()
+        if at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
+    }
+    return degrees, inside
+
+
+def newest_start(row: Row) -> int:
+    """The start of the job that wrote the newest version in a node's memory; 0: it has none."""
+    return max((shard.label[0] for shard in row.report.shards), default=0)
+
+
+def scheme_of(rows: Iterable[Row]) -> str:
+    """The protection of the newest version that any node tells of; "" where nobody said."""
+    shards = [s for row in rows for s in row.report.shards]
+    return max(shards, key=lambda s: s.label).scheme if shards else ""
+
+
+def tolerance_now(rows: Iterable[Row]) -> int | None:
+    """Further node losses that every sharding group survives, from the real placement without the nodes that
+    are gone (P4).
+
+    Returns:
+        -1: what is gone already is more than that; None: no version, or it is not said how it is protected.
+    """
+    known = list(rows)
+    degrees, holders = place(known)
+    scheme = scheme_of(known)
+    if degrees is None or not scheme:
+        return None
+    groups = set()
+    for pp in range(degrees.pp):
+        for tp in range(degrees.tp):
+            held = [holders.get(Coordinate(pp, dp, tp)) for dp in range(degrees.dp)]
+            # P4: a rank that nobody has told of counts as lost, alone.
+            nodes = tuple(f"?{dp}" if r is None else r.report.domain for dp, r in enumerate(held))
+            lost = frozenset(dp for dp, r in enumerate(held) if r is None or r.signal is Signal.OFFLINE)
+            groups.add((nodes, lost))
+    try:
+        return min(_left(nodes, lost, scheme) for nodes, lost in groups)
+    except ReftError:  # another release's scheme
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
+    parsed = Scheme.parse(scheme)
+    return tolerance_left(nodes, place_group(nodes, parsed.copies, parsed.parities), lost)
+
+
+# -- the whole job -------------------------------------------------------------------------------------
+
+
+def summary(board: Board, now: float) -> dict[str, Any]:
+    """The job, for people and programs.
+
+    Args:
+        board: of the job.
+        now: seconds since 1970; ages are counted to it.
+    """
+    rows = sorted(board.rows, key=lambda r: r.report.node)
+    present = [r.report for r in rows if r.signal is not Signal.OFFLINE]
+    committed = [s for r in rows for s in r.report.shards if s.committed]
+    newest = max(committed, key=lambda s: (s.label, s.sealed_unix_secs), default=None)
+    step = max((r.step for r in present if r.step is not None and r.step >= 0), default=None)
+    speeds = [r.steps_per_sec for r in present if r.steps_per_sec is not None]
+    recoveries = [r.report.recovery for r in rows if r.report.recovery is not None]
+    last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
+    needed = {row.report.node for row in place(rows)[1].values()}
+    left = tolerance_now(rows)
+    runs_out = [(n.node, r) for n in present for r in n.runs_out]
+    said = [f"{node}: {r}" for node, r in runs_out]
+    return {
+        "job_id": board.job_id,
+        "round": max((r.round for r in present), default=0),
+        "step": step,
+        "steps_per_sec": median(speeds) if speeds else None,
+        "newest_commit": None
+        if newest is None
+        else {"incarnation": newest.label[0], "step": newest.label[1], "unix_secs": newest.sealed_unix_secs},
+        "commit_age_secs": None if newest is None else max(0.0, now - newest.sealed_unix_secs),
+        "commit_lag_steps": None if newest is None or step is None else max(0, step - newest.label[1]),
+        "protection": scheme_of(rows) or None,
+        "tolerance": max((r.tolerance for r in present if r.tolerance is not None), default=None),
+        "tolerance_left": left,
+        "restarts": max((r.report.restarts for r in rows), default=0),
+        "last_recovery": None if last is None else asdict(last),
+        "nodes": [_node(r, r.report.node in needed) for r in rows],
+        "since_start": _since_start(rows),
+        "slow": [asdict(s) for s in board.slow],
+        "speeds": [asdict(s) for s in board.speeds],
+        "memory": [{"node": n.node, **asdict(m)} for n in present for m in n.memory],
+        "runs_out": [
+            {"node": node, **asdict(r), "said": s} for (node, r), s in zip(runs_out, said, strict=True)
+        ],
+        "warnings": [*_warnings(rows, needed, left), *map(str, board.slow), *said],
+        "as_of_unix_secs": board.unix_secs,
+    }
+
+
+def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """What the node that has counted for longest has counted; operations of the model per second of the job,
+    losses included, and of a trainer, where some node knows its parameters and saw its tokens."""
+    told = [r.report.counts for r in rows if r.report.counts is not None]
+    counts = max(told, key=lambda c: c.elapsed_secs, default=None)
+    if counts is None:
+        return None
+    per_sample = max((c.flops / c.samples for c in told if c.samples), default=0.0)
+    trainers = sum(r.report.trainers for r in rows if not r.report.spare)
+    tflops = per_sample * (counts.samples_per_sec or 0.0) / 1e12
+    known = tflops > 0 and trainers > 0
+    return {
+        **asdict(counts),
+        "effective_ratio": counts.effective_ratio,
+        "samples_per_sec": counts.samples_per_sec,
+        "lost_secs": counts.lost_secs,
+        "tflops": tflops if known else None,
+        "tflops_per_trainer": tflops / trainers if known else None,
+    }
+
+
+_OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers"}
+
+
+def _node(row: Row, needed: bool) -> dict[str, Any]:
+    report, offline = row.report, row.signal is Signal.OFFLINE
+    times = {str(s): at for s, at in sorted(report.times.items())}
+    if row.offline_unix_secs is not None:
+        times[Signal.OFFLINE] = row.offline_unix_secs
+    return {
+        **report.model_dump(mode="json", include=_OF_NODE),
+        "signal": str(row.signal),
+        "since_unix_secs": times.get(row.signal),
+        "times": times,
+        "holds_shards": needed,
+        "doing": "" if offline else report.doing,
+        "why": row.why_offline() if offline else report.why,
+        "shards": [
+            {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]}
+            for s in report.shards
+        ],
+    }
+
+
+def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> Iterable[str]:
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        report = row.report
+        if row.signal is Signal.OFFLINE:
+            if report.node in needed:
+                yield f"{report.node} is gone: {row.why_offline()}"
+            continue
+        for said in report.warnings:
+            told.setdefault(said, []).append(report.node)
+    if left is not None and left < 0:
+        yield "the versions in memory are lost with the nodes that are gone, unless one of them comes back"
+    elif left == 0:
+        yield "the loss of one more node would lose the versions in memory"
+    for said, nodes in told.items():
+        yield f"{', '.join(nodes[:3])}{' and others' if len(nodes) > 3 else ''}: {said}"
+
+
+def is_well(told: Mapping[str, Any]) -> bool:
+    """Whether the job of a :func:`summary` is as it should be."""
+    needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
+    bad = (Signal.UNHEALTHY, Signal.OFFLINE)
+    return told["newest_commit"] is not None and not any(n["signal"] in bad for n in needed)

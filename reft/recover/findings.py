@@ -1,0 +1,415 @@
+"""What was found in memory, without its block tables: which arenas may serve, which are left aside, and why.
+
+Pure. Every rank sums up a part of its node (:func:`summarize`); the summaries of all together
+(:func:`put_together`) say who holds which version. Everything that is left aside is named, so that a person
+who expected a recovery sees what is missing and what to change. A sharding group's members take part in its
+recovery, and on every node that holds arenas of the group but runs no member of it one rank that reads there:
+after a restart coordinates may run anywhere (P7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgpack
+
+from reft.grid import Coordinate, Topology
+from reft.memory.arena_files import is_decoded
+from reft.memory.header import ArenaState
+from reft.naming import Label
+from reft.recover.inventory import ArenaRecord
+
+
+def arenas_to_tell(
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    rank: int,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
+) -> list[ArenaRecord]:
+    """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
+    that it reads for, as the first of the node to do so; the first rank of the node also speaks for
+    arenas that cannot serve."""
+    node = topology.nodes[rank]
+
+    def speaker(record: ArenaRecord) -> int:
+        at = record.header.coordinate
+        if not _fits(record, topology, job_id, layout, any_dp):
+            return topology.local_ranks(node)[0]
+        return topology.readers(node, at.pp, at.tp)[0]
+
+    return [record for record in records if speaker(record) == rank]
+
+
+def tables_of(
+    records: Iterable[ArenaRecord],
+    groups: Iterable[Group],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
+) -> dict[Group, list[ArenaRecord]]:
+    """The whole arenas that may serve each of these sharding groups: of this job, its degrees and its layout,
+    whatever else has the same label (P7)."""
+    tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
+    for record in records:
+        at = record.header.coordinate
+        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout, any_dp):
+            tables[at.pp, at.tp].append(record)
+    return tables
+
+
+def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec, any_dp: bool) -> bool:
+    return record.header.job_id == job_id and not misfit(record, topology, layout, any_dp=any_dp)
+
+
+def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
+    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each."""
+    topology = findings.topology
+    node, at = topology.nodes[rank], topology.coordinates[rank]
+    own = at.pp, at.tp
+    reads = [g for g in topology.groups() if g != own and topology.readers(node, *g) == (rank,)]
+    parts: dict[Group, tuple[int, ...]] = {}
+    for group, nodes in findings.nodes_with([own, *reads]).items():
+        if group == own or node in nodes:
+            readers = {reader for holder in nodes for reader in topology.readers(holder, *group)}
+            parts[group] = tuple(sorted(readers.union(topology.group(*group))))
+    return parts
+
+
+Group = tuple[int, int]
+"""A sharding group: (pp, tp)."""
+LayoutSpec = str | Mapping[tuple[int, int], str] | None
+"""Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""
+
+_MOST_NAMED = 6
+
+
+class Head(NamedTuple):
+    """An arena of this job without its block table: whose bytes of which version lie where.
+
+    Attributes:
+        dp: data-parallel degree of the job that wrote it.
+    """
+
+    label: Label
+    state: ArenaState
+    coordinate: Coordinate
+    node: str
+    path: str
+    dp: int
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where arenas lie, whosever bytes they hold: (node, local rank). Slots of one rank are one place."""
+        return self.node, self.path.partition("-slot")[0]
+
+    def __str__(self) -> str:
+        return f"{self.label} of {self.coordinate}, {self.state}, in {self.path} on node {self.node}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one rank found, or one node.
+
+    Attributes:
+        node: where.
+        heads: arenas of the right job, degrees and layout.
+        misfits: what other degrees or layouts were found, in words, with their newest label.
+        ignored: why arenas are left aside, in words, and which.
+        problems: why files could not be read.
+        newest_committed: newest label marked committed in an arena of this job, misfits included.
+    """
+
+    node: str
+    heads: tuple[Head, ...]
+    misfits: Mapping[str, Label]
+    ignored: Mapping[str, Sequence[str]]
+    problems: tuple[str, ...]
+    newest_committed: Label | None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any arena of this job was found, of whatever layout."""
+        return bool(self.heads or self.misfits)
+
+    def encode(self) -> bytes:
+        """Bytes to send: about 40 per arena."""
+        heads = [
+            [*_pack(h.label), str(h.state), h.coordinate.pp, h.coordinate.dp, h.coordinate.tp, h.path, h.dp]
+            for h in self.heads
+        ]
+        misfits = {what: _pack(label) for what, label in self.misfits.items()}
+        newest = None if self.newest_committed is None else _pack(self.newest_committed)
+        body: bytes = msgpack.packb(
+            [self.node, heads, misfits, dict(self.ignored), list(self.problems), newest]
+        )
+        return body
+
+    @classmethod
+    def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
+        """Inverse of :meth:`encode`.
+
+        Args:
+            body: the bytes.
+            topology: placement of the running incarnation.
+            known: labels met so far, shared by all summaries of a job.
+        """
+        node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
+        heads = []
+        for incarnation, step, state, pp, dp, tp, path, size in rows:
+            label = known.get((incarnation, step))
+            if label is None:
+                label = known[incarnation, step] = Label(incarnation, step)
+            heads.append(Head(label, _STATES[state], topology.coordinate_at(pp, dp, tp), node, path, size))
+        return cls(
+            node=node,
+            heads=tuple(heads),
+            misfits={what: Label(*label) for what, label in misfits.items()},
+            ignored=ignored,
+            problems=tuple(problems),
+            newest_committed=None if newest is None else Label(*newest),
+        )
+
+
+_STATES = {str(state): state for state in ArenaState}
+
+
+def _pack(label: Label) -> tuple[int, int]:
+    return label.incarnation, label.step
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The arenas of one job.
+
+    Attributes:
+        by_label: SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label
+            were written by a job of one data-parallel degree.
+        unfinished: arenas of the job that were being written when their rank died.
+        misfits: what other degrees or layouts were found, in words, with their newest label.
+        notes: everything left aside, in words.
+        newest_committed: newest label marked committed in any arena of this job.
+        present: nodes that sent a summary or have ranks.
+        bare: those of them that hold no arena of this job.
+    """
+
+    job_id: str
+    topology: Topology
+    by_label: Mapping[Label, tuple[Head, ...]]
+    unfinished: tuple[Head, ...]
+    misfits: tuple[str, ...]
+    notes: tuple[str, ...]
+    newest_committed: Label | None
+    present: tuple[str, ...]
+    bare: tuple[str, ...]
+
+    @property
+    def empty(self) -> bool:
+        return not (self.by_label or self.unfinished or self.misfits)
+
+    @property
+    def layout_mismatch(self) -> bool:
+        return bool(self.misfits)
+
+    def holders(self, label: Label) -> frozenset[tuple[str, str]]:
+        """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its version, not
+        a place that seals versions."""
+        return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
+
+    @property
+    def sizes(self) -> dict[Label, int]:
+        """Per label the members of every sharding group when it was written."""
+        return {label: heads[0].dp for label, heads in self.by_label.items()}
+
+    def committed(self, label: Label) -> bool:
+        """Whether some arena marks ``label`` committed."""
+        return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
+
+    def nodes_with(self, groups: Iterable[tuple[int, int]]) -> dict[tuple[int, int], frozenset[str]]:
+        """Nodes that hold whole versions of each of the sharding groups (pp, tp)."""
+        found: dict[tuple[int, int], set[str]] = {group: set() for group in groups}
+        for heads in self.by_label.values():
+            for head in heads:
+                nodes = found.get((head.coordinate.pp, head.coordinate.tp))
+                if nodes is not None:
+                    nodes.add(head.node)
+        return {group: frozenset(nodes) for group, nodes in found.items()}
+
+    def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
+        """Why ``label`` is not whole: what is missing, and whose arenas are gone.
+
+        Args:
+            gaps: the first of what is missing, in words.
+            count: how much is missing in all.
+        """
+        text = f"not whole, {count} missing: {listing(gaps, count=count)}"
+        found = {head.coordinate for head in self.by_label[label]}
+        written = replace(self.topology.degrees, dp=self.sizes[label])
+        gone = [c for c in written.coordinates() if c not in found]
+        if gone:
+            named = [self._whereabouts(c) for c in gone[:_MOST_NAMED]]
+            text += f". No arena of this version from {listing(named, count=len(gone))}"
+        return f"{text}. {self._nodes()}"
+
+    def why_no_candidate(self) -> str:
+        """Why there is no version to look at, and what to do."""
+        if self.empty:
+            return (
+                f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job never took a "
+                f"snapshot, or every node that held one is gone"
+            )
+        if self.misfits:
+            return (
+                f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running model's "
+                f"layout. Start with the degrees and the model the memory was written with; or write a "
+                f"checkpoint from it with `reft persist --job {self.job_id} --out DIR`, convert that with "
+                f"`python -m deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the "
+                f"memory with `reft clean` to start anew"
+            )
+        return (
+            f"only unfinished versions were found: {listing(map(str, self.unfinished))}. "
+            f"{self._nodes()}. The job stopped before its first snapshot was complete on every rank"
+        )
+
+    def _whereabouts(self, coordinate: Coordinate) -> str:
+        usable = (head for heads in self.by_label.values() for head in heads)
+        seen = [head for head in (*usable, *self.unfinished) if head.coordinate == coordinate]
+        if not seen:
+            return f"{coordinate} (nothing of it on any node that is present: its node is lost)"
+        seen.sort(key=lambda head: head.label, reverse=True)
+        held = ", ".join(f"{head.label} {head.state}" for head in seen)
+        return f"{coordinate} (node {seen[0].node} holds only {held})"
+
+    def _nodes(self) -> str:
+        text = f"Nodes present: {listing(self.present)}"
+        if self.bare:
+            text += f"; without memory of this job (new or emptied): {listing(self.bare)}"
+        return text
+
+
+def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None = None) -> str:
+    """A comma-separated list that stays readable: the first few, then how many more.
+
+    Args:
+        items: what to name.
+        most: how many of them at most.
+        count: how many there are, where not all are given.
+    """
+    every = list(items)
+    count = len(every) if count is None else count
+    if count > most:
+        return f"{', '.join(every[:most])} and {count - most} more"
+    return ", ".join(every) or "none"
+
+
+def summarize(
+    node: str,
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    problems: Sequence[str] = (),
+    any_dp: bool = False,
+) -> Summary:
+    """Sum up arenas of one node; see :class:`Summary` and :func:`misfit`."""
+    heads: list[Head] = []
+    misfits: dict[str, Label] = {}
+    ignored: dict[str, list[str]] = {}
+    committed: list[Label] = []
+    for record in records:
+        header = record.header
+        place = f"{record.path} on node {record.node}"
+        if header.job_id != job_id:
+            ignored.setdefault(f"of another job, {header.job_id!r} instead of {job_id!r}", []).append(place)
+            continue
+        if record.committed:
+            committed.append(header.label)
+        if what := misfit(record, topology, layout, any_dp=any_dp):
+            misfits[what] = max(misfits.get(what, header.label), header.label)
+            ignored.setdefault(f"of another layout, {what}", []).append(place)
+            continue
+        place_in_job = header.label, header.state, header.coordinate
+        heads.append(Head(*place_in_job, record.node, record.path, header.degrees.dp))
+        if not record.usable:
+            ignored.setdefault(f"not finished ({header.label} {header.state})", []).append(place)
+    return Summary(node, tuple(heads), misfits, ignored, tuple(problems), max(committed, default=None))
+
+
+def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Findings:
+    """Put the summaries of all nodes together; see :class:`Findings`."""
+    by_label: dict[Label, list[Head]] = {}
+    unfinished: list[Head] = []
+    misfits: dict[str, Label] = {}
+    ignored: dict[str, list[str]] = {}
+    for summary in summaries:
+        for head in summary.heads:
+            if head.state.whole:
+                by_label.setdefault(head.label, []).append(head)
+            else:
+                unfinished.append(head)
+        for what, label in summary.misfits.items():
+            misfits[what] = max(misfits.get(what, label), label)
+        for why, places in summary.ignored.items():
+            ignored.setdefault(why, []).extend(places)
+    for label, heads in by_label.items():
+        by_label[label], others = _of_one_dp(heads, topology.degrees.dp)
+        if others:
+            why = f"of another data-parallel degree under the same name, {label}"
+            ignored[why] = [f"{head.path} on node {head.node}" for head in others]
+    present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
+    with_memory = {s.node for s in summaries if s.has_memory}
+    notes = [
+        f"left aside, {why}: {listing(sorted(places), count=len(places))}"
+        for why, places in sorted(ignored.items())
+    ]
+    return Findings(
+        job_id=job_id,
+        topology=topology,
+        by_label={label: tuple(heads) for label, heads in by_label.items()},
+        unfinished=tuple(unfinished),
+        misfits=tuple(f"{what} (newest {label})" for what, label in sorted(misfits.items())),
+        notes=(*notes, *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems})),
+        newest_committed=max((s.newest_committed for s in summaries if s.newest_committed), default=None),
+        present=present,
+        bare=tuple(node for node in present if node not in with_memory),
+    )
+
+
+def _of_one_dp(heads: Sequence[Head], dp: int) -> tuple[list[Head], list[Head]]:
+    """Arenas of one label that belong together, and the others: where two degrees gave versions one name,
+    those of the running job's degree, else those of the largest."""
+    sizes = {head.dp for head in heads}
+    size = dp if dp in sizes else max(sizes)
+    return [h for h in heads if h.dp == size], [h for h in heads if h.dp != size]
+
+
+def misfit(
+    record: ArenaRecord, topology: Topology, layout: LayoutSpec, *, any_dp: bool = False
+) -> str | None:
+    """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout.
+
+    Args:
+        any_dp: whether one that was written at another data-parallel degree may serve
+            (:mod:`reft.recover.reshape`).
+    """
+    header = record.header
+    written = header.degrees
+    if written != topology.degrees and not (
+        any_dp and (written.pp, written.tp) == (topology.degrees.pp, topology.degrees.tp)
+    ):
+        return f"{written} instead of {topology.degrees}"
+    at = header.coordinate
+    limits = (written.pp, written.dp, written.tp)
+    if not all(0 <= i < limit for i, limit in zip((at.pp, at.dp, at.tp), limits, strict=True)):
+        return f"coordinate {at} outside {written}"
+    expected = layout.get((at.pp, at.tp)) if isinstance(layout, Mapping) else layout
+    if expected is not None and header.layout != expected:
+        return f"layout {header.layout[:12]} instead of {expected[:12]} at pp{at.pp}.tp{at.tp}"
+    return None

@@ -1,0 +1,255 @@
+"""Which sources a recovery refused, and what took their place: known to all who restore from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgpack
+
+from reft.blocks import BlockKey, Section
+from reft.control.control import ControlGroup
+from reft.errors import PeerLostError, ReftError, TransferError
+from reft.grid import Topology
+from reft.naming import Label
+from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
+
+
+class BrokenOffError(ReftError, RuntimeError):
+    """This rank cannot go on, and has left the control plane: its peers hear of it at once."""
+
+
+class Exchange:
+    """One rank's part in the stages.
+
+    Args:
+        topology: placement of the running incarnation.
+        control: connections to all ranks.
+    """
+
+    def __init__(self, topology: Topology, control: ControlGroup) -> None:
+        self._topology = topology
+        self.control = control
+
+    def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
+        """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
+
+        Args:
+            stage: does this rank's part.
+            doing: what for, for the error message.
+
+        Raises:
+            TransferError: a peer is gone, or its stage failed.
+            Exception: what this rank's own stage raised, after the peers were told.
+        """
+        mine, failure = b"", None
+        try:
+            mine = stage()
+        except Exception as error:
+            failure = error
+        bodies = self._tell_all(mine, failure, doing)
+        if failure is not None:
+            raise failure
+        return bodies
+
+    def agree(self, stage: Callable[[], bool], doing: str) -> bool:
+        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all is
+        well.
+
+        Raises:
+            TransferError: a peer is gone, or its stage failed.
+            PeerLostError, BrokenOffError: this rank's own stage failed so that the peers cannot be told.
+            Exception: what this rank's own stage raised, after the peers were told.
+        """
+        said, failure = False, None
+        try:
+            said = stage()
+        except (PeerLostError, BrokenOffError):
+            raise
+        except Exception as error:
+            failure = error
+        failed, any_said = self.control.any_of(failure is not None, said)
+        if failed:
+            self._tell_all(b"", failure, doing)
+        if failure is not None:
+            raise failure
+        return any_said
+
+    def _tell_all(self, mine: bytes, failure: Exception | None, doing: str) -> list[bytes]:
+        errors: list[str] = []
+        bodies: list[bytes] = []
+        told = self.control.gather_bytes(msgpack.packb([None if failure is None else repr(failure), mine]))
+        for rank, message in enumerate(told):
+            error, body = msgpack.unpackb(message)
+            bodies.append(body)
+            if error is not None:
+                where = f"{self._topology.coordinates[rank]}, node {self._topology.nodes[rank]}"
+                errors.append(f"rank {rank} ({where}) failed with {error}")
+        if errors and failure is None:
+            raise TransferError(f"{doing} did not succeed on every rank: {'; '.join(errors)}")
+        return bodies
+
+
+Group = tuple[int, int]
+
+
+class Flaw(StrEnum):
+    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes are in
+    order, the data it was computed from."""
+
+    STORED = "corrupt or unreadable in"
+    IN_TRANSIT = "corrupt on the way from"
+    OTHER_DATA = "computed from other data than the version's, in"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One stored block that could not be used, and what took its place.
+
+    Attributes:
+        label: version it belonged to.
+        block: the block in words.
+        nbytes: its length.
+        node: node that holds it.
+        arena: file that holds it.
+        flaw: what was wrong with it.
+        replaced_by: where the restored bytes came from, in words.
+    """
+
+    label: Label
+    block: str
+    nbytes: int
+    node: str
+    arena: str
+    flaw: Flaw
+    replaced_by: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block}, {self.label}: {self.nbytes} bytes {self.flaw} {self.arena} on node "
+            f"{self.node}; restored from {self.replaced_by}"
+        )
+
+
+@dataclass(frozen=True)
+class _Finding:
+    label: Label
+    fetch: Fetch
+    flaw: Flaw
+
+
+class Ledger:
+    """The sources refused so far; of one sharding group the same on all ranks that take part in it.
+
+    Args:
+        exchange: how the ranks talk.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._findings: dict[BlockSource, _Finding] = {}
+
+    @property
+    def bad(self) -> frozenset[BlockSource]:
+        """Sources no plan may use."""
+        return frozenset(self._findings)
+
+    def in_transit(self, node: str, label: Label) -> list[Fetch]:
+        """What of a version arrived corrupt from this node: its bytes may be in order there."""
+        found = [f for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.label == label]
+        return [f.fetch for f in found if f.fetch.node == node]
+
+    def share(
+        self,
+        plans: Mapping[Group, RecoveryPlan],
+        parts: Mapping[Group, Iterable[int]],
+        stage: Callable[[], frozenset[BlockSource]],
+        flaw: Flaw,
+    ) -> bool:
+        """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
+        error of one reaches all, what one refused those that take part in its sharding group.
+
+        Args:
+            plans: of the groups this rank takes part in, as they are carried out.
+            parts: the ranks that take part in each of these groups.
+            stage: does this rank's part and returns the sources it refuses.
+            flaw: why.
+
+        Returns:
+            Whether any rank refused a source.
+
+        Raises:
+            TransferError: if a peer is gone, or its stage failed.
+            BrokenOffError: this rank's own stage failed so that the peers cannot be told.
+            Exception: what this rank's own stage raised, after the peers were told.
+        """
+        found: frozenset[BlockSource] = frozenset()
+
+        def refuses() -> bool:
+            nonlocal found
+            found = stage()
+            return bool(found)
+
+        label = next(iter(plans.values())).label
+        if not self._exchange.agree(refuses, f"the recovery of {label}"):
+            return False
+        fetches = {
+            group: {f.source: f for at in plan.fetches.values() for f in at} for group, plan in plans.items()
+        }
+        mine = {
+            group: [_pack(s) for s in sorted(found) if s in of_group] for group, of_group in fetches.items()
+        }
+        bodies: dict[int, list[list[str | int]]] = {}
+        for group in sorted(plans):
+            for peer in parts[group]:
+                bodies.setdefault(peer, []).extend(mine[group])
+        told = self._exchange.control.swap({peer: msgpack.packb(rows) for peer, rows in bodies.items()})
+        sources = found | {_unpack(row) for body in told.values() for row in msgpack.unpackb(body)}
+        known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
+        for source in sorted(sources & known.keys()):
+            fetch = known[source]
+            here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
+            self._findings[source] = _Finding(label, fetch, Flaw.STORED if here else flaw)
+        return True
+
+    def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
+        """Every source refused in the plan's sharding group, and what ``plan``, which was carried out, used
+        instead."""
+        groups = {(at.pp, at.tp) for at in plan.fetches}
+        used: dict[tuple[int, int, BlockKey], set[str]] = {}
+        for fetches in plan.fetches.values():
+            for f in fetches:
+                used.setdefault((f.pp, f.tp, f.key), set()).add(f"{f.arena} on node {f.node}")
+        repairs = []
+        for source, finding in self._findings.items():
+            fetch = finding.fetch
+            if (fetch.pp, fetch.tp) not in groups:
+                continue
+            # What was only read to decode something else has no place of its own in the plan.
+            places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
+            instead = ", ".join(places) or "other blocks of its stripe"
+            if finding.label != plan.label:
+                instead = f"an older version, {plan.label}, for want of another source"
+            block = describe_block(fetch.pp, fetch.tp, fetch.key)
+            repairs.append(
+                Repair(
+                    finding.label,
+                    block,
+                    fetch.nbytes,
+                    source.node,
+                    source.arena,
+                    finding.flaw,
+                    instead,
+                )
+            )
+        return tuple(repairs)
+
+
+def _pack(source: BlockSource) -> list[str | int]:
+    return [source.node, source.arena, str(source.key.section), source.key.member, source.key.index]
+
+
+def _unpack(row: Iterable[str | int]) -> BlockSource:
+    node, arena, section, member, index = row
+    return BlockSource(str(node), str(arena), BlockKey(Section(str(section)), int(member), int(index)))

@@ -1,1 +1,0 @@
-"""How fast each rank is, and what the job loses."""

@@ -1,0 +1,192 @@
+"""What nodes tell of themselves, and what that makes of the job: the tolerance that is left counts who is gone."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from reft.job.board import sort_out
+from reft.node.accounts import Counts
+from reft.node.history import Round
+from reft.node.report import (
+    MOST_CHARACTERS,
+    Board,
+    NodeReport,
+    Row,
+    Shard,
+    Signal,
+    is_well,
+    summary,
+    tolerance_now,
+    updated_row,
+)
+
+MOST_REPORT_BYTES = 4096
+
+
+def row(
+    node: str,
+    *at: tuple[int, int, int],
+    degrees: tuple[int, int, int] = (1, 3, 1),
+    label: tuple[int, int] = (1, 7),
+    scheme: str = "arc",
+    gone: float | None = None,
+    domain: str = "",
+    **facts: object,
+) -> Row:
+    shards = tuple(
+        Shard(at=a, degrees=degrees, label=label, scheme=scheme, committed=True, sealed_unix_secs=50.0)
+        for a in at
+    )
+    report = NodeReport(node=node, domain=domain or node, shards=shards, **facts)
+    return Row(report=report, offline_unix_secs=gone)
+
+
+def three(**changes: object) -> list[Row]:
+    return [row(f"n{d}", (0, d, 0), **changes) for d in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "whole"), [("none", 0), ("arc", 1), ("aec", 1), ("arc:2", 2), ("rs:2", 2)]
+)
+def test_p4_what_is_left_counts_who_is_gone(scheme: str, whole: int) -> None:
+    rows = three(scheme=scheme)
+    assert tolerance_now(rows) == whole
+    for gone in range(1, 4):
+        rows[gone - 1] = rows[gone - 1].model_copy(update={"offline_unix_secs": 9.0})
+        assert tolerance_now(rows) == max(-1, whole - gone)
+
+
+def test_p4_nodes_of_one_host_are_lost_together() -> None:
+    rows = [row("a", (0, 0, 0), domain="h"), row("b", (0, 1, 0), domain="h"), row("c", (0, 2, 0))]
+    assert tolerance_now(rows) == 0
+    assert tolerance_now(three()) == 1
+
+
+def test_p4_the_smallest_group_counts() -> None:
+    """Of two stages one has lost a member."""
+    degrees = (2, 2, 1)
+    rows = [
+        row("a", (0, 0, 0), degrees=degrees),
+        row("b", (0, 1, 0), degrees=degrees),
+        row("c", (1, 0, 0), degrees=degrees),
+        row("d", (1, 1, 0), degrees=degrees, gone=1.0),
+    ]
+    assert tolerance_now(rows) == 0
+
+
+def test_p4_a_rank_of_which_nobody_has_told_is_lost() -> None:
+    assert tolerance_now(three()[:2]) == 0
+    assert tolerance_now(three()[:1]) == -1
+
+
+def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
+    rows = three()
+    rows[1] = rows[1].model_copy(update={"offline_unix_secs": 9.0})
+    assert tolerance_now([*rows, row("n1.1")]) == 0
+    back = [*rows, row("n1.1", (0, 1, 0), label=(2, 8))]
+    assert tolerance_now(back) == 1
+    told = summary(Board(job_id="j", rows=tuple(back)), 60.0)
+    assert {n["node"]: n["holds_shards"] for n in told["nodes"]} == {
+        "n0": True, "n1": False, "n1.1": True, "n2": True,
+    }  # fmt: skip
+    assert is_well(told), "a node that was replaced is nobody's trouble"
+
+
+def test_p4_a_job_of_another_degree_has_its_own_placement() -> None:
+    fewer = [row(f"n{d}", (0, d, 0), degrees=(1, 2, 1), label=(2, 9)) for d in range(2)]
+    assert tolerance_now([*fewer, row("n2", (0, 2, 0), gone=1.0)]) == 1
+
+
+@pytest.mark.parametrize("scheme", ["", "raid5", "rs:9"])
+def test_what_is_not_known_is_not_guessed(scheme: str) -> None:
+    assert tolerance_now(three(scheme=scheme)) is None
+    assert tolerance_now([]) is None
+
+
+def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
+    seen = None
+    report = NodeReport(node="a", domain="a", number=1, signal=Signal.COMPLETED)
+    for now in range(100, 107):
+        seen = updated_row(seen, report, elapsed_secs=1.0, offline_after_secs=6.0, now=float(now))
+    assert seen.signal is Signal.COMPLETED
+    for now in range(107, 110):
+        seen = updated_row(seen, report, elapsed_secs=1.0, offline_after_secs=6.0, now=float(now))
+        assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 100.0)
+    seen = updated_row(
+        seen, report.model_copy(update={"number": 2}), elapsed_secs=1.0, offline_after_secs=6.0, now=111.0
+    )
+    assert (seen.signal, seen.silent_secs) == (Signal.COMPLETED, 0.0)
+    left = report.model_copy(update={"number": 3, "left": True})
+    seen = updated_row(seen, left, elapsed_secs=1.0, offline_after_secs=6.0, now=112.0)
+    assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
+
+
+def test_p9_of_nodes_that_were_replaced_only_some_are_kept() -> None:
+    alive = three(label=(90, 900))
+    gone = [row(f"g{i}", (0, 1, 0), label=(i, i), gone=1000.0 + i) for i in range(1, 60)]
+    kept, forgotten = sort_out([*gone, *alive], 1100.0)
+    assert {r.report.node for r in kept} == {"n0", "n1", "n2", *(f"g{i}" for i in range(44, 60))}
+    assert forgotten == {f"g{i}" for i in range(1, 44)}
+    assert sort_out([*gone, *alive], 9000.0)[0] == alive
+    needed = [*alive[:2], alive[2].model_copy(update={"offline_unix_secs": 1.0})]
+    assert sort_out(needed, 9000.0)[0] == needed
+
+
+def test_p9_a_report_has_a_bound() -> None:
+    long = "x1y2" * 10_000
+    report = NodeReport(
+        node="n" * 64,
+        domain="d",
+        doing=long,
+        why=long,
+        warnings=[long] * 100,
+        shards=[
+            Shard(at=(i, i, i), degrees=(99, 99, 99), label=(9, i), scheme="arc:2+aec") for i in range(16)
+        ],
+    )
+    assert len(report.pack()) < MOST_REPORT_BYTES
+    assert (len(report.why), len(report.warnings)) == (MOST_CHARACTERS, 6)
+    assert NodeReport.unpack(report.pack()) == report
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", zlib.compress(b"[1]"), zlib.compress(b"{}"), None])
+def test_p6_what_is_no_report_or_board_is_told_apart(data: bytes | None) -> None:
+    bomb = data if data is not None else zlib.compress(bytes(200 * 2**20), 9)
+    for kind in (NodeReport, Board):
+        with pytest.raises(ValueError):
+            kind.unpack(bomb)
+
+
+def test_the_job_is_told_as_a_whole() -> None:
+    rows = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
+    last = Round(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
+    rows[2] = row("n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0)
+    told = summary(Board(job_id="j", rows=tuple(rows), unix_secs=59.0), 60.0)
+    assert (told["step"], told["steps_per_sec"], told["round"]) == (9, 2.0, 3)
+    assert told["newest_commit"] == {"incarnation": 1, "step": 7, "unix_secs": 50.0}
+    assert (told["commit_age_secs"], told["commit_lag_steps"]) == (10.0, 2)
+    assert (told["tolerance"], told["tolerance_left"]) == (1, 0)
+    assert told["last_recovery"]["secs"] == {"gathering": 1.5}
+    assert told["warnings"] == [
+        "n2 is gone: nothing is heard of its launcher",
+        "the loss of one more node would lose the versions in memory",
+        "n0, n1: the disk is full",
+    ]
+    assert not is_well(told)
+
+
+def test_the_speed_of_the_model_is_of_the_whole_job() -> None:
+    def told(*counts: Counts) -> dict[str, object]:
+        rows = tuple(row(f"n{i}", trainers=2, counts=c) for i, c in enumerate(counts))
+        since: dict[str, object] = summary(Board(job_id="job", rows=rows), 99.0)["since_start"]
+        return since
+
+    # The node of the first stage alone has seen tokens; the other one has counted for longest.
+    longest = Counts(began_unix_secs=1.0, elapsed_secs=50.0, samples=100)
+    found = told(longest, replace(longest, elapsed_secs=40.0, flops=8e15))
+    assert found["tflops"] == pytest.approx(8e13 * (100 / 50) / 1e12)
+    assert found["tflops_per_trainer"] == pytest.approx(8e13 * (100 / 50) / 1e12 / 4)
+    assert told(longest)["tflops"] is None
