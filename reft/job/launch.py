@@ -61,8 +61,7 @@ from reft.job.rendezvous.scaling import Scaler
 from reft.job.stop_signals import StopSignals
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog
-from reft.memory.jobdir import read_json
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
 from reft.node.watch import CommitWatch

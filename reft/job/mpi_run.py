@@ -45,8 +45,7 @@ from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
 from reft.job.trainer_store import LOOPBACK, TrainerStore
 from reft.mac import mac
-from reft.memory.jobdir import JobDir
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, own_name
 from reft.node.client import request
 from reft.refusal import Parser

@@ -147,7 +147,7 @@ _SERVE = """
 import sys, time
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 print(KeyValueServer(listen(sys.argv[1], 0), user_secret()).port, flush=True)
 time.sleep(600)
 """
