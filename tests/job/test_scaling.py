@@ -19,11 +19,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
+from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import JobState, Scaling
-from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
 from reft.node.history import read_history
@@ -302,7 +302,7 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
 def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
     """As it does where nobody has asked for it."""
     told = (
-        "import os, signal; from reft.job.stop_signals import StopSignals; signals = StopSignals(); "
+        "import os, signal; from reft.job.launch import StopSignals; signals = StopSignals(); "
         "signals.install(); os.kill(os.getpid(), signal.SIGUSR1); assert signals.asked_to_leave"
     )
     subprocess.run([sys.executable, "-c", told], check=True, timeout=120)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from reft.errors import ConfigError
+from reft.job.hostfile import deadly_settings, first_host
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.slurm import deadly_settings, first_host
 
 STEP = {
     "SLURM_JOB_ID": "4711",
