@@ -30,11 +30,10 @@ from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
+from reft.recover.findings import Summary, arenas_to_tell, parts_of, put_together, summarize
 from reft.recover.inventory import ArenaRecord, Inventory
-from reft.recover.moves import make_moves
-from reft.recover.parts import parts_of, spoken_for
 from reft.recover.plan import RecoveryPlan
-from reft.recover.sift import Summary, sift, summarize
+from reft.recover.transfer import make_moves
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 
 PARAMETERS = 34_000_000_000
@@ -129,7 +128,7 @@ class Job:
         for rank, at in enumerate(self.topology.coordinates):
             node = self.topology.nodes[rank]
             records = [] if node == "new" else self._pair(at, ())
-            mine = spoken_for(records, self.topology, rank, job_id=JOB, layout=None)
+            mine = arenas_to_tell(records, self.topology, rank, job_id=JOB, layout=None)
             told.append(summarize(node, mine, self.topology, job_id=JOB).encode())
         return told
 
@@ -148,22 +147,22 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     marks = [time.process_time()]
     labels: dict[tuple[int, int], Label] = {}
     summaries = [Summary.decode(body, topology, labels) for body in told]
-    sifted = sift(summaries, topology, job_id=JOB)
-    parts = parts_of(sifted, rank)
+    findings = put_together(summaries, topology, job_id=JOB)
+    parts = parts_of(findings, rank)
     marks.append(time.process_time())
 
     records = [record for body in tables for record in Inventory.unpack(body).arenas]
     marks.append(time.process_time())
 
-    sources = judge(group, records, sifted.sizes)
+    sources = judge(group, records, findings.sizes)
     verdict = encode_verdicts({label: Verdict.of(found) for label, found in sources.items()})
     marks.append(time.process_time())
 
-    decision = decide(sifted, {each: decode_verdicts(verdict) for each in topology.groups()})
+    decision = decide(findings, {each: decode_verdicts(verdict) for each in topology.groups()})
     marks.append(time.process_time())
 
     assert not hasattr(decision, "reasons"), decision
-    plan = plan_decided(decision, sifted, group, sources[NEW], records)
+    plan = plan_decided(decision, findings, group, sources[NEW], records)
     moves = make_moves(plan, topology)
     marks.append(time.process_time())
 

@@ -39,8 +39,8 @@ from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, 
 from reft.protect.coded_blocks import BlockCode, CodedSection
 from reft.protect.codes import Code, Scheme, make_code
 from reft.protect.solve import compiled_run
-from reft.recover.parity import LostBlock, find_lost, stripes_of
-from reft.recover.stripe import Pool, Stripe
+from reft.recover.plan import LostBlock, find_lost, stripes_of
+from reft.recover.rebuild import Pool, Stripe
 
 CASES = (
     ("encode", "aec", ()),

@@ -102,7 +102,7 @@ class Rank:
 
     def _watch_hot_path(self) -> None:
         from reft.engine import deepspeed_engine
-        from reft.snapshot import taking
+        from reft.snapshot import worker as worker_module
         from reft.snapshot.filling import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
@@ -111,7 +111,7 @@ class Rank:
         watch.watch(deepspeed_engine, "capture_host_state", "training.submit.capture")
         watch.watch(worker, "fence", "training.fence")
         watch.watch(worker.copier, "copy", "worker.copy")
-        watch.watch(taking, "encode", "worker.copy.encode")
+        watch.watch(worker_module, "_encode", "worker.copy.encode")
         watch.watch(worker.arenas, "begin", "worker.copy.begin")
         watch.watch(Filling, "hash", "worker.hash")
         watch.watch(worker.votes, "cast", "worker.votes")

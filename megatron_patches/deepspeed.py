@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,11 +30,10 @@ from reft.state.rng import capture_host_rng, restore_host_rng
 if TYPE_CHECKING:
     from reft.engine.session import Session
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _CHECKPOINTING = "megatron.checkpointing"
 _CHECKPOINT_VERSION = 3.0
-_GIT_SECS = 10.0
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 _START_ONCE = (
     "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, then train "
@@ -86,12 +83,8 @@ def running_program(engine: Any) -> MegatronProgram | None:
 
 
 class MegatronProgram:
-    """Gives the client state of ``pretrain_gpt.py`` and its like.
-
-    Args:
-        engine: a DeepSpeed engine.
-        args: the program's arguments and counters.
-        checkpointing: its module of that name.
+    """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it counts, and
+    its module ``checkpointing``.
 
     Raises:
         ConfigError: it was started with an option that reft cannot resume.
@@ -130,9 +123,9 @@ class MegatronProgram:
             warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
         if session.is_rank_zero:
             logger.info(
-                "the program is Megatron-DeepSpeed, %s. It needs no patch; its iteration, consumed samples "
-                "and tokens, arguments and random states are part of every version. Refused are %s",
-                *(commit_of(Path(self._checkpointing.__file__ or "")), ", ".join(map(_option, _refused()))),
+                "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed samples and "
+                "tokens, arguments and random states are part of every version. Refused are %s",
+                ", ".join(map(_option, sorted((*_REFUSED, *_REFUSED_ABOVE_ONE)))),
             )
         if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
@@ -232,31 +225,6 @@ def _evaluation_begun(begins: bool) -> Iterator[None]:
     finally:
         if here is not None:
             restore_host_rng(here)
-
-
-def commit_of(module: Path) -> str:
-    """The commit of the checkout that a module is in, in words; short, and whether it has changes."""
-    try:
-        # Whatever repository the directory is in need not be the program's.
-        _git(module, "ls-files", "--error-unmatch", module.name)
-        return f"commit {_git(module, 'describe', '--always', '--dirty=, with changes', '--exclude=*')}"
-    except (OSError, subprocess.SubprocessError):
-        return "of an unknown commit"
-
-
-def _git(module: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(module.parent), *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=_GIT_SECS,
-    )
-    return done.stdout.strip()
-
-
-def _refused() -> list[str]:
-    return sorted((*_REFUSED, *_REFUSED_ABOVE_ONE))
 
 
 def _option(name: str) -> str:

@@ -72,7 +72,10 @@ MUTATIONS = {
     ),
     "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == event.committed:", "if False:", MODEL),
     "p5-stored-block-is-not-compared": Mutation(
-        "recover/local.py", "len(data) == fetch.nbytes and checksum(data) == fetch.checksum", "True", LOCAL
+        "recover/inventory.py",
+        "len(data) == fetch.nbytes and checksum(data) == fetch.checksum",
+        "True",
+        LOCAL,
     ),
     "p5-block-is-not-compared-on-arrival": Mutation(
         "recover/transfer.py",
@@ -90,7 +93,7 @@ MUTATIONS = {
         "recover/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
     ),
     "p5-arena-of-another-version": Mutation(
-        "recover/local.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
+        "recover/inventory.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
         "state/fingerprint.py",
@@ -99,7 +102,7 @@ MUTATIONS = {
         ("tests/state/test_fingerprint.py", "tests/state/test_fingerprint_records.py"),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
-        "recover/sift.py",
+        "recover/findings.py",
         "if header.job_id != job_id:",
         "if False:",
         ("tests/recover/test_recovery_plan.py",),

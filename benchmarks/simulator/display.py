@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from reft.tools.tables import numbers_table, windows_by_kind
+from reft.snapshot.scheduling.windows import Window
+from reft.tools.planning.display import numbers_table
 
 from .copying import Tier
 from .published import comparisons
@@ -122,3 +123,14 @@ def _variants(result: Predictions) -> Table:
             *(f"{p.copied_bytes[tier] / total:.0%}" if total else "" for tier in _TIERS),
         )
     return table
+
+
+def windows_by_kind(windows: Iterable[Window]) -> str:
+    """Milliseconds of each kind of window, and how many there are: ``fill 9.4, cool-down 12.1 (3)``."""
+    found: dict[str, list[float]] = {}
+    for window in windows:
+        found.setdefault(window.kind.value.replace("_", "-"), []).append(window.length_secs * 1e3)
+    return ", ".join(
+        f"{kind} {sum(lengths):.3g}" + (f" ({len(lengths)})" if len(lengths) > 1 else "")
+        for kind, lengths in found.items()
+    )

@@ -39,17 +39,12 @@ _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 @dataclass(frozen=True)
 class Part:
-    """One optimizer of a chain.
-
-    Attributes:
-        wrapper: Megatron's.
-        state: of the torch optimizer in it.
-        owned: whether its state is this rank's alone.
-    """
+    """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in it."""
 
     wrapper: Any
     state: OptimizerState
     owned: bool
+    """Whether its state is this rank's alone."""
 
     @property
     def classes(self) -> list[str]:
@@ -72,11 +67,7 @@ class Part:
 
 
 class MegatronAdapter:
-    """An :class:`~reft.state.catalogue.Adapter`.
-
-    Args:
-        chunks: the model chunks of this rank.
-        optimizer: Megatron's.
+    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer.
 
     Raises:
         UnsupportedStateError: they hold state reft does not know; names it and what to change.
@@ -101,7 +92,6 @@ class MegatronAdapter:
     # -- capture ---------------------------------------------------------------------------------
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        """``(replicated, owned)`` views of the live tensors."""
         return SectionImage(self._section(owned=False)), SectionImage(self._section(owned=True))
 
     def _section(self, *, owned: bool) -> Named:
@@ -109,14 +99,12 @@ class MegatronAdapter:
         return [*self._frozen[owned], *parts]
 
     def expected_bytes(self) -> tuple[int, int]:
-        """``(replicated, owned)`` bytes once the optimizers have state."""
         found = [image.nbytes for image in self.images()]
         for part in self.parts:
             found[part.owned] += part.state.missing_bytes()
         return found[0], found[1]
 
     def signature(self) -> Hashable:
-        """Changes if and only if :meth:`images` would differ."""
         frozen = tuple((p.data_ptr(), p.numel()) for named in self._frozen for _, p in named)
         return frozen, *(part.state.pointers() for part in self.parts)
 
@@ -140,11 +128,6 @@ class MegatronAdapter:
     # -- restore ---------------------------------------------------------------------------------
 
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
-        """Give the optimizers the state entries that the snapshot has, so that the images match.
-
-        Raises:
-            LayoutError: the running job has other tensors or other optimizers.
-        """
         found = [part.classes for part in self.parts]
         if found != host_state["classes"]:
             raise LayoutError(

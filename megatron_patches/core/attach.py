@@ -36,7 +36,7 @@ from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _LINES = """
     protected = reft.attach_megatron(model, optimizer, scheduler, client_state=lambda: {"samples": ...})
@@ -103,19 +103,14 @@ def attach_megatron(
 
 
 class MegatronProtection:
-    """A training under reft's care. Made by :func:`reft.attach_megatron`.
-
-    Attributes:
-        session: takes its versions.
-        memory: restores them.
-        half_written: a version turned out corrupt while it was restored: all of the state has to be loaded.
-    """
+    """A training under reft's care. Made by :func:`reft.attach_megatron`."""
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
         self._engine = engine
         self.memory = MemoryRung(session)
         self.half_written = False
+        """Whether a version turned out corrupt while it was restored: all of the state has to be loaded."""
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
@@ -145,7 +140,10 @@ class MegatronProtection:
             UnrecoverableError: the job made progress, but nothing of it is left.
             ConfigError: it was loaded already, or has begun to train.
         """
-        self._check_not_begun()
+        if self.session.worker is not None:
+            raise ConfigError(
+                "load() was called a second time or behind the first step; call it once, before"
+            )
         recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
             self.memory.check_identity(plan)
@@ -164,43 +162,11 @@ class MegatronProtection:
             return None
         if self.session.is_rank_zero and not plan.empty:
             logger.warning("resuming from disk: %s", plan)
-        return self._go_on_from(steps, began)
-
-    def newest(self) -> int | None:
-        """Steps of the version that :meth:`load` would restore, None: there is none. Collective, before the
-        first step; it changes nothing.
-
-        Raises:
-            FingerprintError: it is another job's, or this one's with other settings.
-            ConfigError: the job was loaded already, or has begun to train.
-        """
-        self._check_not_begun()
-        _, plan = self.memory.survey()
-        if not isinstance(plan, RecoveryPlan):
-            return None
-        self.memory.check_identity(plan)
-        return plan.label.step
-
-    def loaded(self, steps: int) -> Resumed:
-        """The script has loaded what it has on disk, rather than the older version in memory. Collective, in
-        the place of :meth:`load`.
-
-        Args:
-            steps: that the checkpoint has made.
-
-        Raises:
-            UnrecoverableError: the ranks have loaded different steps.
-            ConfigError: the job was loaded already, or has begun to train.
-        """
-        self._check_not_begun()
-        began = time.perf_counter()
-        self._load_otherwise(lambda: steps)
-        return self._go_on_from(steps, began)
-
-    @property
-    def iteration(self) -> int:
-        """Steps that were made: of the state that there is now."""
-        return self._engine.global_steps
+        self._engine.global_steps = steps
+        self.session.restored()
+        self.session.start({})
+        self.memory.report("disk, loaded by the script", began)
+        return Resumed(steps, {})
 
     def end_step(self) -> None:
         """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
@@ -271,20 +237,6 @@ class MegatronProtection:
 
     # -- start ---------------------------------------------------------------------------------------
 
-    def _check_not_begun(self) -> None:
-        if self.session.worker is not None:
-            raise ConfigError(
-                "load() was called a second time or behind the first step; call it once, before"
-            )
-
-    def _go_on_from(self, steps: int, began: float) -> Resumed:
-        """The script has loaded its checkpoint."""
-        self._engine.global_steps = steps
-        self.session.restored()
-        self.session.start({})
-        self.memory.report("disk, loaded by the script", began)
-        return Resumed(steps, {})
-
     def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
         """Steps of what the script has loaded, the same on all ranks; None: it has nothing.
 
@@ -320,11 +272,7 @@ class MegatronProtection:
 
 
 def _micro_batches() -> int:
-    """Of one step, as Megatron's calculator has it.
-
-    Raises:
-        ConfigError: it was not initialised.
-    """
+    """Of one step, as Megatron's calculator has it."""
     from megatron.core import num_microbatches_calculator as calculator
 
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:

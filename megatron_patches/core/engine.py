@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from reft.state.codec import class_path
 from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.host import capture_buffers, restore_buffers
 from reft.state.rng import capture_rng, restore_rng
-
-logger = logging.getLogger(__name__)
 
 
 class ProgramData:
@@ -45,13 +42,7 @@ class ProgramData:
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`.
-
-    Args:
-        chunks: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
-        optimizer: what ``get_megatron_optimizer`` returned.
-        scheduler: its parameters' schedule, or None.
-        micro_batches: of one step.
+    """A :class:`~reft.engine.engine.TrainingEngine`; see :func:`reft.attach_megatron` for what it is made of.
 
     Raises:
         UnsupportedStateError: they hold state reft does not know.

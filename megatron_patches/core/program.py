@@ -4,14 +4,13 @@
 up, and by which an iteration begins and ends, are wrapped there when the module is imported:
 
 ================================  ====================================================================
-``validate_args``                 what reft cannot resume is refused; local checkpoints are reft's own
-``setup_model_and_optimizer``     is given reft's manager of local checkpoints, if any; a program without
-                                  ``--load`` resumes behind it
+``validate_args``                 what reft cannot resume is refused; versions are the local checkpoints
+``setup_model_and_optimizer``     a program without ``--load`` resumes behind it
 ``load_checkpoint``, called in    the newest version in memory, else what the program loads
 it
 ``train_step``                    an iteration begins
 ``training_log``                  a resumed program prints the means that it would have printed
-``save_checkpoint``               a local one is a version of reft's; others are the program's
+``save_checkpoint``               has limits of its own for who looks for trainers that hang
 ``checkpoint_and_decide_exit``    an iteration is over: evaluated, counted, and saved where it is due
 ================================  ====================================================================
 
@@ -20,7 +19,6 @@ The data is the program's: its loaders begin behind the samples that it has cons
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -31,20 +29,17 @@ from typing import Any
 
 import torch
 
-from megatron_patches.core.attach import MegatronProtection, Resumed, attach_megatron
-from megatron_patches.core.local import NONE, LocalCheckpoints, RestoredInPlaceError
+from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from megatron_patches.core.support import PROGRAM_RELEASES, check_release
 from reft import log
 from reft.config_read import parse_block, read_block
 from reft.engine.restore import bind, wrap_call
-from reft.engine.start_checks import warn
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
-from reft.naming import BLOCK_NAME
 from reft.node.progress import Phase
 from reft.refusal import end_in_words
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _PLACES = {
     "megatron.training.arguments": ("validate_args",),
@@ -53,13 +48,13 @@ _PLACES = {
         "load_checkpoint",
         "train_step",
         "training_log",
-        "save_checkpoint",
         "checkpoint_and_decide_exit",
     ),
 }
 """What is wrapped in which module."""
 _PHASES = {
     "evaluate_and_print_results": Phase.EVALUATION,
+    "save_checkpoint": Phase.SAVING,
     "save_checkpoint_and_time": Phase.SAVING,
 }
 """Of ``megatron.training.training``: what has limits of its own for who looks for trainers that hang."""
@@ -75,9 +70,6 @@ _REFUSED = {
     "--save DIR --exit-interval 1, then train with --load DIR and without it",
 }
 """Options with which a restart would not go on as the undisturbed run does, each with the reason."""
-_LOCAL, _MANAGER = "local", "local_checkpoint_manager"
-"""Of ``--non-persistent-ckpt-type``, and the name in ``checkpointing_context`` of what answers it."""
-
 Function = Callable[..., Any]
 
 programs: list[TrainingProgram] = []
@@ -116,19 +108,14 @@ def install(module: ModuleType) -> None:
 class TrainingProgram:
     """The program of this process.
 
-    Args:
-        block: the ``reft`` block.
-
     Raises:
-        ConfigError: it is wrong.
-
-    Attributes:
-        modules: of Megatron-LM, by name, as they are imported.
+        ConfigError: the ``reft`` block is wrong.
     """
 
     def __init__(self, block: dict[str, Any]) -> None:
         self.enabled = parse_block(dict(block), os.environ).enabled
         self.modules: dict[str, ModuleType] = {}
+        """Of Megatron-LM, by name, as they are imported."""
         self._block = block
         self._protection: MegatronProtection | None = None
         self._sets_up = False
@@ -136,9 +123,6 @@ class TrainingProgram:
         self._operations: float = 0
         self._sums: dict[str, Any] = {}
         self._resumed_sums: dict[str, Any] | None = None
-        self._copies_wanted = 0
-        self._local: LocalCheckpoints | None = None
-        self._every: int | None = None
 
     @property
     def _training(self) -> Any:
@@ -156,12 +140,9 @@ class TrainingProgram:
 
     def setup_model_and_optimizer(self, original: Function) -> Function:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            call = bind(original, args, kwargs)
-            if self._local is not None:
-                self._hand_over_local_checkpoints(call, self._local)
             self._sets_up = True
             try:
-                model, optimizer, scheduler = original(**call)
+                model, optimizer, scheduler = original(*args, **kwargs)
             finally:
                 self._sets_up = False
             if self._protection is None and optimizer is not None:
@@ -206,20 +187,6 @@ class TrainingProgram:
 
         return wrapped
 
-    def save_checkpoint(self, original: Function) -> Function:
-        whole = self.during(Phase.SAVING, original)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            call = bind(original, args, kwargs)
-            if self._local is None or not call.get("non_persistent_ckpt"):
-                return whole(*args, **kwargs)
-            # Before the program assembles a state that is not needed.
-            is_async = bool(getattr(self._training.get_args(), "async_save", False))
-            call["checkpointing_context"][_MANAGER].save(None, int(call[_ITERATION]), is_async=is_async)
-            return None
-
-        return wrapped
-
     def checkpoint_and_decide_exit(self, original: Function) -> Function:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             exits = original(*args, **kwargs)
@@ -227,8 +194,6 @@ class TrainingProgram:
                 call = bind(original, args, kwargs)
                 self._iteration, self._operations = int(call[_ITERATION]), call[_OPERATIONS]
                 self._end_step(self._protection, call)
-                if self._local is not None:
-                    self._local.settle()
             return exits
 
         return wrapped
@@ -263,50 +228,19 @@ class TrainingProgram:
 
     def _take_over_local_checkpoints(self, args: Any) -> None:
         """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of its node,
-        and of others with ``--replication``. The program would import what it does not need; it finds its
-        flags again where reft's manager is there.
-
-        Raises:
-            ConfigError: the flags contradict the block, or a version would not be an iteration's.
-        """
-        if getattr(args, "non_persistent_ckpt_type", None) != _LOCAL:
+        and of others with ``--replication``. The program would import what it does not need."""
+        if getattr(args, "non_persistent_ckpt_type", None) != "local":
             return
-        self._every = args.non_persistent_save_interval or None
-        block = self._block.get("interval_steps")
-        if self._every and block not in (None, self._every):
-            raise ConfigError(
-                f"--non-persistent-save-interval is {self._every}, but the {BLOCK_NAME} block says "
-                f'"interval_steps": {json.dumps(block)}: a local checkpoint is a version of reft. Leave one '
-                f"of both out"
-            )
-        if getattr(args, "iterations_to_skip", None):
-            raise ConfigError(
-                "Megatron was started with --non-persistent-ckpt-type local and --iterations-to-skip: "
-                "versions are counted in optimizer steps, of which a skipped iteration makes none. Leave one "
-                "of both out"
-            )
-        if self._every:
-            self._block = {**self._block, "interval_steps": self._every}
+        if every := args.non_persistent_save_interval:
+            self._block = {"interval_steps": every, **self._block}
         if args.rank == 0:
             logger.warning(
-                "--non-persistent-ckpt-type local is answered from reft's memory: a version every %s; its "
-                "directory (%s) is not used",
-                f"{self._every} iterations" if self._every else f"interval_steps of the {BLOCK_NAME} block",
-                args.non_persistent_local_ckpt_dir,
+                "--non-persistent-ckpt-type local: reft's versions in memory take the place of local "
+                'checkpoints. "interval_steps" and "protection" of the reft block say how often they are '
+                "taken and how many nodes may be lost; --replication-factor and the directory are not used"
             )
-        if args.replication:
-            self._copies_wanted = int(args.replication_factor) - 1
-        self._local = LocalCheckpoints()
         args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
         args.replication, args.replication_jump = False, None
-
-    def _hand_over_local_checkpoints(self, call: dict[str, Any], local: LocalCheckpoints) -> None:
-        """The program's own flags again, with the manager that it looks for."""
-        args = self._training.get_args()
-        args.non_persistent_ckpt_type, args.non_persistent_save_interval = _LOCAL, self._every
-        if call.get("checkpointing_context") is None:
-            call["checkpointing_context"] = {}
-        call["checkpointing_context"][_MANAGER] = local
 
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
@@ -322,13 +256,6 @@ class TrainingProgram:
         protection = attach_megatron(
             model, optimizer, scheduler, client_state=self._client_state, config=self._block
         )
-        session = protection.session
-        if session.tolerance < self._copies_wanted:
-            warn(
-                session,
-                f"--replication-factor asks for {self._copies_wanted} copies on other nodes; reft survives "
-                f'the loss of {session.tolerance} nodes. Write another "protection" into the reft block',
-            )
         found: list[Any] = []
 
         def from_disk() -> int | None:
@@ -342,16 +269,9 @@ class TrainingProgram:
             protection.memory.keep_rng()
             return int(iteration)
 
-        if self._local is not None:
-            self._local.attach(protection)
-        if load is None:
-            resumed = protection.load()
-        elif self._local is None:
-            resumed = protection.load(from_disk)
-        else:
-            resumed = self.load_what_is_newer(protection, self._local, from_disk)
+        resumed = protection.load(None if load is None else from_disk)
         if resumed is not None and not found:
-            found = list(self._go_on(resumed.client_state, session.engine.device))
+            found = list(self._go_on(resumed.client_state, protection.session.engine.device))
         self._protection = protection
         self._iteration, self._operations = found or (0, 0)
         return self._iteration, self._operations
@@ -362,35 +282,12 @@ class TrainingProgram:
             UnrecoverableError: what memory had half written was not all replaced.
         """
         args = self._training.get_args()
-        if protection.half_written and (
-            getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
-        ):
+        partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+        if protection.half_written and partly:
             raise UnrecoverableError(
                 "the job's memory turned out corrupt while it was restored, and the program loads without "
                 "its optimizer, of which some is written: leave --no-load-optim and --finetune out"
             )
-
-    def load_what_is_newer(
-        self, protection: MegatronProtection, local: LocalCheckpoints, from_disk: Callable[[], int | None]
-    ) -> Resumed | None:
-        """As the program decides it: local checkpoints, unless those on disk are newer. Where it would count
-        anew from what it loads, the numbers say nothing: local ones then.
-        """
-        args = self._training.get_args()
-        anew = getattr(args, "finetune", False) or getattr(args, "pretrained_checkpoint", None) is not None
-        if anew and local.find_latest() != NONE:
-            return protection.load()
-        try:
-            steps = from_disk()
-        except RestoredInPlaceError as restored:
-            return restored.resumed
-        except UnrecoverableError:
-            # Memory turned out corrupt while it was restored, on all ranks alike: down the ladder (P5).
-            local.pass_over()
-            if (steps := from_disk()) is None:
-                raise
-            return protection.loaded(steps)
-        return protection.load() if steps is None else protection.loaded(steps)
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:
         """Count from where the version was taken."""

@@ -18,10 +18,7 @@ _KNOWN = (FP32, FLOAT16, DISTRIBUTED)
 _INNER = tuple(
     f"torch.optim.{name}" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "Adam", "AdamW", "SGD")
 )
-_FUSED = (
-    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    APEX_FUSED_ADAM,
-)
+_FUSED = ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", APEX_FUSED_ADAM)
 _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
@@ -43,9 +40,7 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def check_release(releases: Sequence[str] = _RELEASES) -> None:
-    """
-    Args:
-        releases: those that are taken, such as ``0.16``.
+    """``releases``: those that are taken, such as ``0.16``.
 
     Raises:
         ConfigError: Megatron-core is not installed, or of a release that was never tried.

@@ -16,7 +16,7 @@ from math import comb
 
 from reft.config import AOR
 from reft.errors import ConfigError
-from reft.grid import Coordinate, Topology, ring_order
+from reft.grid import Topology, ring_order
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import Fit, Pace
 from reft.protect.codes import Scheme
@@ -102,6 +102,11 @@ class Alternative:
         return self.limit_bytes is None or self.memory_bytes <= self.limit_bytes
 
     @property
+    def lacking_bytes(self) -> int:
+        """Of memory on the fullest node."""
+        return self.memory_bytes - (self.limit_bytes or 0)
+
+    @property
     def cost(self) -> tuple[int, int, int, int, str]:
         """What is compared: bytes moved, memory, then decoding avoided."""
         load = self.busiest
@@ -109,14 +114,23 @@ class Alternative:
 
     def why_not(self, wished: int) -> str | None:
         """Why it does not do; None if it does."""
+        if not self.available:
+            asked = f'"{AOR}" asks for recomputing'
+            return (
+                f'recomputing is chosen only where "{AOR}" asks for it'
+                if self.owned_by is OwnedBy.AOR
+                else asked
+            )
         if not self.fits_memory:
-            assert self.limit_bytes is not None
             return (
                 f"needs {_memory(self.memory_bytes)} of host memory on {self.node}, "
-                f"{_memory(self.limit_bytes)} may be used"
+                f"{_memory(self.limit_bytes or 0)} may be used"
             )
         if self.tolerance < wished:
-            return f"the loss of {_join(self.fatal)} is fatal: tolerance {self.tolerance}, wished {wished}"
+            lost = " and ".join(self.fatal[:3]) + (
+                f" and {len(self.fatal) - 3} more" if len(self.fatal) > 3 else ""
+            )
+            return f"the loss of {lost} is fatal: tolerance {self.tolerance}, wished {wished}"
         return None
 
 
@@ -150,29 +164,23 @@ class Choice:
         Raises:
             ConfigError: it has no room in the groups, or is not among those that were evaluated.
         """
-        for alternative in self.alternatives:
-            if alternative.name == name:
-                return alternative
-        why = dict(self.excluded).get(name, f"known: {', '.join(a.name for a in self.alternatives)}")
-        raise ConfigError(f"protection {name} is not possible here: {why}")
+        known = {alternative.name: alternative for alternative in self.alternatives}
+        if name not in known:
+            why = dict(self.excluded).get(name, f"known: {', '.join(known)}")
+            raise ConfigError(f"protection {name} is not possible here: {why}")
+        return known[name]
 
     def why_not_chosen(self, alternative: Alternative) -> str:
         """In words; empty for the chosen one."""
         if alternative is self.chosen:
             return ""
-        if not alternative.available:
-            return _why_unavailable(alternative)
-        if why := alternative.why_not(self.wished):
-            return why
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
-        return (
+        moves = (
             f"moves {amount(more)} more a step"
             if more
             else "moves as much, but takes more memory or decoding"
         )
-
-    def __str__(self) -> str:
-        return "\n".join((f"protection {self.chosen.name}: {self.reason}", *self.needed))
+        return alternative.why_not(self.wished) or moves
 
 
 def choose(
@@ -187,7 +195,6 @@ def choose(
     """Evaluate every alternative and choose one. Deterministic.
 
     Args:
-        situation: the job.
         wished: node losses that every sharding group should survive.
         pace: predicts the step, if windows and bandwidth are known.
         recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is
@@ -295,36 +302,26 @@ def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dic
 
 # ---- words ----
 
-_PARTITIONS = {
-    OwnedBy.PEER: f'ZeRO partitions are sent to peers: recomputing them takes "{AOR}" in the protection',
-    OwnedBy.AOR: f'ZeRO partitions are recomputed by peers, as "{AOR}" asks',
-}
-
 SENT_AFTER_ALL = (
     "a GPU's optimizer, unless it is reft.ExactAdam, is not repeated to the bit on a host, so that every "
     "partition is sent as well"
 )
 
 
-def _why_unavailable(alternative: Alternative) -> str:
-    if alternative.owned_by is OwnedBy.AOR:
-        return f'recomputing is chosen only where "{AOR}" asks for it'
-    return f'"{AOR}" asks for recomputing'
-
-
 def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], situation: Situation) -> str:
-    load = chosen.busiest
+    load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wished} wished",
         f"{amount(load.to_host_bytes)} to the host"
         + (f", {amount(load.sent_bytes)} to peers" if load.sent_bytes else ""),
         f"{_memory(chosen.memory_bytes)} on the fullest node"
-        + ("" if chosen.limit_bytes is None else f", {_memory(chosen.limit_bytes)} may be used"),
+        + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
-    if chosen.owned_by is not None:
-        parts.append(_PARTITIONS[chosen.owned_by])
-    if chosen.owned_by is OwnedBy.AOR and not situation.exact:
-        parts.append(SENT_AFTER_ALL)
+    if chosen.owned_by is OwnedBy.PEER:
+        parts.append(f'ZeRO partitions are sent to peers: recomputing them takes "{AOR}" in the protection')
+    elif chosen.owned_by is OwnedBy.AOR:
+        parts.append(f'ZeRO partitions are recomputed by peers, as "{AOR}" asks')
+        parts += [] if situation.exact else [SENT_AFTER_ALL]
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
@@ -337,66 +334,38 @@ def _needed(situation: Situation, wished: int, alternatives: Sequence[Alternativ
     """What would have to change; the most specific first."""
     topology = situation.topology
     reaching = [a for a in alternatives if a.tolerance >= wished]
-    tight = min((a for a in reaching if a.available and not a.fits_memory), key=_missing, default=None)
-    if tight is None and not reaching:
-        tight = min(
-            (a for a in alternatives if not a.fits_memory and not a.tolerance), key=_missing, default=None
-        )
-        tight = None if any(a.fits_memory for a in alternatives) else tight
-    if tight is not None:
-        more, limit = _memory(_missing(tight)), _memory(tight.limit_bytes or 0)
+    tight = [a for a in reaching if a.available and not a.fits_memory]
+    if not reaching and not any(a.fits_memory for a in alternatives):
+        tight = [a for a in alternatives if not a.tolerance]
+    for a in sorted(tight, key=lambda a: a.lacking_bytes)[:1]:
         yield (
-            f"{tight.name} would survive {_nodes(tight.tolerance)}, with {more} more of host memory "
-            f"on {tight.node} than the {limit} that reft may use there: raise memory_limit_bytes, "
-            f"enlarge the memory directory, keep fewer versions (arenas), or use more nodes"
+            f"{a.name} would survive {_nodes(a.tolerance)}, with {_memory(a.lacking_bytes)} more of host "
+            f"memory on {a.node} than the {_memory(a.limit_bytes or 0)} that reft may use there: raise "
+            f"memory_limit_bytes, enlarge the memory directory, keep fewer versions (arenas), or use more "
+            f"nodes"
         )
-    for alternative in (a for a in reaching if not a.available and a.fits_memory):
-        yield f"{alternative.name} would do: {_why_unavailable(alternative)}"
-        break
-    if reaching:
-        return
+    for a in [a for a in reaching if not a.available and a.fits_memory][:1]:
+        yield f"{a.name} would do: {a.why_not(wished)}"
     size = topology.degrees.dp
-    if size <= wished:
+    if not reaching and size <= wished:
         yield (
             f"a data-parallel degree of {size} cannot survive {_nodes(wished)}: at least {wished + 1} are "
             f"needed, each on a node of its own"
         )
-        return
-    pp, tp, nodes = _most_crowded(topology)
-    if len(set(nodes)) <= wished:
+    elif not reaching:
+        spread = {group: len(set(topology.group_nodes(*group))) for group in topology.groups()}
+        pp, tp = min(spread, key=lambda group: spread[group])
+        apart = f"them on at least {wished + 1}, best on a node each"
+        if spread[pp, tp] > wished:
+            apart = "every member on a node of its own"
         yield (
-            f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {len(set(nodes))} node(s); put "
-            f"them on at least {wished + 1}, best on a node each (for example with a rank order that has "
-            f"data-parallel peers apart: data-pipe-model)"
+            f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} node(s); put "
+            f"{apart} (for example with a rank order that has data-parallel peers apart: data-pipe-model)"
         )
-    else:
-        member = nodes.index(max(nodes, key=nodes.count))
-        where = topology.node_of(Coordinate(pp, member, tp))
-        yield (
-            f"{nodes.count(where)} members of the sharding group pp{pp}.tp{tp} sit on {where} and are lost "
-            f"together; put every member on a node of its own"
-        )
-
-
-def _most_crowded(topology: Topology) -> tuple[int, int, tuple[str, ...]]:
-    def crowd(group: tuple[int, int]) -> tuple[int, int]:
-        nodes = topology.group_nodes(*group)
-        return len(set(nodes)), -max(map(nodes.count, nodes))
-
-    pp, tp = min(topology.groups(), key=crowd)
-    return pp, tp, topology.group_nodes(pp, tp)
-
-
-def _missing(alternative: Alternative) -> int:
-    return alternative.memory_bytes - (alternative.limit_bytes or 0)
 
 
 def _nodes(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
-
-
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _memory(nbytes: float) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,18 +23,10 @@ import torch.distributed as dist
 from reft.config import ProfileConfig
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
+from reft.profile import traces as wire
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.clock import DeviceClock, Mark
 from reft.profile.result import PROFILE_FILE, ProfileResult
-from reft.profile.traces import (
-    ClockOffset,
-    RankTraces,
-    clock_id,
-    gather,
-    measure_offsets,
-    only_group_calls,
-    settled,
-)
 from reft.snapshot.scheduling.trace import StepTrace
 
 logger = logging.getLogger(__name__)
@@ -43,18 +36,14 @@ _MOST_CHARACTERS = 400
 _TAKEN = ".taken-"
 _PROBE_BYTES = 32 * 2**20
 
+Marks = Sequence[tuple[Mark, Mark]]
+"""Begin and end of each instruction of a step by the device's clock; empty: traces hold host times."""
+
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Who is profiled.
-
-    Attributes:
-        job_id: name of the job.
-        coordinate: of this rank.
-        degrees: of the job.
-        secret: of the job, for what crosses processes.
-        snapshot_bytes: tells the bytes that this rank copies per snapshot; 0 before the first.
-    """
+    """Who is profiled: a rank of a job, the job's secret, and the bytes that the rank copies per snapshot (0
+    before the first)."""
 
     job_id: str
     coordinate: Coordinate
@@ -69,8 +58,7 @@ class Profiler:
     Args:
         config: the ``profile`` part of the ``reft`` block.
         facts: about this rank.
-        clock: where the times of instructions come from when they are given as marks; None: traces hold
-            host times.
+        clock: where the times of instructions come from when they are given as marks.
     """
 
     def __init__(self, config: ProfileConfig, facts: RankFacts, clock: DeviceClock | None = None) -> None:
@@ -78,101 +66,84 @@ class Profiler:
         self._facts = facts
         self.clock = clock
         self._group = dist.new_group(backend="gloo")
-        self._clock_id = clock_id()
-        self._offsets = measure_offsets(self._group, self._clock_id)
+        self._offsets = wire.measure_offsets(self._group, wire.clock_id())
         self._first_step: int | None = None
-        self._traces: list[StepTrace] = []
-        self._marks: list[Sequence[tuple[Mark, Mark]]] = []
-        self.done = False
-        """Whether the profile was taken, or given up."""
-
-    @property
-    def measuring(self) -> bool:
+        self._steps: list[tuple[StepTrace, Marks]] = []
+        self.measuring = True
         """Whether traces are still wanted."""
-        return not self.done
 
-    def add(self, trace: StepTrace, marks: Sequence[tuple[Mark, Mark]] = ()) -> None:
-        """Take the trace of a step; the last one ends the profile, which is collective.
-
-        Args:
-            trace: of the step that has just ended.
-            marks: begin and end of each instruction by ``clock``, if there is one.
+    def add(self, trace: StepTrace, marks: Marks = ()) -> None:
+        """Take the trace of the step that has just ended; the last one ends the profile, which is collective.
 
         Raises:
             SystemExit: the profile is done and the job was started for it only.
         """
-        if self.done:
+        if not self.measuring:
             return
         if self._first_step is None:
             self._first_step = trace.step
         number = trace.step - self._first_step
         if number >= self._config.warmup_steps:
-            self._traces.append(trace)
-            self._marks.append(marks)
+            self._steps.append((trace, marks))
         elif number == self._config.warmup_steps - 1 and self.clock is not None:
             self.clock.begin()
         if number >= self._config.warmup_steps + self._config.steps:
-            self._end()
-
-    def _end(self) -> None:
-        self.done = True
-        try:
-            self._finish()
-        except Exception:
-            # P6: a profile that fails is no reason to stop training.
-            logger.exception("the profile failed; training goes on")
-        self._traces, self._marks = [], []
-        if self._config.then == "exit":
-            logger.info("the profile is done; the job was started for it and ends here")
-            raise SystemExit(0)
+            self.measuring = False
+            try:
+                self._finish()
+            except Exception:
+                # P6: a profile that fails is no reason to stop training.
+                logger.exception("the profile failed; training goes on")
+            self._steps.clear()
+            if self._config.then == "exit":
+                logger.info("the profile is done; the job was started for it and ends here")
+                raise SystemExit(0)
 
     def _finish(self) -> None:
         mine = self._mine()
-        after = measure_offsets(self._group, self._clock_id)
-        gathered = gather(mine, self._facts.secret, self._group)
+        after = wire.measure_offsets(self._group, wire.clock_id())
+        gathered = wire.gather(mine, self._facts.secret, self._group)
         try:
             if gathered is not None:
-                offsets = [before.until(now) for before, now in zip(self._offsets, after, strict=True)]
-                ranks = [replace(rank, offset=offset) for rank, offset in zip(gathered, offsets, strict=True)]
-                write(analyse(ranks, self._job_facts()), self._config.dir)
+                ranks = [
+                    replace(rank, offset=before.until(now))
+                    for rank, before, now in zip(gathered, self._offsets, after, strict=True)
+                ]
+                degrees = self._facts.degrees
+                facts = JobFacts(
+                    job_id=self._facts.job_id,
+                    world_size=dist.get_world_size(),
+                    degrees=(degrees.pp, degrees.dp, degrees.tp),
+                    created_unix_secs=time.time(),
+                    clock="host" if self.clock is None else "device",
+                    bandwidth_bytes_per_sec=probe_bandwidth(),
+                )
+                write(analyse(ranks, facts), self._config.dir)
         finally:
             # Nobody goes on to its end, which may take rank 0 along, before the files are there.
             dist.barrier(self._group)
         note_taken(self._config.dir, dist.get_rank())
 
-    def _mine(self) -> RankTraces:
-        at, degrees = self._facts.coordinate, self._facts.degrees
-        complete = at.dp * degrees.tp + at.tp < self._config.pipelines
-        traces = settled(
-            [
-                trace if self.clock is None else with_times(trace, self.clock, marks)
-                for trace, marks in zip(self._traces, self._marks, strict=True)
-            ]
-        )
-        return RankTraces(
+    def _mine(self) -> wire.RankTraces:
+        at = self._facts.coordinate
+        complete = at.dp * self._facts.degrees.tp + at.tp < self._config.pipelines
+        traces = [
+            trace if self.clock is None else with_times(trace, self.clock, marks)
+            for trace, marks in self._steps
+        ]
+        return wire.RankTraces(
             rank=dist.get_rank(),
             pp=at.pp,
             dp=at.dp,
             tp=at.tp,
-            offset=ClockOffset(),
+            offset=wire.ClockOffset(),
             snapshot_bytes=self._facts.snapshot_bytes(),
             complete=complete,
-            traces=tuple(trace if complete else only_group_calls(trace) for trace in traces),
-        )
-
-    def _job_facts(self) -> JobFacts:
-        degrees = self._facts.degrees
-        return JobFacts(
-            job_id=self._facts.job_id,
-            world_size=dist.get_world_size(),
-            degrees=(degrees.pp, degrees.dp, degrees.tp),
-            created_unix_secs=time.time(),
-            clock="host" if self.clock is None else "device",
-            bandwidth_bytes_per_sec=probe_bandwidth(),
+            traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.assign_chunks(traces)),
         )
 
 
-def with_times(trace: StepTrace, clock: DeviceClock, marks: Sequence[tuple[Mark, Mark]]) -> StepTrace:
+def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
     """The trace with the times of its instructions by another clock.
 
     Raises:
@@ -193,18 +164,16 @@ def with_times(trace: StepTrace, clock: DeviceClock, marks: Sequence[tuple[Mark,
 
 def probe_bandwidth() -> float | None:
     """Bytes per second of one copy into host memory; for jobs whose snapshots left no chunks."""
-    try:
+    took = []
+    with suppress(RuntimeError, MemoryError):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
         target = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
-        best = float("inf")
         for _ in range(3):
             began = time.perf_counter()
             target.copy_(source)
-            best = min(best, time.perf_counter() - began)
-    except (RuntimeError, MemoryError):
-        return None
-    return _PROBE_BYTES / best
+            took.append(time.perf_counter() - began)
+    return _PROBE_BYTES / min(took) if took else None
 
 
 def note_taken(folder: Path, rank: int) -> None:

@@ -153,17 +153,11 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """One idle interval that recurs in every step.
+    """One idle interval that recurs in every step, in the call of the instruction ``position``.
 
-    Attributes:
-        kind: where in the schedule it lies.
-        start_secs: median begin, from the begin of the stage's first instruction.
-        stop_secs: ``start_secs`` plus the median length.
-        position: the instruction in whose call the device waits. name: that instruction's class name.
-        length_secs: spread over steps and ranks.
-        usable: False within the optimizer step: after the fence, where the old state has to be out.
-        bytes_fit: bytes that a snapshot copies in the median length; None without a bandwidth.
-    """
+    It begins at the median begin and has the median length. ``usable`` is False within the optimizer step:
+    after the fence, where the old state has to be out. ``bytes_fit`` are copied in that time; None without a
+    bandwidth."""
 
     kind: WindowKind
     start_secs: float
@@ -177,14 +171,9 @@ class MeasuredWindow:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotUse:
-    """What snapshots did in the profiled steps, per rank of a stage and per step (means).
-
-    Attributes:
-        bytes_by_tier: bytes copied; tiers 1, 2, 3, and 0 for the fence.
-        secs_beside: seconds that these copies took, by what the device did meanwhile.
-        fence_secs: spread of the wait of training before the optimizer step.
-        capture_secs: spread of the time after it, in which the host begins a snapshot.
-    """
+    """What snapshots did in the profiled steps, per rank of a stage and per step: mean bytes by tier (0: at
+    the fence), mean seconds of copying by what the device did meanwhile, and what training spent on them:
+    before the optimizer step (fence), and after it, when the host begins a snapshot (capture)."""
 
     bytes_by_tier: dict[int, float]
     secs_beside: dict[Beside, float]
@@ -210,7 +199,6 @@ class StageProfile:
     """One pipeline stage.
 
     Attributes:
-        stage_id: its index.
         ranks: global ranks whose traces were used.
         step_secs: whole step, begin to begin.
         secs: seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
@@ -218,7 +206,6 @@ class StageProfile:
         usable_secs: of them, those in which snapshots may be copied: not within the optimizer step.
         snapshot_bytes: bytes one rank copies per snapshot; 0 if unknown.
         windows: recurring idle intervals, in the order of the instructions.
-        snapshots: what snapshots did.
     """
 
     stage_id: int
@@ -245,14 +232,9 @@ class StageProfile:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How transfers were told from waiting, and how sure that is.
-
-    Attributes:
-        clock: "host" or "device".
-        matched_share: share of the point-to-point time that was split with the partner's own record; the
-            rest by the fastest observation of the same transfer.
-        clock_error_secs: worst error of the alignment of two processes' clocks.
-    """
+    """How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
+    point-to-point time with the partner's own record (the rest by the fastest observation of the same
+    transfer), and with which worst error of the alignment of two processes' clocks."""
 
     clock: str
     matched_share: float
@@ -261,19 +243,8 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """A whole profile.
-
-    Attributes:
-        job_id, world_size: of the job.
-        created_unix_secs: when.
-        degrees: pp, dp, tp.
-        steps: global steps that were profiled. step_secs: their lengths.
-        bandwidth_bytes_per_sec: of one rank into host memory; None if unknown.
-        bandwidth_source: where that comes from.
-        method: how times were split.
-        stages: by stage.
-        timelines: by step.
-    """
+    """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of one rank
+    into host memory, None if it is not known."""
 
     job_id: str
     created_unix_secs: float

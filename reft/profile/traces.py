@@ -61,16 +61,8 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class RankTraces:
-    """All profiled steps of one rank.
-
-    Attributes:
-        rank: global rank.
-        pp, dp, tp: its coordinate.
-        offset: alignment of its clock.
-        snapshot_bytes: bytes it copies per snapshot; 0 if unknown.
-        complete: False if only the group instructions were kept (:func:`only_group_calls`).
-        traces: by step.
-    """
+    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes that it
+    copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls` were kept."""
 
     rank: int
     pp: int
@@ -102,7 +94,7 @@ def _shifted(trace: StepTrace, secs: float) -> StepTrace:
     return moved_trace
 
 
-def settled(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     """All but the last trace, with every chunk in the step during which it was copied.
 
     A device reports its copies late: they may come with the trace of the step after.
@@ -131,11 +123,6 @@ def only_group_calls(trace: StepTrace) -> StepTrace:
 
 def gather(mine: RankTraces, secret: bytes, group: dist.ProcessGroup) -> list[RankTraces] | None:
     """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective.
-
-    Args:
-        mine: this rank's.
-        secret: the job's secret.
-        group: gloo group of all ranks.
 
     Raises:
         AuthenticationError: a message does not carry the job's secret.
@@ -181,11 +168,7 @@ def clock_id() -> str:
 
 def measure_offsets(group: dist.ProcessGroup, my_clock: str) -> list[ClockOffset]:
     """What turns the clock of each rank into that of group rank 0, in rank order, on group rank 0; elsewhere
-    zeros. Collective.
-
-    Args:
-        group: a gloo group.
-        my_clock: :func:`clock_id` of this rank.
+    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank.
 
     Raises:
         TransferError: a peer is gone.

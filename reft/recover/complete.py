@@ -31,8 +31,7 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
 from reft.recover.inventory import ArenaRecord
 from reft.recover.plan import Fetch, RecoveryPlan
-from reft.recover.source_plan import plan_fetches
-from reft.recover.sources import GroupSources
+from reft.recover.sources import GroupSources, plan_fetches
 
 logger = logging.getLogger(__name__)
 

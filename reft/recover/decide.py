@@ -14,20 +14,17 @@ from itertools import chain
 import msgpack
 
 from reft.blocks import BlockKey
+from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.memory.commit import preferred_label
 from reft.naming import Label
-from reft.recover.inventory import ArenaRecord, Inventory
-from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
+from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
+from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
-from reft.recover.sift import LayoutSpec, Sifted, sift, summarize
-from reft.recover.source_plan import plan_group
-from reft.recover.sources import GroupSources, collect_group
+from reft.recover.sources import GroupSources, collect_group, plan_group
 
 _MOST_GAPS = 6
-
-Group = tuple[int, int]
-"""A sharding group: (pp, tp)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def judge(
     }
 
 
-def decide(sifted: Sifted, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
+def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
     """Choose the best version that every group can recover.
 
     The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
@@ -117,28 +114,28 @@ def decide(sifted: Sifted, verdicts: Mapping[Group, Verdicts]) -> Decision | Not
     older one go while a single loss can still break it (:func:`~reft.memory.commit.preferred_label`).
 
     Args:
-        sifted: who holds which version.
+        findings: who holds which version.
         verdicts: of every group about every version in it.
     """
     rejected: dict[Label, str] = {}
     whole: list[Label] = []
-    for label in sorted(sifted.by_label, reverse=True):
+    for label in sorted(findings.by_label, reverse=True):
         said = [of_group[label] for of_group in verdicts.values()]
         missing = sum(verdict.missing for verdict in said)
         if missing:
             gaps = list(chain.from_iterable(verdict.gaps for verdict in said))
-            rejected[label] = f"{label}: {sifted.explain(label, gaps, missing)}"
+            rejected[label] = f"{label}: {findings.explain(label, gaps, missing)}"
         else:
             whole.append(label)
-    holders = {label: sifted.holders(label) for label in whole}
-    best = preferred_label(holders, sifted.newest_committed)
+    holders = {label: findings.holders(label) for label in whole}
+    best = preferred_label(holders, findings.newest_committed)
     if best is None:
         return NotRecoverable(
-            reasons=tuple(rejected.values()) or (sifted.why_no_candidate(),),
-            notes=sifted.notes,
-            empty=sifted.empty,
-            layout_mismatch=not sifted.by_label and sifted.layout_mismatch,
-            newest_committed=sifted.newest_committed,
+            reasons=tuple(rejected.values()) or (findings.why_no_candidate(),),
+            notes=findings.notes,
+            empty=findings.empty,
+            layout_mismatch=not findings.by_label and findings.layout_mismatch,
+            newest_committed=findings.newest_committed,
         )
     for label in whole:
         rejected.setdefault(
@@ -152,7 +149,7 @@ def decide(sifted: Sifted, verdicts: Mapping[Group, Verdicts]) -> Decision | Not
 
 def plan_decided(
     decision: Decision,
-    sifted: Sifted,
+    findings: Findings,
     group: Group,
     sources: GroupSources,
     records: Iterable[ArenaRecord],
@@ -170,7 +167,7 @@ def plan_decided(
     Raises:
         LayoutError: something is wanted that the version does not have.
     """
-    topology, written = sifted.topology, sifted.sizes[decision.label]
+    topology, written = findings.topology, findings.sizes[decision.label]
     resize = Resize(written, topology.degrees.dp)
     needs = {
         Coordinate(group[0], dp, group[1]): needed_by(sources, resize, dp, wanted.get(dp, ()))
@@ -180,14 +177,14 @@ def plan_decided(
     fetches, rebuilds = plan_group(needs, sources, topology, layout)
     return RecoveryPlan(
         label=decision.label,
-        committed=sifted.committed(decision.label),
+        committed=findings.committed(decision.label),
         degrees=topology.degrees,
         written_dp=written,
         fetches=fetches,
-        newest_committed=sifted.newest_committed,
+        newest_committed=findings.newest_committed,
         rejected=decision.rejected,
-        notes=sources.divergences + sifted.notes,
-        job_id=sifted.job_id,
+        notes=sources.divergences + findings.notes,
+        job_id=findings.job_id,
         rebuilds=rebuilds,
     )
 
@@ -218,25 +215,74 @@ def plan_recovery(
         summarize(i.node, i.arenas, topology, job_id=job_id, layout=layout, problems=i.problems)
         for i in inventories
     ]
-    sifted = sift(summaries, topology, job_id=job_id)
+    findings = put_together(summaries, topology, job_id=job_id)
     fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
     records: dict[Group, list[ArenaRecord]] = {group: [] for group in topology.groups()}
     for record in chain.from_iterable(i.arenas for i in inventories):
         if (record.node, record.path) in fitting:
             records[record.header.coordinate.pp, record.header.coordinate.tp].append(record)
-    sources = {group: judge(group, records[group], sifted.sizes, bad) for group in records}
+    sources = {group: judge(group, records[group], findings.sizes, bad) for group in records}
     verdicts = {
         group: {label: Verdict.of(found) for label, found in of_group.items()}
         for group, of_group in sources.items()
     }
-    decision = decide(sifted, verdicts)
+    decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return decision
     plans = [
-        plan_decided(decision, sifted, group, sources[group][decision.label], records[group])
+        plan_decided(decision, findings, group, sources[group][decision.label], records[group])
         for group in records
     ]
-    return RecoveryPlan.joined(plans, sifted.notes)
+    return RecoveryPlan.joined(plans, findings.notes)
+
+
+def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
+    """A placement to plan with where no job runs: every coordinate on the node that holds its newest arena.
+
+    Raises:
+        LayoutError: if no whole version of the job is there to take the degrees from.
+    """
+    records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
+    if not records:
+        raise LayoutError(
+            f"no sealed or committed arena of job {job_id!r} on {listing(i.node for i in inventories)}; name "
+            f"the directories of the nodes that ran it"
+        )
+    records.sort(key=lambda r: (r.header.label, r.node, r.path))
+    newest = records[-1]
+    degrees = newest.header.degrees
+    node_of = {r.header.coordinate: r.node for r in records if r.header.degrees == degrees}
+    coordinates = degrees.coordinates()
+    return Topology(degrees, coordinates, tuple(node_of.get(c, newest.node) for c in coordinates))
+
+
+def plan_verified(
+    inventories: Sequence[Inventory],
+    topology: Topology,
+    arenas: ArenaSet,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    bad: frozenset[BlockSource] = frozenset(),
+) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
+    """Plan over arenas that can all be read here, and replan until every source checks out.
+
+    Args:
+        bad: sources not to use from the start.
+
+    Returns:
+        The plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the way.
+    """
+    while True:
+        plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
+        if isinstance(plan, NotRecoverable):
+            return plan, bad
+        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
+        restoring = (f for fetches in plan.fetches.values() for f in fetches)
+        found = find_corrupt(plan.label, (*restoring, *decoding), arenas)
+        if not found:
+            return plan, bad
+        bad |= found
 
 
 def _once(inventories: Iterable[Inventory]) -> list[Inventory]:

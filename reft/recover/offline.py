@@ -14,8 +14,8 @@ from reft.grid import Coordinate
 from reft.memory.arena import Arena
 from reft.memory.fingerprints import newest_record
 from reft.memory.jobdir import JobDir
-from reft.recover.inventory import Inventory, take_inventory
-from reft.recover.local import ArenaSet, offline_topology, opened_arenas, plan_verified, stored_bytes
+from reft.recover.decide import offline_topology, plan_verified
+from reft.recover.inventory import ArenaSet, Inventory, opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence

@@ -24,12 +24,18 @@ from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
-from reft.recover.decide import plan_recovery
-from reft.recover.exchange import Exchange
-from reft.recover.inventory import ArenaRecord, Inventory, take_inventory
-from reft.recover.local import close_behind, find_corrupt, offline_topology, opened_arenas
+from reft.recover.decide import offline_topology, plan_recovery
+from reft.recover.inventory import (
+    ArenaRecord,
+    Inventory,
+    close_behind,
+    find_corrupt,
+    opened_arenas,
+    take_inventory,
+)
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.recover.rebuild import Decoder
+from reft.recover.stages import Exchange
 from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
 
 Place = tuple[int, int]

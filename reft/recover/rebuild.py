@@ -12,25 +12,206 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reft.blocks import BlockKey, Section
 from reft.grid import Coordinate
 from reft.memory.arena import Arena
 from reft.memory.arena_files import decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
+from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import unpack_checksums
-from reft.recover.inventory import Inventory, take_inventory
-from reft.recover.local import ArenaSet, matches, stored_bytes
-from reft.recover.parity import LostBlock, stripes_of
-from reft.recover.plan import BlockSource, Fetch, Rebuild, RecoveryPlan
-from reft.recover.pool import Bytes, Pool
-from reft.recover.stripe import Stripe
+from reft.protect.gf256 import Row, reduce_rows
+from reft.protect.rs import CELL_BYTES
+from reft.protect.solve import solve_ragged
+from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory
+from reft.recover.plan import BlockSource, Fetch, LostBlock, Rebuild, RecoveryPlan, stripes_of
 
 logger = logging.getLogger(__name__)
+
+Bytes = NDArray[np.uint8]
+
+
+class Pool:
+    """Buffers for blocks; no more than ``most_bytes`` of them exist.
+
+    They are used again: the first touch of fresh memory costs several times as much as the block itself.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._room = most_bytes
+        self._free: dict[int, list[Bytes]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes | None:
+        """A buffer of this length, or None where there is no room for it."""
+        with self._lock:
+            if self._free.get(nbytes):
+                return self._free[nbytes].pop()
+            while nbytes > self._room and any(self._free.values()):
+                size = next(size for size, buffers in self._free.items() if buffers)
+                self._room += len(self._free[size].pop())
+            if nbytes > self._room:
+                return None
+            try:
+                buffer = np.empty(nbytes, np.uint8)
+            except MemoryError:  # slower, but nobody else waits in vain
+                return None
+            self._room -= nbytes
+            return buffer
+
+    def give_back(self, buffer: Bytes) -> None:
+        with self._lock:
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class Stripe:
+    """Lost blocks that are decoded from the same others. Several threads may bring terms at once.
+
+    Args:
+        blocks: what is decoded.
+        out: where, one after the other at their padded length, which is the same for all; uint8.
+        pool: for terms that do not stay where they are.
+    """
+
+    def __init__(self, blocks: Sequence[LostBlock], out: Bytes, pool: Pool) -> None:
+        self.blocks = tuple(blocks)
+        self._targets = tuple(out.reshape(len(blocks), -1))
+        self._pool = pool
+        self._coefficients = [dict(lost.terms) for lost in blocks]
+        self._missing = {key for lost in blocks for key, _ in lost.terms}
+        self._kept: dict[BlockKey, Bytes] = {}
+        self._rooms: dict[BlockKey, Bytes] = {}
+        self._adds_up = False
+        self._lock = threading.Lock()
+
+    @property
+    def keys(self) -> frozenset[BlockKey]:
+        """The terms that have not arrived yet."""
+        return frozenset(self._missing)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every term has arrived: the blocks are decoded."""
+        return not self._missing
+
+    def room_for(self, key: BlockKey, nbytes: int) -> Bytes | None:
+        """Where to receive a term, so that it can stay there; None where the pool has no room."""
+        with self._lock:
+            room = None if self._adds_up or key in self._rooms else self._pool.take(nbytes)
+            if room is not None:
+                self._rooms[key] = room
+            return room
+
+    def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
+        """Take one term's bytes. The last one decodes.
+
+        Args:
+            key: which term.
+            data: its bytes, shorter than the stripe's where the section ends.
+            stays: whether ``data`` may be read until all terms are there. What is in its room does.
+
+        Raises:
+            KeyError: the block is not, or no longer, a term: twice, it would cancel itself.
+        """
+        with self._lock:
+            self._missing.remove(key)
+            if not (self._adds_up or stays or key in self._rooms) and self._missing:
+                data = self._copy(key, data)
+            if self._adds_up:
+                self._add_up(key, data)
+                self._release(key)
+                return
+            self._kept[key] = data
+            if not self._missing:
+                self._solve()
+                self._release_all()
+
+    def _copy(self, key: BlockKey, data: Bytes) -> Bytes:
+        """A copy in the pool; if there is no room, all that was kept is added up and let go."""
+        room = self._pool.take(len(data))
+        if room is not None:
+            self._rooms[key] = room
+            room[:] = data
+            return room
+        self._adds_up = True
+        for target in self._targets:
+            target[:] = 0
+        for known, kept in self._kept.items():
+            self._add_up(known, kept)
+        self._release_all()
+        return data
+
+    def _release_all(self) -> None:
+        for key in self._kept:
+            self._release(key)
+        self._kept.clear()
+
+    def _release(self, key: BlockKey) -> None:
+        if key in self._rooms:
+            self._pool.give_back(self._rooms.pop(key))
+
+    def _solve(self) -> None:
+        keys, rows, matrix = equations(self.blocks)
+        solve_ragged(rows, matrix, [self._kept[key] for key in keys], self._targets)
+
+    def _add_up(self, key: BlockKey, data: Bytes) -> None:
+        for coefficients, target in zip(self._coefficients, self._targets, strict=True):
+            if coefficient := coefficients.get(key, 0):
+                _add_multiple(target, coefficient, data[: len(target)])
+
+    def results(self) -> tuple[Bytes, ...]:
+        """The blocks' bytes, true lengths; only once complete."""
+        assert self.complete
+        return tuple(t[: lost.nbytes] for lost, t in zip(self.blocks, self._targets, strict=True))
+
+
+def equations(
+    blocks: Sequence[LostBlock],
+) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
+    """The system behind the blocks of a stripe, as sparse and plain as the parities have it:
+    ``matrix · blocks = rows · terms``.
+
+    Returns:
+        The keys of the terms, ``rows`` and ``matrix``.
+    """
+    parities = sorted({key for lost in blocks for key in lost.parities})
+    others = sorted({key for lost in blocks for key, _ in lost.terms} - set(parities))
+    keys = (*parities, *others)
+    coefficients = [dict(lost.terms) for lost in blocks]
+    rows, matrix = _clear(tuple(tuple(c.get(key, 0) for key in keys) for c in coefficients), len(parities))
+    return keys, rows, matrix
+
+
+@lru_cache(maxsize=256)
+def _clear(combinations: tuple[Row, ...], parities: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Every equation gets a parity, of the first columns, of its own: with that go the coefficients that
+    finished combinations have."""
+    size = len(combinations)
+    both = np.hstack([np.array(combinations, np.uint8), np.eye(size, dtype=np.uint8)])
+    reduced, _ = reduce_rows(both, parities)
+    rows = tuple(tuple(map(int, row[:-size])) for row in reduced)
+    return rows, tuple(tuple(map(int, row[-size:])) for row in reduced)
+
+
+def _add_multiple(target: Bytes, coefficient: int, data: Bytes) -> None:
+    if coefficient == 1:
+        part = target[: len(data)]
+        np.bitwise_xor(part, data, out=part)
+        return
+    # A cell at a time, so that the product stays in the cache.
+    product = np.empty(min(CELL_BYTES, len(target)), np.uint8)
+    for start in range(0, len(data), CELL_BYTES):
+        part = target[start : start + CELL_BYTES]
+        cell = data[start : start + len(part)]
+        combine_ragged(numpy_backend(), ((coefficient,),), [cell], (product[: len(part)],))
+        np.bitwise_xor(part, product[: len(part)], out=part)
+
 
 _NOTHING = Rebuild((), 0, "", ())
 
@@ -69,7 +250,6 @@ class Decoder:
         self._pool = Pool(kept_bytes)
         self._stripes: list[tuple[int, Stripe]] = []
         self._uses: dict[BlockKey, Stripe] = {}
-        self._stripe_of: dict[BlockKey, Stripe] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}
         self._sealed = False
         self._lock = threading.Lock()
@@ -94,7 +274,6 @@ class Decoder:
             stripe = Stripe(lost, memory[start:stop], self._pool)
             self._stripes.append((start, stripe))
             self._uses.update(dict.fromkeys(stripe.keys, stripe))
-            self._stripe_of.update({block.key: stripe for block in lost})
 
     def room_for(self, fetch: Fetch) -> Bytes | None:
         """Where to receive a block, so that it need not be copied; None: anywhere."""
@@ -115,10 +294,6 @@ class Decoder:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
         else:
             self._uses[fetch.key].add(fetch.key, data, stays=stays)
-
-    def put(self, lost: LostBlock, data: Bytes) -> None:
-        """Take a lost block that was decoded elsewhere, padded."""
-        self._stripe_of[lost.key].put(lost, data)
 
     def store(self) -> frozenset[BlockSource]:
         """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
@@ -172,7 +347,6 @@ class Decoder:
         """Let go of the arena, which stays if anything was sealed in it."""
         self._stripes.clear()
         self._uses.clear()
-        self._stripe_of.clear()
         if self._arena is not None:
             self._arena.close()
             if not self._sealed:

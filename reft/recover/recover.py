@@ -10,23 +10,25 @@ stages; each ends in an agreement of all, so that all fall down the ladder, or f
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgpack
+import torch
 
+from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
-from reft.grid import Topology
+from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.recover.complete import Completing, Completion, plan_kept
-from reft.recover.courier import Courier, Prepare
 from reft.recover.decide import (
     Decision,
-    Group,
     Verdict,
     decide,
     decode_verdicts,
@@ -34,18 +36,198 @@ from reft.recover.decide import (
     judge,
     plan_decided,
 )
-from reft.recover.exchange import Exchange
-from reft.recover.inventory import ArenaRecord, Inventory, take_inventory
-from reft.recover.ledger import Ledger, Repair
-from reft.recover.local import close_behind, opened_arenas
-from reft.recover.parts import parts_of, spoken_for, tables_of
-from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.findings import (
+    Findings,
+    Group,
+    Summary,
+    arenas_to_tell,
+    listing,
+    parts_of,
+    put_together,
+    summarize,
+    tables_of,
+)
+from reft.recover.inventory import (
+    ArenaRecord,
+    ArenaSet,
+    Inventory,
+    close_behind,
+    find_corrupt,
+    opened_arenas,
+    take_inventory,
+)
+from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
+from reft.recover.rebuild import Decoder
 from reft.recover.reshape import Piece, Resize, decode_pieces, encode_pieces
-from reft.recover.sift import Sifted, Summary, listing, sift, summarize
 from reft.recover.sources import GroupSources
-from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Copy, TransferStats
+from reft.recover.stages import Exchange, Flaw, Ledger, Repair
+from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
 
 logger = logging.getLogger(__name__)
+
+Prepare = Callable[[bytes, Resize], Sequence[Piece]]
+"""Takes this coordinate's verified host image and gives the live state the shape it describes. Where the
+version was written at another data-parallel degree, the host image is that of :meth:`Resize.host_from`, and
+what is returned says which bytes of the partitions this coordinate needs."""
+
+
+@dataclass
+class Execution:
+    """Carries plans out on one rank and adds up what it moved."""
+
+    topology: Topology
+    control: ControlGroup
+    ledger: Ledger
+    window_bytes: int
+    arenas: ArenaSet = field(default_factory=dict)
+    moved: list[TransferStats] = field(default_factory=list)
+    plans: Mapping[Group, RecoveryPlan] = field(default_factory=dict)
+    parts: Mapping[Group, tuple[int, ...]] = field(default_factory=dict)
+
+    def take_up(
+        self, plans: Mapping[Group, RecoveryPlan], parts: Mapping[Group, tuple[int, ...]], own: Group
+    ) -> None:
+        """What to carry out: the plans of the groups this rank takes part in, its own first."""
+        self.plans, self.parts, self._plan = plans, parts, plans[own]
+
+    @property
+    def _at(self) -> Coordinate:
+        return self.topology.coordinates[self.control.rank]
+
+    @property
+    def _node(self) -> str:
+        return self.topology.nodes[self.control.rank]
+
+    def rebuild(self, job_dir: Path, secret: bytes) -> None:
+        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
+        the ledger; what they are part of is decoded in a later round, in another way."""
+        part = {group: plan.to_decode() for group, plan in self.plans.items()}
+
+        def reserve() -> frozenset[BlockSource]:
+            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            decoder.reserve()
+            return frozenset()
+
+        def move() -> frozenset[BlockSource]:
+            return self._move([*part.values()], take, room_for=room_for, counted=False)
+
+        def room_for(fetch: Fetch) -> torch.Tensor | None:
+            room = decoder.room_for(fetch)
+            return None if room is None else torch.from_numpy(room)
+
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
+
+        kept_bytes = self.window_bytes
+        decoder = Decoder(self._plan, self._at, job_dir, self._node, secret, kept_bytes=kept_bytes)
+        with closing(decoder):
+            self._share(part, reserve, Flaw.STORED)
+            if self._share(part, move, Flaw.IN_TRANSIT):
+                return
+            self._share(part, decoder.store, Flaw.OTHER_DATA)
+
+    def _share(
+        self, plans: Mapping[Group, RecoveryPlan], stage: Callable[[], frozenset[BlockSource]], flaw: Flaw
+    ) -> bool:
+        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
+        refused = self.ledger.share(plans, self.parts, stage, flaw)
+        if refused and flaw is Flaw.IN_TRANSIT:
+            label, suspects = self._plan.label, self.ledger.in_transit(self._node, self._plan.label)
+            self.ledger.share(
+                plans, self.parts, lambda: find_corrupt(label, suspects, self.arenas), Flaw.STORED
+            )
+        return refused
+
+    def bring_host(
+        self, prepare: Prepare, resize: Resize, completion: Completion | None
+    ) -> Sequence[Piece] | None:
+        """Collective: the host state of every coordinate. What ``prepare`` returned; None if a source turned
+        out corrupt anywhere, which is then in the ledger.
+
+        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
+        """
+        plans = tuple(self.plans.values())
+        pieces: Sequence[Piece] = ()
+        nbytes = self._plan.image_bytes(self._at, Section.HOST)
+        host = torch.empty(nbytes, dtype=torch.uint8)
+
+        def begin() -> frozenset[BlockSource]:
+            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            if completion is not None:
+                completion.begin()
+            return frozenset()
+
+        def move_host() -> frozenset[BlockSource]:
+            def keep(fetch: Fetch, data: torch.Tensor) -> None:
+                host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+                if completion is not None:
+                    completion.take(fetch, data)
+
+            return self._move([plan.only(Section.HOST) for plan in plans], keep)
+
+        def prepare_state() -> frozenset[BlockSource]:
+            nonlocal pieces
+            pieces = prepare(host.numpy().tobytes(), resize)
+            return frozenset()
+
+        stages = [move_host, prepare_state] if completion is None else [begin, move_host, prepare_state]
+        return pieces if self._all_right(stages) else None
+
+    def bring_state(self, copy: Copy, faults: FaultPlan | None, completion: Completion | None) -> bool:
+        """Collective, after :meth:`bring_host`: everything else. False as there."""
+        plans = tuple(self.plans.values())
+        kept = tuple(plan.to_keep() for plan in plans)
+
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            if completion is not None:
+                completion.take(fetch, data)
+
+        def move_state() -> frozenset[BlockSource]:
+            only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
+            return self._move(only, take, copy=copy, faults=faults)
+
+        def move_kept() -> frozenset[BlockSource]:
+            return self._move(kept, take, counted=False)
+
+        def seal() -> frozenset[BlockSource]:
+            if completion is not None:
+                completion.seal()
+            return frozenset()
+
+        return self._all_right([move_state] if completion is None else [move_state, move_kept, seal])
+
+    def _all_right(self, stages: Iterable[Callable[[], frozenset[BlockSource]]]) -> bool:
+        """Go through the stages up to the first in which some rank refused a source."""
+        known = {group: plan.with_kept() for group, plan in self.plans.items()}
+        return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
+
+    def _move(
+        self,
+        plans: Sequence[RecoveryPlan],
+        sink: Sink,
+        *,
+        counted: bool = True,
+        **options: Any,
+    ) -> frozenset[BlockSource]:
+        window_bytes = self.window_bytes
+        result = execute(
+            *(plans, self.topology, self.control, self.arenas, sink), window_bytes=window_bytes, **options
+        )
+        # What is read in order to decode does not restore anything yet: only its sending counts.
+        self.moved.append(result.stats if counted else replace(result.stats, bytes_from={}))
+        return result.bad
+
+    def stats(self) -> TransferStats:
+        """Everything moved so far: bytes add up, buffers are reused."""
+        total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
+        for part in self.moved:
+            total.update(part.bytes_from)
+        return TransferStats(
+            bytes_from=dict(total),
+            sent_bytes=sum(part.sent_bytes for part in self.moved),
+            buffer_bytes=max(part.buffer_bytes for part in self.moved),
+            secs=sum(part.secs for part in self.moved),
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +288,7 @@ class Recovery:
         self._faults = faults
         self._exchange = Exchange(topology, control)
         self._ledger = Ledger(self._exchange)
-        self._courier = Courier(topology, control, self._ledger, window_bytes)
+        self._execution = Execution(topology, control, self._ledger, window_bytes)
         self._found: _Found
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
@@ -126,7 +308,7 @@ class Recovery:
     def has_other_layouts(self) -> bool:
         """Whether the survey found memory of this job that this one cannot take up as it is; the same on all
         ranks."""
-        return self._found.sifted.layout_mismatch
+        return self._found.findings.layout_mismatch
 
     @property
     def _group(self) -> Group:
@@ -157,15 +339,15 @@ class Recovery:
                 return found.refused()
             with opened_arenas(
                 self._job_dir, [found.inventory], self._secret, close=close_behind
-            ) as self._courier.arenas:
-                self._courier.take_up(found.plans, found.parts, self._group)
+            ) as self._execution.arenas:
+                self._execution.take_up(found.plans, found.parts, self._group)
                 decodes = found.decision.decodes
                 if decodes:
-                    self._courier.rebuild(self._job_dir, self._secret)
+                    self._execution.rebuild(self._job_dir, self._secret)
                 elif self._carry_out(found, prepare, copy):
                     plan = found.plans[self._group]
                     repairs = self._ledger.repairs(plan)
-                    outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
+                    outcome = RecoveryOutcome(plan, self._execution.stats(), repairs, attempt)
                     _report(outcome, self._rank)
                     return outcome
             if decodes:
@@ -180,13 +362,13 @@ class Recovery:
             completion = self._completion(found)
             if completion is not None:
                 stack.callback(completion.close)
-            pieces = self._courier.bring_host(prepare, resize, completion)
+            pieces = self._execution.bring_host(prepare, resize, completion)
             if pieces is None:
                 return False
             if resize.old != resize.new:
                 self._ask(found, pieces)
-                self._courier.take_up(found.plans, found.parts, self._group)
-            return self._courier.bring_state(copy, self._faults, completion)
+                self._execution.take_up(found.plans, found.parts, self._group)
+            return self._execution.bring_state(copy, self._faults, completion)
 
     def _ask(self, found: _Found, pieces: Sequence[Piece]) -> None:
         """Collective: who takes part in a sharding group hears what its members want of the partitions, and
@@ -199,7 +381,7 @@ class Recovery:
             for group, records in found.tables.items():
                 members = enumerate(self._topology.group(*group))
                 wanted = {dp: decode_pieces(told[rank]) for dp, rank in members}
-                of_version = found.decision, found.sifted, group, found.sources[group]
+                of_version = found.decision, found.findings, group, found.sources[group]
                 found.plans[group] = plan_decided(*of_version, records, wanted=wanted)
             return False
 
@@ -223,7 +405,7 @@ class Recovery:
         def summarized() -> bytes:
             inventory = take_inventory(self._job_dir, self._node, self._secret)
             mine.extend(
-                spoken_for(
+                arenas_to_tell(
                     *(inventory.arenas, self._topology, self._rank),
                     job_id=self._job_id,
                     any_dp=self._resizable,
@@ -241,9 +423,9 @@ class Recovery:
         labels: dict[tuple[int, int], Label] = {}
         told = self._exchange.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
-        sifted = sift(summaries, self._topology, job_id=self._job_id)
-        parts = parts_of(sifted, self._rank)
-        self._found = _Found(sifted, parts, self._swap_tables(mine, parts))
+        findings = put_together(summaries, self._topology, job_id=self._job_id)
+        parts = parts_of(findings, self._rank)
+        self._found = _Found(findings, parts, self._swap_tables(mine, parts))
 
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
@@ -274,14 +456,14 @@ class Recovery:
 
         def judged() -> bytes:
             for group, records in found.tables.items():
-                sources[group] = judge(group, records, found.sifted.sizes, self._ledger.bad)
+                sources[group] = judge(group, records, found.findings.sizes, self._ledger.bad)
             if self._at.dp:
                 return b""
             return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
 
         told = self._exchange.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
-        decision = decide(found.sifted, {g: decode_verdicts(told[rank]) for g, rank in speakers.items()})
+        decision = decide(found.findings, {g: decode_verdicts(told[rank]) for g, rank in speakers.items()})
         found.plans = {}
         if isinstance(decision, NotRecoverable):
             found.refusal = decision
@@ -290,7 +472,7 @@ class Recovery:
         found.sources = {group: of_group[decision.label] for group, of_group in sources.items()}
         for group, records in found.tables.items():
             of_version = found.sources[group]
-            plan = plan_decided(decision, found.sifted, group, of_version, records)
+            plan = plan_decided(decision, found.findings, group, of_version, records)
             if self._completing is not None and not decision.decodes and not plan.resized:
                 held = [r for r in records if r.header.label == decision.label]
                 plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
@@ -305,7 +487,7 @@ class _Found:
     """What a survey found, and what is planned from it.
 
     Attributes:
-        sifted: who holds which version, in the whole job.
+        findings: who holds which version, in the whole job.
         parts: the groups that this rank takes part in, its own first, and the ranks that do.
         tables: their whole arenas on all nodes.
         decision: the version; there is none before it was decided, and where ``plans`` is empty.
@@ -314,7 +496,7 @@ class _Found:
         inventory: arenas on this node that hold the version.
     """
 
-    sifted: Sifted
+    findings: Findings
     parts: Mapping[Group, tuple[int, ...]]
     tables: Mapping[Group, list[ArenaRecord]]
     decision: Decision = field(init=False)

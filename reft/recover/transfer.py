@@ -11,29 +11,226 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from reft.blocks import BlockKey
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Topology
 from reft.memory.header import checksum
-from reft.recover.exchange import BrokenOffError
-from reft.recover.inbox import Inbox, RoomFor
-from reft.recover.local import ArenaSet
-from reft.recover.moves import make_moves
-from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, format_bytes_from
+from reft.recover.inventory import ArenaSet
+from reft.recover.plan import (
+    BlockSource,
+    Fetch,
+    Rebuild,
+    RecoveryPlan,
+    SourceKind,
+    format_bytes_from,
+    stripes_of,
+)
+from reft.recover.rebuild import Bytes, Pool
+from reft.recover.stages import BrokenOffError
 
 logger = logging.getLogger(__name__)
+
+RoomFor = Callable[[Fetch], torch.Tensor | None]
+"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length), or None: a
+buffer that is used again will do."""
+Arrived = Callable[[int, Fetch, torch.Tensor], None]
+"""Takes a block that is here, first the number to call :meth:`Inbox.used` with."""
+
+
+class Inbox:
+    """One rank's blocks to come. One thread reads them; others use them and say when they have.
+
+    Args:
+        moves: to this rank, in the plan's order.
+        room_for: where blocks arrive that are to stay there.
+        window_bytes: receive buffers. A block that is larger still passes, alone.
+        arrived: takes the blocks.
+    """
+
+    def __init__(self, moves: Sequence[Move], room_for: RoomFor, window_bytes: int, arrived: Arrived) -> None:
+        self._moves = moves
+        self._room_for = room_for
+        self._window_bytes = window_bytes
+        self.arrived = arrived
+        self._ends = list(accumulate(move.fetch.nbytes for move in moves))
+        self._unused = set(range(len(moves)))
+        self._first = 0
+        self._pool = Pool(window_bytes)
+        self._buffers: dict[int, Bytes] = {}
+        self.peak_bytes = 0
+        self._refused = False
+        self._lock = threading.Lock()
+        self.wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+
+    def streams(self) -> Mapping[int, Stream]:
+        """Where the bytes of each peer go."""
+        numbers: dict[int, deque[int]] = {}
+        for number, move in enumerate(self._moves):
+            numbers.setdefault(move.src, deque()).append(number)
+        return {src: Stream(self, of_peer) for src, of_peer in numbers.items()}
+
+    def open(self, number: int) -> tuple[int, Fetch, torch.Tensor] | None:
+        """A block, and where it arrives; None while it lies beyond the window."""
+        fetch = self._moves[number].fetch
+        with self._lock:
+            begin = self._ends[self._first] - self._moves[self._first].fetch.nbytes
+            if number > self._first and self._ends[number] - begin > self._window_bytes:
+                self._refused = True
+                return None
+        room = self._room_for(fetch)
+        return number, fetch, self._buffer(number, fetch.nbytes) if room is None else room
+
+    def _buffer(self, number: int, nbytes: int) -> torch.Tensor:
+        buffer = self._pool.take(nbytes)
+        if buffer is None:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        with self._lock:
+            self._buffers[number] = buffer
+            self.peak_bytes = max(self.peak_bytes, sum(map(len, self._buffers.values())))
+        return torch.from_numpy(buffer)
+
+    def used(self, number: int) -> None:
+        """A block is where it belongs: its buffer is free."""
+        with self._lock:
+            buffer = self._buffers.pop(number, None)
+            self._unused.discard(number)
+            wakes = self._refused and number == self._first
+            while self._first < len(self._moves) and self._first not in self._unused:
+                self._first += 1
+            if wakes:
+                self._refused = False
+        if buffer is not None:
+            self._pool.give_back(buffer)
+        if wakes:
+            with suppress(BlockingIOError):  # it has been woken already
+                self._waker.send(b"1")
+
+    def close(self) -> None:
+        self.wake.close()
+        self._waker.close()
+
+
+class Stream:
+    """The blocks that one peer sends.
+
+    Args:
+        inbox: whose they are.
+        numbers: of the blocks, in the order in which they are sent.
+    """
+
+    def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
+        self._inbox = inbox
+        self._numbers = numbers
+        self._open: deque[tuple[int, Fetch, torch.Tensor]] = deque()
+
+    def room(self) -> Sequence[memoryview]:
+        views = []
+        while self._numbers and (opened := self._inbox.open(self._numbers[0])) is not None:
+            self._open.append(opened)
+            self._numbers.popleft()
+            views.append(opened[2].numpy().data)
+        return views
+
+    def filled(self, count: int) -> None:
+        for _ in range(count):
+            self._inbox.arrived(*self._open.popleft())
+
+    @property
+    def complete(self) -> bool:
+        return not self._numbers and not self._open
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One block on its way from global rank ``src`` to ``dst``."""
+
+    src: int
+    dst: int
+    fetch: Fetch
+
+
+def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
+    """Which rank reads and sends each stored block that another node needs.
+
+    Any rank of a node can read every arena there. Members of the block's sharding group do; of several the
+    one with the fewest bytes so far. Where none of them runs, one other rank of the node does.
+
+    Raises:
+        TransferError: if a source lies on a node that has no rank.
+    """
+    demand: dict[BlockSource, int] = {}
+    group_of: dict[BlockSource, tuple[int, int]] = {}
+    for _, fetch in _network_fetches(plan):
+        source = fetch.source
+        demand[source] = demand.get(source, 0) + fetch.nbytes
+        group_of[source] = fetch.pp, fetch.tp
+    load: Counter[int] = Counter()
+    ranks: dict[BlockSource, int] = {}
+    for source, nbytes in demand.items():
+        local = topology.readers(source.node, *group_of[source])
+        if not local:
+            raise TransferError(
+                f"the plan takes {source.arena} from node {source.node}, where no rank runs; plan with the "
+                f"inventories of nodes that have ranks: {', '.join(sorted(set(topology.nodes)))}"
+            )
+        ranks[source] = min(local, key=lambda rank: (load[rank], rank))
+        load[ranks[source]] += nbytes
+    return ranks
+
+
+def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
+    """(position of the coordinate, fetch) of everything that is not read locally, in plan order."""
+    return [
+        (at, fetch)
+        for at, coordinate in enumerate(sorted(plan.fetches))
+        for fetch in plan.fetches[coordinate]
+        if fetch.kind is not SourceKind.LOCAL
+    ]
+
+
+def make_moves(plan: RecoveryPlan, topology: Topology) -> list[Move]:
+    """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
+    peer, and that what is decoded together arrives together.
+
+    Raises:
+        TransferError: if a source lies on a node that has no rank.
+    """
+    servers = serving_ranks(plan, topology)
+    receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
+    stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
+    turn: Counter[tuple[int, int]] = Counter()
+    order: list[tuple[int, int, int, Move]] = []
+    for at, fetch in _network_fetches(plan):
+        src, dst = servers[fetch.source], receivers[at]
+        distance = (dst - src) % topology.world_size
+        number = stripes[at].get(fetch.key, turn[src, dst])
+        order.append((number, distance, src, Move(src, dst, fetch)))
+        turn[src, dst] += 1
+    return [move for *_, move in sorted(order, key=lambda item: item[:3])]
+
+
+def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
+    """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A peer has
+    hardly more than one block of a stripe, so that these are turns of its own."""
+    stripes = () if rebuild is None else stripes_of(rebuild.blocks)
+    return {key: number for number, stripe in enumerate(stripes) for lost in stripe for key, _ in lost.terms}
+
 
 DEFAULT_WINDOW_BYTES = 64 * 2**20
 _MAX_THREADS = 8
@@ -232,7 +429,7 @@ class _Transfer:
                 return
             self._sink(fetch, data)
             with self._counting:
-                self._bytes_from[fetch.rung] += fetch.nbytes
+                self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:
             # Peers still wait for what this rank has to send: serve them, then raise.
             self.failure = error

@@ -80,6 +80,8 @@ def publish(
         # In this order: what is checked now holds for all that was made before, whenever it is renamed.
         fence.check(info.directory, info.job_id, writer)
         refuse_stale(info.directory, info.job_id, info.label)
+        for script in _files(work.scripts):
+            script.replace(info.directory / script.name)
         shutil.rmtree(work.staging)
         write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         reached("renaming")

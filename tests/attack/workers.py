@@ -28,7 +28,6 @@ from reft.memory.stream import HashingCopier
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_order
 from reft.snapshot import handover
-from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.sealing import RingExchange, Sealer
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
@@ -240,7 +239,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "after the commit": _once(Sealer, "committed", _LOST),
     "tell of the commit": lambda me: mock.patch.object(me.worker.watchers, "on_commit", _raising(_LOST)),
     "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
-    "switch": _once(LayoutAgreement, "switch", _LOST),
+    "switch": _once(SnapshotWorker, "_switch_layout", _LOST),
 }
 
 
@@ -317,7 +316,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
     me, step, found = Rank(rank, root), 0, {}
     places = {
-        "layout, at its begin": _once(LayoutAgreement, "renew", _LOST),
+        "layout, at its begin": _once(SnapshotWorker, "_renew_layout", _LOST),
         "layout, before memory is counted": _once(SchemeSwitch, "fit", _LOST),
         "layout, reserving": _once(ArenaSet, "reserve", _LOST),
         "order, at its begin": _once(SchemeSwitch, "carry_out", _LOST),

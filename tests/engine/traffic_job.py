@@ -116,7 +116,7 @@ def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
 
     session.worker.submit = submit
     losses = train(engine)
-    layout = session.worker.agreement.layout
+    layout = session.worker.layout
     assert layout is not None
     sizes, mine = layout.plan.sizes, layout.mine
     stats = session.stats.to_json()

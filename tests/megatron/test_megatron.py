@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
-from megatron_patches.deepspeed import commit_of, running_program
+from megatron_patches.deepspeed import running_program
 from reft.cli import make_app
 from reft.engine.deepspeed import attach
 from reft.errors import ConfigError, UnsupportedStateError
@@ -392,26 +392,13 @@ def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -
     assert captured(2)["iteration"] == 2
 
 
-@pytest.mark.process
-def test_the_commit_is_that_of_the_programs_own_checkout(tmp_path: Path) -> None:
-    """Not of a repository that an installed program happens to lie in."""
-    module = tmp_path / "megatron" / "checkpointing.py"
-    module.parent.mkdir()
-    module.write_text("")
+def test_what_is_logged_is_a_line_of_reft() -> None:
+    """Under REFT_LOGLEVEL, with the prefix of the rank."""
+    from megatron_patches import deepspeed
+    from megatron_patches.core import attach, program
 
-    def git(*arguments: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    assert commit_of(module) == "of an unknown commit"
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    commit = git("rev-parse", "--short", "HEAD")
-    assert commit_of(module) == f"commit {commit}"
-    module.write_text("changed")
-    assert commit_of(module) == f"commit {commit}, with changes"
+    for module in (deepspeed, attach, program):
+        assert module.logger.name.startswith("reft.")
 
 
 def test_a_list_of_several_engines_is_refused() -> None:

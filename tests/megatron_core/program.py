@@ -42,14 +42,12 @@ class Case:
         arguments: of the program, beside those of every case.
         nodes: number of nodes.
         procs_per_node: ranks on each.
-        disturbed: further arguments of the run with reft; ``{directory}`` is one for its files.
         ends_at: it ends there by ``--exit-interval`` and is started again.
     """
 
     arguments: str
     nodes: int = 2
     procs_per_node: int = 1
-    disturbed: str = ""
     ends_at: int = 0
 
 
@@ -57,16 +55,7 @@ CASES = {
     "dp2-fp32": Case(_LENGTH),
     "dp2-fp32-restarted": Case(_LENGTH, ends_at=8),
     "dp2-bf16": Case(f"{_LENGTH} --bf16"),
-    "dp2-bf16-overlap-local": Case(
-        f"{_LENGTH} {_OVERLAP} --bf16",
-        disturbed="--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir local "
-        "--non-persistent-save-interval 3 --save {directory}/saved --load {directory}/saved "
-        "--save-interval 1000 --ckpt-format torch",
-    ),
-    "dp2-bf16-overlap-rampup": Case(
-        f"{_RAMPUP} {_OVERLAP} --bf16",
-        disturbed="--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir local",
-    ),
+    "dp2-bf16-overlap-rampup": Case(f"{_RAMPUP} {_OVERLAP} --bf16"),
     "dp2-ep2-bf16-overlap": Case(f"{_LENGTH} {_OVERLAP} {_EXPERTS} --bf16"),
     "pp2dp2-bf16": Case(f"{_LENGTH} --bf16 --pipeline-model-parallel-size 2", nodes=4),
     "pp2dp2-vpp2-bf16-overlap": Case(
@@ -107,7 +96,7 @@ def _run(name: str, script: Path, directory: Path) -> list[str]:
 
 def _differences(name: str, case: Case, program: Program, directory: Path) -> list[str]:
     undisturbed = program.run(directory / "undisturbed", None)
-    more, sources = shlex.split(case.disturbed.format(directory=directory)), ["memory"]
+    more, sources = list[str](), ["memory"]
     if case.ends_at:
         save = str(directory / "checkpoints")
         more += ["--ckpt-format", "torch", "--save", save, "--load", save, "--save-interval", "1000"]

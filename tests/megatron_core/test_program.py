@@ -26,7 +26,6 @@ STANDIN = Path(__file__).parent / "standin"
 ITERATIONS, KILLED_AT = 9, 5
 _SECS = 300.0
 ENABLED = {"enabled": True}
-LOCAL = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 0}
 
 
 def program(*arguments: str) -> Program:
@@ -62,44 +61,9 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     assert saved(save) == ITERATIONS
     lines = undisturbed.iterations[1] + undisturbed.iterations[ITERATIONS]
     assert [dict(line)["global batch size"] for line in lines] == ["4", "8"]
-    for said in (
-        "--non-persistent-ckpt-type local is answered from reft's memory",
-        "--replication-factor asks for 2 copies on other nodes; reft survives the loss of 1",
-    ):
-        assert said in disturbed.log
+    assert "reft's versions in memory take the place of local checkpoints" in disturbed.log
     for unsaid in ("the state of step", "does not know how many samples"):
         assert unsaid not in disturbed.log
-
-
-@pytest.mark.nightly
-def test_local_checkpoints_are_those_that_the_program_asks_for_and_the_newer_of_memory_and_disk_is_loaded(
-    tmp_path: Path,
-) -> None:
-    """A node is lost behind iteration 4, whose version is in memory, and in another job one behind iteration 7, when
-    that of iteration 6 is in memory, and that of 7 on disk."""
-    trained = program("--rampup-batch-size", "4", "4", "24")
-    undisturbed = trained.run(tmp_path / "undisturbed", None)
-    save = str(tmp_path / "checkpoints")
-    local = ("--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", "x")
-    again = (*local, "--non-persistent-save-interval", "2", "--save", save, "--load", save)
-    killed = trained.run(tmp_path / "killed", lost_node(4), *again, "--exit-interval", "5", lost=1)
-    assert killed.resumed == [(4, "memory")], killed.log[-4000:]
-    said = "local checkpoint of iteration %d: committed in memory on all ranks"
-    assert [at for at in range(1, 10) if said % at in killed.log] == [2, 4]
-    assert "a version every 2 iterations" in killed.log
-    fault = {"point": "during_step", "step": 7, "pp": 0, "dp": 1, "action": "kill_node"}
-    block = {"enabled": True, "faults": [fault]}
-    more = (*again, "--async-save", "--save-interval", "7")
-    newer = trained.run(tmp_path / "newer", block, *more, lost=1)
-    assert newer.resumed == [(5, "disk"), (7, "disk")], newer.log[-4000:]
-    assert said % 6 in newer.log
-    for run in (killed, newer):
-        for at, lines in run.iterations.items():
-            # Behind a load from disk the program prints an extra line, and the next one is the mean of both.
-            if at not in (7, 9):
-                assert set(lines) <= set(undisturbed.iterations[at]), at
-    assert newer.iterations.keys() == set(range(6, 10))
-    assert killed.validations | newer.validations == undisturbed.validations
 
 
 @pytest.mark.nightly
@@ -172,18 +136,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"perform_rl_step": True}, ("--perform-rl-step", "rollouts")),
         ({"moe_use_upcycling": True}, ("--moe-use-upcycling", "Start once without the reft block")),
         ({"dataloader_type": "external"}, ("--dataloader-type external", "use single or cyclic")),
-        (
-            {**LOCAL, "non_persistent_save_interval": 5},
-            ("--non-persistent-save-interval is 5", '"interval_steps": 2', "Leave one of both out"),
-        ),
-        ({**LOCAL, "iterations_to_skip": [3]}, ("--iterations-to-skip", "Leave one of both out")),
     ],
 )
 def test_an_option_that_cannot_be_resumed_is_refused_before_anything_is_built(
     install: Any, given: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    block = {**ENABLED, "interval_steps": 2}
-    module = install("megatron.training.arguments", {"reft": block}, validate_args=lambda args: args)
+    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
     assert module.validate_args(Namespace(perform_rl_step=False)) == Namespace(perform_rl_step=False)
     with pytest.raises(ConfigError) as refused:
         module.validate_args(Namespace(**given))
@@ -226,76 +184,23 @@ def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:
     assert module.train_step is len
 
 
-def test_a_local_checkpoint_is_never_claimed_before_there_is_a_training_nor_of_another_iteration() -> None:
-    from megatron_patches.core.local import LocalCheckpoints
-
-    manager, protection = LocalCheckpoints(), Namespace(iteration=4, newest=lambda: None)
-    for call in (manager.find_latest, manager.load, lambda: manager.save(None, 1)):
-        with pytest.raises(ConfigError, match="expected setup_model_and_optimizer first"):
-            call()
-    manager.attach(protection)  # type: ignore[arg-type]
-    assert manager.find_latest() == -1
-    with pytest.raises(UnrecoverableError, match="no version in memory that all ranks recover"):
-        manager.load()
-    with pytest.raises(ConfigError, match=r"iteration 5, but .* optimizer step 4"):
-        manager.save(None, 5)
+def test_what_asks_for_local_checkpoints_is_given_versions(
+    install: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
+    given = Namespace(
+        non_persistent_ckpt_type="local", non_persistent_save_interval=3, rank=0, replication=True
+    )
+    args = module.validate_args(given)
+    assert (args.non_persistent_ckpt_type, args.replication) == (None, False)
+    assert "reft's versions in memory take the place of local checkpoints" in caplog.text
 
 
-def test_p5_a_local_checkpoint_that_turns_out_corrupt_is_passed_over_for_what_is_on_disk() -> None:
-    from megatron_patches.core.local import LocalCheckpoints
+def test_p5_of_what_is_half_written_nothing_may_be_left() -> None:
     from megatron_patches.core.program import TrainingProgram
 
-    program = TrainingProgram(ENABLED)
-    args = Namespace()
+    program, args = TrainingProgram(ENABLED), Namespace(no_load_optim=True)
     program.modules["megatron.training.training"] = Namespace(get_args=lambda: args)  # type: ignore[assignment]
-    for on_disk in (4, None):
-        manager, asked = LocalCheckpoints(), []
-
-        def corrupt() -> None:
-            raise UnrecoverableError("the memory turned out corrupt")
-
-        protection: Any = Namespace(newest=lambda: 6, load=corrupt, loaded=lambda steps: (steps, {}))
-        manager.attach(protection)
-
-        def from_disk(
-            manager: LocalCheckpoints = manager, asked: list[int] = asked, on_disk: int | None = on_disk
-        ) -> int | None:
-            asked.append(manager.find_latest())
-            if asked[-1] != -1:
-                manager.load()
-            return on_disk
-
-        if on_disk is None:
-            with pytest.raises(UnrecoverableError, match="turned out corrupt"):
-                program.load_what_is_newer(protection, manager, from_disk)
-        else:
-            assert program.load_what_is_newer(protection, manager, from_disk) == (4, {})
-        assert asked == [6, -1]
-    # Of what is half written nothing may be left.
-    args.no_load_optim = True
     program.check_loaded_whole(Namespace(half_written=False))  # type: ignore[arg-type]
     with pytest.raises(UnrecoverableError, match="leave --no-load-optim"):
         program.check_loaded_whole(Namespace(half_written=True))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("committed", "said"),
-    [
-        (4, "iteration 4: committed in memory on all ranks"),
-        (6, "iteration 4: a newer one, of iteration 6, is committed"),
-        (2, "iteration 4: NOT saved"),
-    ],
-)
-def test_p6_a_local_checkpoint_is_said_to_be_committed_when_its_own_version_is(
-    committed: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megatron_patches.core.local import LocalCheckpoints
-
-    manager = LocalCheckpoints()
-    stats = Namespace(committed_step=committed, last_error=None)
-    session = Namespace(worker=None, stats=stats, is_rank_zero=True)
-    manager.attach(Namespace(iteration=4, session=session))  # type: ignore[arg-type]
-    manager.save(None, 4)
-    manager.settle()
-    assert said in caplog.text
-    assert (committed == 4) == ("iteration 4: committed" in caplog.text)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
 from reft.policy.choose import Alternative, Choice, Situation, choose
-from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, Load, OwnedBy, RankSections, group_loads
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, group_loads
 from reft.policy.pace import StageWindows, WindowPace
 from reft.protect.codes import Scheme, schemes_for
 from reft.protect.placement import place_group, tolerance
@@ -83,14 +83,6 @@ def test_p9_no_rank_reserves_more_than_was_predicted(
         assert sum(b.block.nbytes for b in member.gradients) <= load.gradient_bytes
 
 
-def test_what_a_peer_is_sent_is_what_it_keeps() -> None:
-    scheme = Scheme.parse("arc:2")
-    sections = [RankSections(0, 1000 * (d + 1), 0) for d in range(5)]
-    loads = group_loads(sections, range(5), scheme, OwnedBy.PEER, arenas=2, block_bytes=MIB)
-    assert all(load.sent_bytes >= 2 * s.owned_bytes for load, s in zip(loads, sections, strict=True))
-    assert all(load.sent_bytes < 2 * s.owned_bytes + 128 for load, s in zip(loads, sections, strict=True))
-
-
 def test_aor_moves_gradients_of_the_peer_instead_of_sending_partitions() -> None:
     parameters = 10**6
     sections = [RankSections(0, OPTIMIZER_BYTES * parameters, 0)] * 4
@@ -144,12 +136,6 @@ def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheape
             assert chosen.busiest.moved_bytes <= other.busiest.moved_bytes
     assert choice.reached == (reachable >= wished)
     assert bool(choice.needed) == (not choice.reached)
-
-
-@given(situations, st.integers(0, 2))
-@settings(max_examples=20, deadline=None)
-def test_every_rank_makes_the_same_choice(situation: Situation, wished: int) -> None:
-    assert choose(situation, wished) == choose(situation, wished)
 
 
 @pytest.mark.parametrize("size", range(2, 7))
@@ -219,26 +205,12 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     assert small.chosen.busiest.moved_bytes > small.of("arc").busiest.moved_bytes
 
 
-def test_where_nothing_is_partitioned_there_is_nothing_to_recompute() -> None:
-    for recompute in (False, True):
-        choice = choose(job(apart(4)), 1, recompute=recompute)
-        assert choice.chosen.name == "aec"
-        assert "partitions" not in choice.reason
-
-
 def test_a_protection_without_room_is_refused_with_the_reason() -> None:
     choice = choose(job(apart(2)), 2)
     with pytest.raises(ConfigError, match="needs at least 3 data-parallel members"):
         choice.of("rs:2")
     with pytest.raises(ConfigError, match="known: none"):
         choice.of("rs:9")
-
-
-def test_groups_beyond_the_field_are_left_to_copies_and_plain_parity() -> None:
-    choice = choose(job(apart(300)), 1, beyond=1)
-    assert choice.chosen.name == "aec"
-    assert "more than 256" in dict(choice.excluded)["rs:2"]
-    assert choose(job(apart(300)), 2).chosen.name == "arc+aec"
 
 
 def test_only_what_takes_too_long_to_test_is_left_out() -> None:
@@ -257,38 +229,7 @@ def test_a_wish_beyond_all_replicas_evaluates_no_more_than_these_could_hold() ->
     assert len(choice.alternatives) + len(choice.excluded) == 1 + (2 + 3 + 4 + 5)
 
 
-def test_the_weakest_group_counts() -> None:
-    degrees = Degrees(2, 2, 1)
-    where = {
-        Coordinate(0, 0, 0): "a",
-        Coordinate(0, 1, 0): "b",
-        Coordinate(1, 0, 0): "c",
-        Coordinate(1, 1, 0): "c",
-    }
-    topology = Topology(degrees, degrees.coordinates(), tuple(where[c] for c in degrees.coordinates()))
-    choice = choose(Situation(topology, (RankSections(MIB),) * 4), 1)
-    assert choice.chosen.tolerance == 0
-    assert "the sharding group pp1.tp0 sit on 1 node(s)" in str(choice)
-
-
 # ---- windows ----
-
-
-def test_what_does_not_fit_the_windows_is_predicted_to_be_waited_for() -> None:
-    window = Window(WindowKind.MID, 0.0, 0.1, 3)
-    stage = StageWindows([window], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
-    pace = WindowPace({0: stage}, "profiled")
-
-    def fit(nbytes: int):
-        return pace.fit({0: Load(nbytes, 0, 0, 0, 0, 0)})
-
-    assert fit(10**8).fits
-    assert fit(10**8).in_windows == 1.0
-    late = fit(3 * 10**8)
-    assert not late.fits
-    assert late.left_over_secs == pytest.approx(0.2)
-    assert late.overhead == pytest.approx(0.2)
-    assert late.in_windows == pytest.approx(1 / 3)
 
 
 def test_the_choice_says_what_the_step_will_cost() -> None:

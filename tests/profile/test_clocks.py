@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
-from reft.profile.profiler import with_times
-from reft.profile.traces import ClockOffset, clock_id, estimate, settled
+from reft.profile.traces import ClockOffset, assign_chunks, estimate
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
@@ -44,12 +43,6 @@ def test_drift_between_two_measurements_is_part_of_the_bound(first, drift, at):
     middle = before.until(after)
     assert abs(middle.secs - (first + at * drift)) <= middle.error_secs
     assert middle.clock == 1
-
-
-def test_processes_of_one_host_read_one_clock():
-    assert clock_id() == clock_id()
-    assert ClockOffset(0.0, 1e-3, 1).error_to(ClockOffset(0.0, 2e-3, 1)) == 0
-    assert ClockOffset(0.0, 1e-3, 1).error_to(ClockOffset(0.0, 2e-3, 2)) == pytest.approx(3e-3)
 
 
 class _OnStream(SimulatedEvent):
@@ -90,50 +83,11 @@ def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_return
     assert found == pytest.approx(truth, abs=clock.error_secs + 1e-6)
 
 
-def test_events_are_used_again(device):
-    clock = DeviceClock()
-    clock.begin()
-    first = [clock.mark() for _ in range(4)]
-    clock.resolve(first)
-    assert {id(clock.mark()) for _ in range(4)} == {id(mark) for mark in first}
-
-
-def test_without_a_device_the_error_says_what_to_use():
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
-    with pytest.raises(RuntimeError, match="needs a CUDA or ROCm device"):
-        DeviceClock()
-
-
 def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:
     records = tuple(
         InstructionRecord(n, "ForwardPass", n, step + n * 0.1, step + n * 0.1 + 0.1) for n in range(3)
     )
     return StepTrace(step, 0, 0, float(step), step + 0.9, records, chunks, 0.0)
-
-
-class ReadyClock:
-    """Its marks are times already."""
-
-    def begin(self) -> None:
-        pass
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def resolve(self, marks: list[float]) -> list[float]:
-        return list(marks)
-
-
-def test_times_of_another_clock_replace_those_of_the_host():
-    trace = a_trace(1)
-    marks = [(10.0 + n, 10.5 + n) for n in range(3)]
-    again = with_times(trace, ReadyClock(), marks)
-    assert [(i.begin_secs, i.end_secs) for i in again.instructions] == marks
-    assert [i.name for i in again.instructions] == [i.name for i in trace.instructions]
-    assert with_times(trace, ReadyClock(), []) == trace
-    with pytest.raises(ValueError):
-        with_times(trace, ReadyClock(), marks[:2])
 
 
 def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
@@ -142,7 +96,7 @@ def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
 
     reported = deque([(chunk(0.5),), (chunk(1.2),), (chunk(2.4), chunk(2.2), chunk(1.9)), (chunk(3.1),)])
     traces = [a_trace(step, reported.popleft()) for step in (1, 2, 3, 4)]
-    steps = settled(traces)
+    steps = assign_chunks(traces)
     assert [t.step for t in steps] == [1, 2, 3]
     # What began before the first step is not this profile's.
     assert [[c.begin_secs for c in t.chunks] for t in steps] == [[1.2, 1.9], [2.2, 2.4], [3.1]]

@@ -22,7 +22,7 @@ from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.profiler import note_taken, write
-from reft.profile.result import Activity, ProfileResult, activity_of
+from reft.profile.result import ProfileResult
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.tools.profile.chrome import write_trace
 from reft.tools.profile.display import advice, show
@@ -155,14 +155,6 @@ def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     assert ProfileResult.from_json(json.loads(capsys.readouterr().out)) == result
 
 
-def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr("reft.job.launch.launch", lambda given: started.append(given) or 1)
-    monkeypatch.setenv(ENV_PROFILE, "")
-    cli_profile.main(["--dir", str(tmp_path), "train.py", "--from", "scratch", "--json", "x"])
-    assert started[0].arguments[-5:] == ("train.py", "--from", "scratch", "--json", "x")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -217,28 +209,3 @@ def test_what_the_command_returns_when_this_node_has_no_profile(tmp_path, monkey
     assert run_with(monkeypatch, tmp_path, lambda: None) == 1
     assert run_with(monkeypatch, tmp_path, lambda: a_profile().save(tmp_path / "profile.json")) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "expected"),
-    [
-        (["--rdzv-id", "real", "--nnodes", "1"], {}, "profile-real"),
-        ([], {"REFT_JOB_ID": "real"}, "profile-real"),
-        (["--job-id", "mine"], {"REFT_JOB_ID": "real"}, "mine"),
-    ],
-)
-def test_the_memory_of_the_real_job_is_left_alone(monkeypatch, tmp_path, options, environment, expected):
-    started = []
-    monkeypatch.setattr("reft.job.launch.launch", lambda given: started.append(given) or 1)
-    monkeypatch.setenv(ENV_PROFILE, "")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    cli_profile.main([*options, "--dir", str(tmp_path), "train.py"])
-    assert started[0].job_id == expected
-
-
-def test_activities_of_instructions_nobody_told_us_about():
-    assert activity_of("BackwardWeight") is Activity.BACKWARD
-    assert activity_of("RecvActivation") is Activity.TRANSFER
-    assert activity_of("AggregateTotalLoss") is Activity.REDUCE
-    assert activity_of("SomethingNew") is Activity.OTHER

@@ -21,7 +21,6 @@ class Job:
         streams: (class name, micro batch) of each stage's step.
         secs: of a call by (stage, name), or by name.
         transfer_secs: of every transfer.
-        eager: sends do not wait for their receiver.
         meets: names of calls in which all stages wait for the last.
         clock_secs: what each rank's clock is ahead of the true time.
         jitter: relative noise of computation, per step and call.
@@ -30,7 +29,6 @@ class Job:
     streams: Sequence[Sequence[Call]]
     secs: Mapping[object, float]
     transfer_secs: float = 0.0
-    eager: bool = False
     meets: frozenset[str] = frozenset()
     clock_secs: Sequence[float] = ()
     jitter: float = 0.0
@@ -108,7 +106,7 @@ class _Step:
                 break
             if ready > begin:
                 self.job.true_idle[stage, self.step, len(self.done[stage])] = ready - begin
-            end = max(ready, begin) + self._busy_secs(stage, name, begin, ready)
+            end = max(ready, begin) + self._busy_secs(stage, name)
             self.done[stage].append((name, micro_batch, begin, end))
             self.now[stage] = end
         return len(self.done[stage]) > before
@@ -124,17 +122,13 @@ class _Step:
         sends, what = name.startswith("Send"), name[4:]
         number = sum(1 for other, *_ in self.done[stage] if other == name)
         self._begun[name, stage, number] = begin
-        if sends and self.job.eager:
-            return begin
         peer = (stage + (1 if (what == "Activation") == sends else -1)) % stages
         return self._begun.get((("Recv" if sends else "Send") + what, peer, number))
 
-    def _busy_secs(self, stage: int, name: str, begin: float, ready: float) -> float:
+    def _busy_secs(self, stage: int, name: str) -> float:
         job = self.job
         if name.startswith(("Send", "Recv")):
-            # An eager send has been under way since ``ready``.
-            late = begin - ready if job.eager and name.startswith("Recv") else 0.0
-            return max(0.0, job.transfer_secs - max(0.0, late))
+            return job.transfer_secs
         secs = job.secs.get((stage, name), job.secs.get(name, 0.0))
         return secs * (1 + job.jitter * self.noise.uniform(-1, 1))
 
@@ -155,46 +149,6 @@ def train_schedule(stages: int, micro_batches: int) -> list[list[Call]]:
                 counts[name] += 1
         streams.append(stream)
     return streams
-
-
-def gpipe(stages: int, micro_batches: int) -> list[list[Call]]:
-    """All forwards, then all backwards in reverse; needs eager sends."""
-    streams = []
-    for stage in range(stages):
-        stream: list[Call] = []
-        for mb in range(micro_batches):
-            stream += [("RecvActivation", mb)] * (stage > 0)
-            stream += [("ForwardPass", mb)]
-            stream += [("SendActivation", mb)] * (stage < stages - 1)
-        for mb in reversed(range(micro_batches)):
-            stream += [("RecvGrad", mb)] * (stage < stages - 1)
-            stream += [("BackwardPass", mb)]
-            stream += [("SendGrad", mb)] * (stage > 0)
-        streams.append([*stream, ("ReduceGrads", None), ("OptimizerStep", None)])
-    return streams
-
-
-def interleaved(stages: int, micro_batches: int, chunks: int) -> list[list[Call]]:
-    """Chunks of layers dealt out in turn: activations go round the stages ``chunks`` times."""
-    streams = []
-    for stage in range(stages):
-        stream: list[Call] = []
-        for chunk in range(chunks):
-            for mb in range(micro_batches):
-                at = chunk * micro_batches + mb
-                stream += [("RecvActivation", at)] * (stage + chunk > 0)
-                stream += [("ForwardPass", at)]
-                stream += [("SendActivation", at)] * (not (stage == stages - 1 and chunk == chunks - 1))
-        for chunk in reversed(range(chunks)):
-            for mb in range(micro_batches):
-                at = chunk * micro_batches + mb
-                last = stage == stages - 1 and chunk == chunks - 1
-                stream += [("RecvGrad", at)] * (not last)
-                stream += [("BackwardPass", at)]
-                stream += [("SendGrad", at)] * (stage + chunk > 0)
-        streams.append([*stream, ("OptimizerStep", None)])
-    # The n-th send around the ring meets the n-th receive, whatever their micro batch is called here.
-    return [[(n, None if n[:4] in ("Send", "Recv") else mb) for n, mb in stream] for stream in streams]
 
 
 def with_chunks(

@@ -24,8 +24,8 @@ from reft.protect.placement import group_tolerance, place_group
 from reft.protect.placement import tolerance as job_tolerance
 from reft.protect.rs import parity_rows
 from reft.protect.tolerance import fatal_loss, survives, tolerance
-from reft.recover.parity import find_lost, stripes_of
-from reft.recover.stripe import Pool, Stripe
+from reft.recover.plan import find_lost, stripes_of
+from reft.recover.rebuild import Pool, Stripe
 from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage

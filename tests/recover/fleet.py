@@ -19,8 +19,7 @@ from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
-from reft.recover.inventory import ArenaRecord, Inventory
-from reft.recover.local import ArenaSet, matches, stored_bytes
+from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, matches, stored_bytes
 from reft.recover.plan import Fetch, RecoveryPlan
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 

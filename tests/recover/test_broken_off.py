@@ -10,8 +10,7 @@ import pytest
 
 from reft.naming import Label
 from reft.recover import transfer
-from reft.recover.exchange import BrokenOffError, Exchange
-from reft.recover.ledger import Flaw, Ledger
+from reft.recover.stages import BrokenOffError, Exchange, Flaw, Ledger
 
 
 def _execute(control: mock.MagicMock) -> Any:

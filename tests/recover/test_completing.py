@@ -21,8 +21,7 @@ from reft.memory.header import ArenaState
 from reft.recover import complete
 from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_kept
 from reft.recover.decide import judge, plan_recovery
-from reft.recover.inventory import take_inventory
-from reft.recover.local import opened_arenas, stored_bytes
+from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import Fetch, RecoveryPlan
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without

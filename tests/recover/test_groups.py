@@ -19,13 +19,12 @@ from reft.recover.decide import (
     plan_decided,
     plan_recovery,
 )
+from reft.recover.findings import Summary, arenas_to_tell, parts_of, put_together, summarize, tables_of
 from reft.recover.inventory import Inventory
-from reft.recover.moves import make_moves
-from reft.recover.parts import parts_of, spoken_for, tables_of
 from reft.recover.plan import NotRecoverable, RecoveryPlan
-from reft.recover.sift import Summary, sift, summarize
+from reft.recover.transfer import make_moves
 
-from .fleet import JOB, NEW, Fleet, inventories, place
+from .fleet import JOB, Fleet, inventories, place
 
 SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState.WRITING
 
@@ -85,7 +84,7 @@ def survey(found, topology, bad):
     shares = []
     for rank in range(topology.world_size):
         inventory = next(i for i in found if i.node == topology.nodes[rank])
-        shares.append(spoken_for(inventory.arenas, topology, rank, job_id=JOB, layout=layout))
+        shares.append(arenas_to_tell(inventory.arenas, topology, rank, job_id=JOB, layout=layout))
     summaries = []
     for rank, share in enumerate(shares):
         node = topology.nodes[rank]
@@ -94,10 +93,10 @@ def survey(found, topology, bad):
         summary = summarize(node, share, topology, job_id=JOB, layout=layout, problems=problems)
         summaries.append(Summary.decode(summary.encode(), topology, {}))
         assert summaries[-1] == summary
-    sifted = sift(summaries, topology, job_id=JOB)
+    findings = put_together(summaries, topology, job_id=JOB)
     ranks = []
     for rank in range(topology.world_size):
-        parts = parts_of(sifted, rank)
+        parts = parts_of(findings, rank)
         tables = {}
         for group, peers in parts.items():
             sent = [
@@ -109,19 +108,19 @@ def survey(found, topology, bad):
             ]
             records = [r for inventory in sent for r in Inventory.unpack(inventory.pack()).arenas]
             tables[group] = sorted(records, key=lambda r: (r.node, r.path))
-        sources = {group: judge(group, records, sifted.sizes, bad) for group, records in tables.items()}
+        sources = {group: judge(group, records, findings.sizes, bad) for group, records in tables.items()}
         ranks.append((parts, tables, sources))
     verdicts = {}
     for pp, tp in topology.groups():
         _, _, sources = ranks[topology.group(pp, tp)[0]]
         said = {label: Verdict.of(of) for label, of in sources[pp, tp].items()}
         verdicts[pp, tp] = decode_verdicts(encode_verdicts(said))
-    decision = decide(sifted, verdicts)
+    decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return [decision] * topology.world_size, ranks
     plans = [
         {
-            group: plan_decided(decision, sifted, group, sources[group][decision.label], tables[group])
+            group: plan_decided(decision, findings, group, sources[group][decision.label], tables[group])
             for group in parts
         }
         for parts, tables, sources in ranks
@@ -183,13 +182,13 @@ def test_misfits_problems_and_foreign_arenas_are_told_once(job):
     summaries = []
     for rank, node in enumerate(topology.nodes):
         inventory = next(i for i in found if i.node == node)
-        share = spoken_for(inventory.arenas, topology, rank, job_id=JOB, layout=None)
+        share = arenas_to_tell(inventory.arenas, topology, rank, job_id=JOB, layout=None)
         first = topology.local_ranks(node)[0] == rank
         summaries.append(
             summarize(node, share, topology, job_id=JOB, problems=inventory.problems if first else ())
         )
-    together = sift(summaries, topology, job_id=JOB)
-    alone = sift(
+    together = put_together(summaries, topology, job_id=JOB)
+    alone = put_together(
         [summarize(i.node, i.arenas, topology, job_id=JOB, problems=i.problems) for i in found],
         topology,
         job_id=JOB,
@@ -199,11 +198,3 @@ def test_misfits_problems_and_foreign_arenas_are_told_once(job):
     for label in alone.by_label:
         assert set(together.by_label[label]) == set(alone.by_label[label])
         assert together.holders(label) == alone.holders(label)
-
-
-def test_planning_takes_part_in_few_groups():
-    """A rank of an unmoved job takes part in its own group alone, however many there are."""
-    fleet = Fleet(place(Degrees(4, 2, 4), "replica"))
-    found = inventories(fleet.records(NEW))
-    _, ranks = survey(found, fleet.topology, frozenset())
-    assert all(len(parts) == 1 for parts, _, _ in ranks)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.blocks import BlockKey, Section
-from reft.recover.inbox import Inbox
-from reft.recover.moves import Move
 from reft.recover.plan import Fetch, SourceKind
+from reft.recover.transfer import Inbox, Move
 
 WINDOW_BYTES = 100
 

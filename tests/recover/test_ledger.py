@@ -7,8 +7,8 @@ from typing import Any
 
 from reft.grid import Degrees
 from reft.recover.decide import plan_recovery
-from reft.recover.ledger import Flaw, Ledger
 from reft.recover.plan import RecoveryPlan
+from reft.recover.stages import Flaw, Ledger
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, place
 

@@ -14,6 +14,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
+from reft.recover.findings import put_together, summarize
 from reft.recover.plan import NotRecoverable
 from reft.recover.reshape import (
     OwnedTensor,
@@ -24,7 +25,6 @@ from reft.recover.reshape import (
     encode_pieces,
     padding,
 )
-from reft.recover.sift import sift, summarize
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
@@ -132,14 +132,6 @@ def test_a_block_is_taken_apart_as_the_pieces_say(block_bytes: int) -> None:
             np.testing.assert_array_equal(made, wanted)
 
 
-def test_host_state_is_its_own_where_there_was_such_a_member() -> None:
-    for old, new in product(range(1, MOST + 1), repeat=2):
-        resize = Resize(old, new)
-        for dp in range(new):
-            assert resize.is_new(dp) == (dp >= old)
-            assert resize.host_from(dp) == dp if dp < old else resize.host_from(dp) < old
-
-
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -172,14 +164,14 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     found = inventories(records, lost, also=topology.nodes)
     records = [record for inventory in found for record in inventory.arenas]
     summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
-    sifted = sift(summaries, topology, job_id=JOB)
+    findings = put_together(summaries, topology, job_id=JOB)
     tables = {
         group: [r for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == group]
         for group in topology.groups()
     }
-    sources = {group: judge(group, table, sifted.sizes) for group, table in tables.items()}
+    sources = {group: judge(group, table, findings.sizes) for group, table in tables.items()}
     verdicts = {g: {label: Verdict.of(s) for label, s in of.items()} for g, of in sources.items()}
-    decision = decide(sifted, verdicts)
+    decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return decision
     resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
@@ -187,7 +179,7 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     wanted = {dp: cut(tensors, resize, dp) for dp in range(resize.new)}
     plans = []
     for group in topology.groups():
-        of_group = decision, sifted, group, sources[group][decision.label], tables[group]
+        of_group = decision, findings, group, sources[group][decision.label], tables[group]
         plans.append((plan_decided(*of_group), plan_decided(*of_group, wanted=wanted), wanted))
     return plans
 
@@ -282,12 +274,12 @@ def test_p3_the_newest_version_counts_whatever_its_degree() -> None:
     for first, second, expected in ((four, two, 2), (two, four, 4)):
         records = [*first.records(OLD), *second.records(NEW, slot=1)]
         found = inventories(records, ("n3",))
-        sifted = sift(
+        findings = put_together(
             [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found],
             topology,
             job_id=JOB,
         )
-        assert sifted.sizes[NEW] == expected
+        assert findings.sizes[NEW] == expected
         plans = resized(second, records, ("n3",), topology)
         assert {plan.label for _, plan, _ in plans} == {NEW}
         assert {plan.written_dp for _, plan, _ in plans} == {expected}
@@ -302,10 +294,10 @@ def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
         topology = Topology(degrees, degrees.coordinates(), tuple(f"n{d}" for d in range(dp)))
         found = inventories(records)
         summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
-        sifted = sift(summaries, topology, job_id=JOB)
-        assert sifted.sizes == {NEW: expected}
-        assert any("another data-parallel degree under the same name" in note for note in sifted.notes)
-        (table,) = judge((0, 0), records, sifted.sizes).values()
+        findings = put_together(summaries, topology, job_id=JOB)
+        assert findings.sizes == {NEW: expected}
+        assert any("another data-parallel degree under the same name" in note for note in findings.notes)
+        (table,) = judge((0, 0), records, findings.sizes).values()
         assert not table.gaps
 
 
@@ -319,11 +311,3 @@ def test_p7_other_stages_are_refused_by_name() -> None:
     assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
     assert f"reft persist --job {JOB}" in str(refused)
     assert "ds_to_universal" in str(refused)
-
-
-def test_p7_partitions_of_different_sizes_are_refused() -> None:
-    fleet = Fleet(place(Degrees(1, 3, 1), "single"))
-    degrees = Degrees(1, 2, 1)
-    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1"))
-    with pytest.raises(LayoutError, match="not of one size"):
-        resized(fleet, fleet.records(NEW), ("n2",), topology)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulator.copying import Beside, Copying, Tier, bytes_by_tier
+from benchmarks.simulator.copying import Beside, Copying, Tier
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, one_f_one_b
-from reft.errors import ConfigError
 
 MB = 1e6
 parts = st.floats(0.0, 1.0)
@@ -97,37 +94,6 @@ def one_stage(copy):
     return simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0), [copy]).stages[0]
 
 
-def test_a_blocking_copy_adds_all_its_time():
-    stage = one_stage(Copying(5 * MB, MB, at_once=True))
-    assert stage.end_secs == 17.0
-    assert bytes_by_tier(stage.pieces)[Tier.FENCE] == 5 * MB
-
-
-def test_what_is_left_at_the_optimizer_is_waited_for():
-    stage = one_stage(Copying(5 * MB, MB))
-    assert (stage.end_secs, stage.fence_secs) == (17.0, 5.0)
-
-
-def test_turns_with_the_computation_add_the_time_of_the_copy():
-    stage = one_stage(Copying(5 * MB, MB, computing=Beside(0.5, 0.5)))
-    assert stage.end_secs == pytest.approx(17.0)
-    assert bytes_by_tier(stage.pieces)[Tier.COMPUTING] == pytest.approx(5 * MB)
-
-
-def test_beside_the_computation_only_the_overlap_is_slowed():
-    stage = one_stage(Copying(5 * MB, MB, computing=Beside(1.0, 1 / 1.1)))
-    assert stage.end_secs == pytest.approx(12.0 + 5.0 * (1 - 1 / 1.1))
-
-
-def test_a_transfer_beside_a_copy_is_slower():
-    costs = dataclasses.replace(Costs.equal(2, 1.0, 2.0), link_latency_secs=1.0)
-    busy = [Copying(100 * MB, MB, communicating=Beside(0.5, 0.5)), Copying(0, MB)]
-    first, second = simulate(one_f_one_b(2, 1), costs, busy).stages
-    assert second.windows[0].length_secs == 1.0
-    assert second.intervals[-4].begin_secs >= 1.0 + 2.0  # one second of transfer takes two
-    assert first.fence_secs > 0
-
-
 def test_pieces_are_recorded_as_chunks():
     copying = [Copying(2 * MB, MB)] * 4
     simulation = simulate(one_f_one_b(4, 8), Costs.equal(4, 1.0, 2.0), copying)
@@ -138,18 +104,3 @@ def test_pieces_are_recorded_as_chunks():
             window = stage.windows[chunk.window]
             assert window.start_secs + 50.0 <= chunk.begin_secs
             assert chunk.end_secs <= window.stop_secs + 50.0
-
-
-@pytest.mark.parametrize(
-    ("mistake", "says"),
-    [
-        (lambda: Beside(1.5, 1.0), "parts of 1"),
-        (lambda: Beside(0.5, 0.0), "above 0"),
-        (lambda: Copying(-1, MB), "must not be negative"),
-        (lambda: Copying(1, 0.0), "must be positive"),
-        (lambda: simulate(one_f_one_b(2, 2), Costs.equal(2, 1, 1), [Copying(1, 1.0)]), "for 1 stages"),
-    ],
-)
-def test_mistakes_are_explained(mistake, says):
-    with pytest.raises(ConfigError, match=says):
-        mistake()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from hypothesis import assume, given, settings
@@ -19,10 +18,9 @@ from benchmarks.simulator.schedules import one_f_one_b
 from benchmarks.simulator.settings import BYTES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
-from reft.errors import ConfigError
 from reft.policy.loads import Load
 from reft.tools.planning.cluster import A100, H100, MACHINES, MI250X, V100
-from reft.tools.planning.model import Training, named_shape
+from reft.tools.planning.model import Training
 from reft.tools.planning.pace import PlannedPace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
@@ -55,14 +53,6 @@ def test_bytes_of_the_protections_agree_with_the_footprint():
         assert part(16) * sizes.full == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model", ["1.3b", "2.7b", "6.7b", "34b"])
-@pytest.mark.parametrize("stages", [1, 4, 7])
-def test_stages_hold_the_whole_model(model, stages):
-    training = Training(model, V100, 4, stages, 2, 8)
-    held = sum(training.stage_parameters(p) for p in range(stages)) * training.tensor
-    assert held == pytest.approx(named_shape(model).parameters)
-
-
 @settings(max_examples=60, deadline=None)
 @given(trainings(), st.sampled_from(sorted(PROTECTIONS)))
 def test_has_costs_no_more_than_the_others_with_equal_bytes(training, protection):
@@ -91,22 +81,6 @@ def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(tra
         assert any(not plan.fits_bubbles for plan in plans)
 
 
-def test_without_idle_time_has_copies_beside_computation():
-    """One stage never waits."""
-    result = predict(Training("1.3b", V100, 8, 1, 16, 8))
-    has = result.of(Variant.HAS)
-    assert has.copied_bytes[Tier.WAITING] == 0
-    assert has.copied_bytes[Tier.COMPUTING] == pytest.approx(has.nbytes, rel=1e-6)
-    assert 0 < has.overhead < result.of(Variant.BLOCKING).overhead
-    assert result.bubble_use == 0
-
-
-def test_with_separate_links_has_copies_beside_communication_too():
-    """Little computation and much state, on Frontier, whose network is not on the host link."""
-    training = Training("6.7b", MI250X, 1, 1, 2, 1)
-    assert predict(training).of(Variant.HAS).copied_bytes[Tier.COMMUNICATING] > 0
-
-
 def test_copies_share_links_as_the_machine_is_built():
     assert MI250X.link_slowdown(MI250X.copy_bytes_per_sec) == 1.0
     for machine in (V100, A100, H100):
@@ -114,16 +88,6 @@ def test_copies_share_links_as_the_machine_is_built():
     for machine in MACHINES.values():
         assert 0.1 < machine.achieved_flops / machine.peak_flops < 0.6
         assert 1.0 < machine.compute_slowdown(machine.copy_bytes_per_sec) < 1.02
-
-
-def test_the_papers_settings_are_there():
-    papers, weak, frontier, larger = experiments()
-    assert [t.model for t in papers.trainings] == ["1.3b", "2.7b", "6.7b", "34b"]
-    assert {t.devices for t in papers.trainings} == {512}
-    assert [t.devices for t in weak.trainings] == [64, 128, 256, 512]
-    assert {t.machine.name for t in frontier.trainings} == {"MI250X"}
-    assert [t.devices for t in larger.trainings] == [4096, 16384]
-    assert all(t.fits_device for e in (papers, weak, frontier, larger) for t in e.trainings)
 
 
 def test_the_6_63_is_communication_over_iteration_time():
@@ -191,45 +155,6 @@ def test_json_is_labelled_and_has_every_variant_and_published_value(capsys):
     assert "published" not in json.dumps(result["bytes_per_device_gb"])
 
 
-def test_the_table_says_that_it_is_simulated(capsys):
-    code, captured = run(capsys, "has")
-    assert code == 0
-    assert "(simulated)" in captured.out
-    assert "16,384 H100" in captured.out
-    assert "up to 6.63 times" in captured.out
-
-
-@pytest.mark.parametrize("columns", ["80", "200"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["has"],
-        ["has", "--model", "llama2-34b"],
-        ["has", "--model", "34b", "--dp", "512", "--micro-batches", "64"],
-        ["pipeline", "--stages", "16", "--micro-batches", "64"],
-    ],
-    ids=" ".join,
-)
-def test_it_is_read_at_80_columns_and_through_a_pipe(capsys, monkeypatch, arguments, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    code, captured = run(capsys, *arguments)
-    assert code == 0
-    assert max(map(len, captured.out.splitlines())) <= int(columns)
-    assert "\u2026" not in captured.out
-
-
-def test_one_job_of_ones_own(capsys):
-    code, captured = run(
-        capsys, "has", "--model", "34b", "--machine", "A100", "--dp", "8", "--protection", "aec", "--json"
-    )
-    (setting,) = json.loads(captured.out)["experiments"][0]["settings"]
-    assert code == 0
-    assert setting["devices"] == 256
-    assert setting["machine"] == "A100"
-    assert json.loads(captured.out)["published"] == []
-    assert run(capsys, "has", "--model", "34b")[0] == 0
-
-
 def test_figures_are_drawn(capsys, tmp_path):
     overheads, timeline, pipeline = (tmp_path / f"{name}.svg" for name in ("a", "b", "c"))
     assert run(capsys, "has", "--figure", str(overheads))[0] == 0
@@ -240,53 +165,3 @@ def test_figures_are_drawn(capsys, tmp_path):
         assert "<svg" in path.read_text()
     bars = sum(len(experiment.trainings) for experiment in experiments())
     assert overheads.read_text().count("<!-- has") >= bars, "every bar of HAS is labelled, of height 0 too"
-
-
-def test_without_matplotlib_the_message_says_what_to_install(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, captured = run(capsys, "pipeline", "--figure", str(tmp_path / "a.png"))
-    assert code == 2
-    assert "pip install 'reft-ckpt[plot]'" in " ".join(captured.err.split())
-
-
-def test_a_pipeline_is_printed_and_given_as_json(capsys):
-    code, captured = run(capsys, "pipeline", "--stages", "2", "--micro-batches", "4", "--transfer-ms", "1")
-    assert code == 0
-    assert "1f1b (simulated): 2 stages, 4 micro-batches" in captured.out
-    result = json.loads(run(capsys, "pipeline", "--schedule", "gpipe", "--json")[1].out)
-    assert result["simulated"] is True
-    assert len(result["stages"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["has", "--schedule", "2f2b"], "known: 1f1b"),
-        (["has", "--model", "34b", "--machine", "b300"], "known: v100"),
-        (["has", "--model", "35b"], "known:"),
-        (["has", "--protection", "prayer"], "known: none, arc, aec"),
-        (["has", "--model", "34b", "--dp", "1"], "at least two data-parallel peers"),
-        (["has", "--timeline", "a.png"], "--model"),
-        (["pipeline", "--forward-ms", "-3"], "'--forward-ms': Input should be greater than or equal to 0"),
-        (["pipeline", "--backward-ms", "-3"], "'--backward-ms': Input should be greater than or equal to 0"),
-        (["pipeline", "--schedule", "dualpipe-v", "--micro-batches", "4"], "at least 8"),
-        (["pipeline", "--schedule", "interleaved", "--micro-batches", "6"], "multiple of 4"),
-        (["has", "--model", "34b", "--pp", "1000"], "48 layers, but --pp 1000"),
-        (["has", "--micro-batches", "0"], "'--micro-batches'"),
-        (["pipeline", "--stages", "0"], "'--stages'"),
-        (["pipeline", "--forward-ms", "inf"], "write a number of milliseconds"),
-        (["pipeline", "--transfer-ms", "inf"], "write a number of milliseconds"),
-        (["pipeline", "--figure", "x.nonsense"], "expected one of"),
-    ],
-)
-def test_wrong_use_is_explained(capsys, arguments, says):
-    code, captured = run(capsys, *arguments)
-    assert code == 2
-    assert says in " ".join(captured.err.split())
-
-
-def test_protection_needs_peers():
-    with pytest.raises(ConfigError, match="at least two"):
-        footprint(1e9, 1, 1, 1)
-    with pytest.raises(ConfigError, match="has 12 layers"):
-        Training("125m", V100, 1, 16, 2, 4)

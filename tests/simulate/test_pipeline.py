@@ -9,7 +9,6 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulator.checks import ScheduleError
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.instructions import (
     BackwardInput,
@@ -27,16 +26,13 @@ from benchmarks.simulator.schedules import (
     SCHEDULES,
     TAIL,
     Schedule,
-    dual_pipe_v,
     from_deepspeed,
     gpipe,
     interleaved,
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.errors import ConfigError
 from reft.snapshot.scheduling.trace import StepTrace
-from reft.snapshot.scheduling.windows import WindowKind
 
 whole_secs = st.integers(1, 1000).map(float)
 
@@ -150,13 +146,6 @@ def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_
         ]
 
 
-def test_positions_are_deepspeeds_own():
-    cls = deepspeed_schedules.TrainSchedule
-    for stage_id, stream in enumerate(train_schedule(4, 8).streams):
-        theirs = [i.name for step in cls(8, 4, stage_id).steps() for i in step]
-        assert [i.name for i in stream] == theirs
-
-
 # ---- bubbles ----
 
 
@@ -190,46 +179,7 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
 
 
-def test_zero_bubble_h1_holds_no_more_activations_than_the_first_stage_of_1f1b():
-    stages = 6
-    for stream in zero_bubble_h1(stages, 24).streams:
-        held = most = 0
-        for instruction in stream:
-            held += isinstance(instruction, ForwardPass) - isinstance(instruction, BackwardWeight)
-            most = max(most, held)
-        assert held == 0
-        assert most <= stages
-
-
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_dual_pipe_v_is_less_idle_than_zero_bubble_h1(stages):
-    costs = Costs.equal(stages, 1.0, 2.0)
-    dual, h1 = (simulate(make(stages, 4 * stages), costs) for make in (dual_pipe_v, zero_bubble_h1))
-    assert dual.makespan_secs < h1.makespan_secs
-    if hasattr(deepspeed_schedules, "DualPipeVSchedule"):  # without split backwards
-        assert dual.makespan_secs < simulate(deepspeed_dual_pipe_v(stages, 4 * stages), costs).makespan_secs
-
-
 # ---- unequal stages, links, reductions ----
-
-
-def test_a_slow_stage_makes_its_neighbours_wait_in_the_middle_of_the_step():
-    costs = Costs((1.0, 2.0, 1.0), (2.0, 4.0, 2.0))
-    simulation = simulate(one_f_one_b(3, 12), costs)
-    slow, fast = simulation.stages[1], simulation.stages[0]
-    assert slow.idle_secs < fast.idle_secs
-    assert WindowKind.OTHER in {w.kind for w in fast.windows}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 12), whole_secs, whole_secs, st.integers(1, 500))
-def test_waiting_senders_are_never_faster(stages, micro_batches, t_f, t_b, transfer):
-    free = Costs.equal(stages, t_f, t_b)
-    overlapped = dataclasses.replace(free, activation_bytes=transfer, link_bytes_per_sec=1.0)
-    blocking = dataclasses.replace(overlapped, blocking_sends=True)
-    schedule = train_schedule(stages, micro_batches)
-    spans = [simulate(schedule, costs).makespan_secs for costs in (free, overlapped, blocking)]
-    assert spans[0] < spans[1] <= spans[2]
 
 
 def test_transfers_are_not_idle_time():
@@ -247,39 +197,7 @@ def test_transfers_are_not_idle_time():
     assert first.end_secs == 13.0
 
 
-def test_messages_of_one_link_follow_each_other():
-    """A link that is slower than the computations sets the pace."""
-    costs = dataclasses.replace(Costs.equal(2, 1.0, 1.0), activation_bytes=10, link_bytes_per_sec=1.0)
-    simulation = simulate(gpipe(2, 4), costs)
-    assert simulation.stages[1].intervals[-1].begin_secs >= 1.0 + 4 * 10.0
-
-
-def test_a_reduction_fills_the_drain_and_a_tied_weight_waits_for_its_other_stage():
-    plain = Costs.equal(4, 1.0, 2.0)
-    last = simulate(train_schedule(4, 8), dataclasses.replace(plain, reduce_secs=(2.0,) * 4)).stages[3]
-    assert last.windows[-1].length_secs == pytest.approx(6.0)  # every stage reduces 2 s
-    assert last.windows[-1].start_secs == 33.0 - 6.0 + 2.0
-    tied = dataclasses.replace(plain, tied_stages=(0, 3), tied_secs=1.0)
-    simulation = simulate(train_schedule(4, 8), tied)
-    assert simulation.stages[3].windows[-1].stop_secs == 33.0
-    assert simulation.makespan_secs == 34.0
-
-
-def test_the_optimizer_begins_when_all_are_there():
-    costs = dataclasses.replace(Costs.equal(3, 1.0, 2.0), optimizer_secs=(1.0, 5.0, 2.0))
-    simulation = simulate(one_f_one_b(3, 4), costs)
-    begins = {s.intervals[-1].begin_secs for s in simulation.stages}
-    assert begins == {18.0}
-    assert simulation.makespan_secs == 23.0
-
-
 # ---- schedules that cannot work ----
-
-
-def own(*streams, queued=False):
-    return Schedule(
-        "mine", 1, tuple((*s, *TAIL) for s in streams), tuple((p,) for p in range(len(streams))), queued
-    )
 
 
 F, B = ForwardPass(0), BackwardPass(0)
@@ -305,75 +223,6 @@ def test_a_deadlock_names_stages_and_instructions():
     assert "stage 1 waits in SendGrad(micro-batch 0) (instruction 3) for stage 0" in str(caught.value)
 
 
-def test_a_missing_send_is_a_deadlock():
-    schedule = own((F, RecvGrad(0), B), (RecvActivation(0), F, B, SendGrad(0)))
-    with pytest.raises(DeadlockError, match=r"stage 1 waits in RecvActivation\(micro-batch 0\)"):
-        simulate(schedule, Costs.equal(2, 1.0, 1.0))
-
-
-def test_a_missing_optimizer_is_a_deadlock():
-    schedule = Schedule("mine", 1, ((F, *TAIL), ()), ((0,), (1,)))
-    with pytest.raises(DeadlockError, match=r"stage 0 waits in OptimizerStep \(instruction 3\) for stage 1"):
-        simulate(schedule, Costs.equal(2, 1.0, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "says"),
-    [
-        (own((F, SendActivation(0)), (F,)), r"stage 1 runs ForwardPass\(micro-batch 0\) .* activation"),
-        (own((F, B), (RecvActivation(0),)), r"stage 0 runs BackwardPass\(micro-batch 0\) .* gradient"),
-        (own((SendActivation(0),), ()), "before it has the forward"),
-        (
-            own(
-                (F, BackwardWeight(0)),
-            ),
-            "before it has the backward",
-        ),
-        (
-            own(
-                (F, ForwardPass(1), SendActivation(1), SendActivation(0)),
-                (RecvActivation(0), RecvActivation(1)),
-            ),
-            r"the 1\. activation that stage 0 sends to stage 1 is of micro-batch 1",
-        ),
-        (
-            own(
-                (F, B, SendGrad(0)),
-            ),
-            "chunk is the first of the model",
-        ),
-    ],
-)
-def test_schedules_that_compute_the_wrong_thing_are_refused(schedule, says):
-    with pytest.raises(ConfigError, match=says):
-        simulate(schedule, Costs.equal(schedule.stages, 1.0, 1.0))
-
-
-def test_unknown_instructions_are_refused():
-    class Surprise:
-        pass
-
-    with pytest.raises(ConfigError, match="cannot simulate instruction Surprise"):
-        from_deepspeed([[[Surprise()]]], 1)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "says"),
-    [
-        (lambda: interleaved(4, 6, 2), "multiple of 4"),
-        (lambda: dual_pipe_v(4, 6), "at least 8"),
-        (lambda: simulate(gpipe(4, 6), Costs.equal(3, 1.0, 1.0)), "costs are for 3 stages"),
-        (lambda: Costs((1.0,), (1.0, 2.0)), "one per stage"),
-        (lambda: Costs.equal(2, -1.0, 1.0), "must not be negative"),
-        (lambda: Schedule("mine", 1, ((), ()), ((0,), (0,))), "once each"),
-    ],
-)
-def test_mistakes_are_explained(mistake, says):
-    with pytest.raises(ConfigError, match=says):
-        mistake()
-    assert issubclass(DeadlockError, ScheduleError)
-
-
 # ---- what comes out ----
 
 
@@ -387,12 +236,3 @@ def test_a_simulation_becomes_traces_as_the_hook_records_them():
         assert [r.position for r in trace.instructions] == list(range(len(stream)))
         assert (trace.begin_secs, trace.end_secs) == (100.0, 118.0)
         assert StepTrace.from_json(trace.to_json()) == trace
-
-
-def test_a_simulation_prints_and_is_labelled():
-    simulation = simulate(one_f_one_b(4, 8), Costs.equal(4, 1.0, 2.0))
-    assert "simulated" in str(simulation)
-    assert "stage 1: compute 24 s" in str(simulation)
-    assert simulation.to_json()["simulated"] is True
-    assert simulation.estimator().windows(0) == simulation.stages[0].windows
-    assert "4 stages" in str(one_f_one_b(4, 8))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
-from benchmarks.simulator.schedules import from_deepspeed, one_f_one_b
+from benchmarks.simulator.schedules import from_deepspeed
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.windows import (
     FITTED,
@@ -98,36 +98,6 @@ def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batch
         places = [w for w in analytic.windows(p) if w.kind is not WindowKind.FILL]
         assert [w.position for w in windows] == [w.position for w in places]
         ProfiledEstimator({p: windows})  # in order, without overlap
-
-
-def test_papers_literal_bubble_exceeds_the_true_idle_time():
-    """By 1.85 to 3.6 times for 2 to 16 stages (backward 1.8 forwards)."""
-    ratios = [
-        PaperEstimator(stages, 64, 1.0, 1.8).bubble_secs(p)
-        / sum(w.length_secs for w in AnalyticEstimator(stages, 64, 1.0, 1.8).windows(p))
-        for stages in range(2, 17)
-        for p in range(stages)
-    ]
-    assert min(ratios) == pytest.approx(1.85, abs=0.1)
-    assert max(ratios) == pytest.approx(3.6, abs=0.1)
-
-
-def test_one_stage_never_waits():
-    assert AnalyticEstimator(1, 4, 1.0, 2.0).windows(0) == ()
-    assert PaperEstimator(1, 4, 1.0, 2.0).windows(0) == ()
-    assert simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0)).stages[0].windows == ()
-
-
-def test_every_estimator_has_a_name_and_windows():
-    measured = {0: (Window(WindowKind.MID, 1.0, 2.0, 3),)}
-    estimators = [
-        AnalyticEstimator(2, 2, 1.0, 2.0),
-        PaperEstimator(2, 2, 1.0, 2.0),
-        ProfiledEstimator.of(measured),
-    ]
-    assert [e.name for e in estimators] == ["analytic", "paper", "profiled"]
-    for estimator in estimators:
-        assert all(isinstance(w, Window) for w in estimator.windows(0))
 
 
 def test_measured_windows_are_put_in_order_and_survive_json():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +45,6 @@ from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.handover import PacedCopier
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 
 NEXT = Label(1, 2)
@@ -82,12 +80,12 @@ def test_the_gate_is_not_kept_for_a_version_that_is_given_up(events: Sequence[Ev
 def test_p9_nothing_is_kept_of_a_version_whose_copies_cannot_be_waited_for() -> None:
     arenas, filling = mock.Mock(), SimpleNamespace(traffic=mock.Mock())
     copier = mock.Mock(settle=mock.Mock(side_effect=OSError("the device is gone")))
-    parts: dict[str, Any] = {name: mock.Mock() for name in ("agreement", "watchers")}
-    taker = Taker(mock.Mock(), mock.Mock(), copying=PacedCopier(copier), arenas=arenas, **parts)
-    taker.filling = filling  # type: ignore[assignment]
+    worker = SnapshotWorker.__new__(SnapshotWorker)
+    worker.copier, worker.arenas, worker.watchers = copier, arenas, mock.Mock()
+    worker._filling = filling  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
-        taker.drop()
-    assert taker.filling is None
+        worker._drop()
+    assert worker._filling is None
     assert copier.staged == ()
     arenas.abort.assert_called_once_with(filling)
 

@@ -1,10 +1,13 @@
-"""Every optimizer wrapper that reft supports, with what has ever been easy to get wrong about it."""
+"""Every optimizer wrapper that reft supports, with what has ever been easy to get wrong about it, and the adapter and
+wrapper that each case is of."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from engine_optimizers import PythonFusedAdam, adamw, apex_adam, cosine, groups, lambda_lr, momentum
+
+from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 5}}
@@ -15,7 +18,18 @@ FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-BF16 = {"enabled": True}
+ZERO1 = {"zero_optimization": {"stage": 1}}
+
+
+def bf16(gradients: str | None = None, **more: Any) -> dict[str, Any]:
+    """A configuration in bf16 whose gradients are accumulated in this type."""
+    types = {} if gradients is None else {"data_types": {"grad_accum_dtype": gradients}}
+    return {"bf16": {"enabled": True}, **types, **more}
+
+
+def fused(module: Any) -> Any:
+    return PythonFusedAdam(groups(module))
+
 
 Case = dict[str, Any]
 CASES: dict[str, Case] = {
@@ -28,111 +42,65 @@ CASES: dict[str, Case] = {
     "fp16_z0_unfused_static": {
         "config": {"optimizer": TORCH_ADAM, "fp16": {"enabled": True, "loss_scale": 64}}
     },
-    "fp16_z0_fused": {
-        "config": {"fp16": FP16, "gradient_clipping": 1.0},
-        "client": lambda m: PythonFusedAdam(groups(m)),
-    },
-    "bf16_z0_unfused": {"config": {"optimizer": TORCH_ADAM, "bf16": BF16}},
-    "fp32_z1": {"config": {"optimizer": TORCH_ADAM, "zero_optimization": {"stage": 1}}},
+    "fp16_z0_fused": {"config": {"fp16": FP16, "gradient_clipping": 1.0}, "client": fused},
+    "bf16_z0_unfused": {"config": bf16(optimizer=TORCH_ADAM)},
+    "fp32_z1": {"config": {"optimizer": TORCH_ADAM, **ZERO1}},
     "fp16_z1": {
         "config": {"fp16": FP16, "zero_optimization": {"stage": 1, "round_robin_gradients": True}},
         "client": adamw,
         "scheduler": cosine,
     },
     "bf16_z1_fp32_accumulation": {
-        "config": {
-            "optimizer": TORCH_ADAM,
-            "scheduler": WARMUP,
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1},
-            "gradient_clipping": 1.0,
-        }
+        "config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, gradient_clipping=1.0, **ZERO1)
     },
-    "bf16_z1_bf16_accumulation": {
-        "config": {
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "zero_optimization": {"stage": 1},
-        },
-        "client": adamw,
-    },
-    "fp32_z0_before_first_step": {
-        "client": momentum,
-        "scheduler": cosine,
-        "snap": 0,
-        "fresh_steps": 2,
-    },
+    "bf16_z1_bf16_accumulation": {"config": bf16("bf16", **ZERO1), "client": adamw},
+    "fp32_z0_before_first_step": {"client": momentum, "scheduler": cosine, "snap": 0, "fresh_steps": 2},
     "bf16_z1_before_first_step": {
-        "config": {
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1},
-        },
+        "config": bf16("fp32", **ZERO1),
         "client": adamw,
         "snap": 0,
         "fresh_steps": 2,
     },
     "disk_fp32_z0": {"client": adamw, "scheduler": lambda_lr, "disk": True},
-    "disk_fp16_z0_fused": {
-        "config": {"fp16": FP16},
-        "client": lambda m: PythonFusedAdam(groups(m)),
-        "disk": True,
-    },
+    "disk_fp16_z0_fused": {"config": {"fp16": FP16}, "client": fused, "disk": True},
     "disk_bf16_z1": {
-        "config": {
-            "optimizer": TORCH_ADAM,
-            "scheduler": WARMUP,
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1},
-        },
+        "config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, **ZERO1),
         "disk": True,
     },
-    # A stand-in for apex's FusedAdam, with the documented arithmetic: for test_apex.py.
+    # A stand-in for apex's FusedAdam, with the documented arithmetic.
     "apex_fp32_z0": {"client": apex_adam},
     "apex_bf16_z1": {
-        "config": {
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1},
-            "gradient_clipping": 1.0,
-        },
+        "config": bf16("fp32", gradient_clipping=1.0, **ZERO1),
         "client": apex_adam,
         "scheduler": lambda_lr,
     },
     "pipe_fp32_z0": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "scheduler": WARMUP}},
-    "pipe_fp32_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "zero_optimization": {"stage": 1}}},
+    "pipe_fp32_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, **ZERO1}},
     "pipe_fp16_z0_unfused": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "fp16": FP16}},
-    "pipe_fp16_z1": {
-        "pipe": True,
-        "config": {"optimizer": TORCH_ADAM, "fp16": FP16, "zero_optimization": {"stage": 1}},
-    },
-    "pipe_bf16_z0": {
-        "pipe": True,
-        "config": {
-            "optimizer": TORCH_ADAM,
-            "scheduler": WARMUP,
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "bf16"},
-        },
-    },
-    "pipe_bf16_z1_fp32_accumulation": {
-        "pipe": True,
-        "config": {
-            "optimizer": TORCH_ADAM,
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1},
-        },
-    },
-    "pipe_bf16_z1_bf16_accumulation": {
-        "pipe": True,
-        "config": {
-            "optimizer": TORCH_ADAM,
-            "bf16": BF16,
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "zero_optimization": {"stage": 1},
-        },
-    },
+    "pipe_fp16_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "fp16": FP16, **ZERO1}},
+    "pipe_bf16_z0": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, scheduler=WARMUP)},
+    "pipe_bf16_z1_fp32_accumulation": {"pipe": True, "config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO1)},
+    "pipe_bf16_z1_bf16_accumulation": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1)},
 }
+
+_WRAPPERS = {
+    "PlainAdapter AdamW": "fp32_z0_torch_adam fp32_z0_client_adamw disk_fp32_z0 pipe_fp32_z0",
+    "PlainAdapter SGD": "fp32_z0_client_sgd fp32_z0_before_first_step",
+    "PlainAdapter FusedAdam": "apex_fp32_z0",
+    "FP16UnfusedAdapter FP16_UnfusedOptimizer": "fp16_z0_unfused fp16_z0_unfused_static bf16_z0_unfused "
+    "pipe_fp16_z0_unfused",
+    "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
+    "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
+    "pipe_bf16_z1_bf16_accumulation",
+    "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
+    "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
+}
+ADAPTERS = {name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()}
+
+if VERSION < (0, 18, 6):
+    del ADAPTERS["bf16_z0_unfused"]  # refused: these keep gradients over steps
+if BF16_OPTIMIZER_IS_NEVER_MADE:
+    for never in ("pipe_bf16_z0", "bf16_z1_before_first_step", "disk_bf16_z1", "apex_bf16_z1"):
+        del ADAPTERS[never]
+    for changed in [name for name, found in ADAPTERS.items() if found[0] == "BF16Adapter"]:
+        ADAPTERS[changed] = ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer")

@@ -1,10 +1,9 @@
-"""Saves and loads by DeepSpeed alone, one process: ``loadable_job.py OUT``. Writes for every engine what reft says
-of its checkpoints, and how loading one ended."""
+"""Saves and loads by DeepSpeed alone, in one process. Tells for every engine what reft says of its checkpoints, and how
+loading one ended."""
 
 from __future__ import annotations
 
-import json
-import sys
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ from torch import nn
 
 from reft.engine.install import avoid_build_at_start
 from reft.state.support import why_not_loadable
+from tests.engine.ranks import be_a_rank
 
-ACCUMULATES_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16, ZERO1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "pipeline fp32 0": {},
-    "pipeline bf16 0": {"bf16": {"enabled": True}},
-    "pipeline bf16 1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "pipeline bf16 1 fp32": {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        **ACCUMULATES_IN_FP32,
-    },
-    "plain bf16 0": {"bf16": {"enabled": True}},
+    "pipeline bf16 0": BF16,
+    "pipeline bf16 1": {**BF16, **ZERO1},
+    "pipeline bf16 1 fp32": {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "plain bf16 0": BF16,
 }
 
 
@@ -40,7 +36,7 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     if pipeline:
         module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=loss)
     config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9}
-    config |= {"zero_allow_untested_optimizer": True, **CONFIGS[name]}
+    config |= {"zero_allow_untested_optimizer": True, **copy.deepcopy(CONFIGS[name])}
     optimizer = torch.optim.Adam(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     said = why_not_loadable(engine)
@@ -59,9 +55,10 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     return {"said": said, "failed": None}
 
 
-if __name__ == "__main__":
-    out = Path(sys.argv[1])
+def results(root: Path) -> dict[str, Any]:
     avoid_build_at_start()
-    deepspeed.init_distributed("gloo", verbose=False)
-    found = {name: save_and_load(name, out / name.replace(" ", "-")) for name in CONFIGS}
-    (out / "found.json").write_text(json.dumps(found))
+    return {name: save_and_load(name, root / name.replace(" ", "-")) for name in CONFIGS}
+
+
+if __name__ == "__main__":
+    be_a_rank(results)

@@ -1,15 +1,11 @@
 """NVIDIA's apex: what is Adam's state is taken, the rest refused by name.
 
 apex is compiled for a GPU and is not here: ``tests/apex_standin.py`` stands in for it, with its module paths, its
-attributes and the documented arithmetic. The engines are DeepSpeed's own, in real processes.
+attributes and the documented arithmetic. ``test_engines.py`` trains DeepSpeed's engines with it.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,56 +15,9 @@ import torch
 from reft.errors import UnsupportedStateError
 from reft.state.support import check_optimizer
 from tests.apex_standin import FusedAdam, FusedLAMB
-from tests.machine import free_port
-from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
-from tests.prefork import Popen
 
-SCRIPT = Path(__file__).with_name("engine_job.py")
-LIMIT_SECS = 300
-WORLD = 2
 AMP = "_amp_stash"
 """What ``amp.initialize`` gives an optimizer."""
-CASES = {"apex_fp32_z0": ("PlainAdapter", "FusedAdam"), "apex_bf16_z1": ("BF16Adapter", "BF16_Optimizer")}
-if BF16_OPTIMIZER_IS_NEVER_MADE:
-    del CASES["apex_bf16_z1"]
-
-
-@pytest.mark.integration
-@pytest.mark.timeout(LIMIT_SECS + 20)
-def test_p8_a_resumed_run_with_apexs_adam_equals_the_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = {
-        "WORLD_SIZE": WORLD,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": 1,
-    }
-    for name, value in {**common, "DS_ACCELERATOR": "cpu", "PYTHONPATH": SCRIPT.parents[2]}.items():
-        monkeypatch.setenv(name, str(value))
-    processes: list[Any] = []
-    try:
-        for rank in range(WORLD):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            with (tmp_path / f"log.{rank}").open("w") as log:
-                command = [sys.executable, str(SCRIPT), str(tmp_path), *CASES]
-                processes.append(Popen(command, stdout=log, stderr=subprocess.STDOUT))
-        for process in processes:
-            process.wait(LIMIT_SECS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for name, expected in CASES.items():
-        for rank in range(WORLD):
-            path = tmp_path / f"{name}.{rank}.json"
-            assert path.exists(), (tmp_path / f"log.{rank}").read_text()[-2000:]
-            found = json.loads(path.read_text())
-            assert "error" not in found, found["error"]
-            assert (found["adapter"], found["wrapper"]) == expected
-            assert (found["after_restore"], found["end"]) == ([], []), f"{name}, rank {rank}"
-            assert found["losses"] == found["expected"], f"{name}, rank {rank}"
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reft.errors import LayoutError, UnsupportedStateError
-from reft.state.catalogue import ALIGNMENT_BYTES, Manifest, SectionImage, TensorSpec
+from reft.state.catalogue import ALIGNMENT_BYTES, Manifest, SectionImage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -157,35 +155,6 @@ def test_partly_overlapping_tensors_are_refused() -> None:
         SectionImage([("a", flat[:6]), ("b", flat[4:])])
 
 
-def test_bad_ranges_and_names() -> None:
-    image = SectionImage([("a", torch.ones(3))])
-    with pytest.raises(ValueError, match="not within"):
-        image.read_into(60, torch.empty(5, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="uint8"):
-        image.write_from(0, torch.ones(3))
-    with pytest.raises(ValueError, match="twice"):
-        SectionImage([("a", torch.ones(1)), ("a", torch.ones(1))])
-
-
-def test_reading_from_a_thread_while_training_uses_the_tensors() -> None:
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    image = SectionImage(list(model.named_parameters()))
-    expected, copied = whole(image), torch.empty(image.nbytes, dtype=torch.uint8)
-    done = threading.Event()
-
-    def copy() -> None:
-        for start in range(0, image.nbytes, 1 << 16):
-            image.read_into(start, copied[start : start + (1 << 16)])
-        done.set()
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    while not done.is_set():
-        model(torch.randn(16, 256)).sum().backward()
-    thread.join()
-    assert torch.equal(copied, expected)
-
-
 def test_writing_keeps_autograd_and_optimizers_intact() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -218,8 +187,3 @@ def test_manifests_survive_encoding_and_refuse_other_layouts() -> None:
         with pytest.raises(LayoutError) as error:
             again.check((SectionImage(list(changed.items())), SectionImage([])))
         assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_spec_of_an_unknown_dtype() -> None:
-    with pytest.raises(LayoutError, match="float3"):
-        _ = TensorSpec("x", "float3", (1,), (1,)).nbytes

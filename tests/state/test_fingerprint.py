@@ -82,128 +82,35 @@ def test_arguments_that_may_change_the_numbers_are_facts(arguments: str, facts: 
 
 
 # Names of options of transformers' TrainingArguments and run_clm, Megatron-DeepSpeed and DeepSpeed-Chat.
-DECIDE = [
-    "learning_rate",
-    "lr",
-    "lr-decay-style",
-    "lr-decay-iters",
-    "lr-decay-samples",
-    "lr-warmup-iters",
-    "lr-warmup-fraction",
-    "min-lr",
-    "warmup",
-    "warmup_steps",
-    "num_warmup_steps",
-    "lr_scheduler_type",
-    "gradient_accumulation_steps",
-    "micro-batch-size",
-    "global-batch-size",
-    "rampup-batch-size",
-    "per_device_train_batch_size",
-    "weight_decay",
-    "start-weight-decay",
-    "clip-grad",
-    "adam_beta1",
-    "adam-eps",
-    "optimizer",
-    "optim",
-    "seed",
-    "data_seed",
-    "data-path",
-    "data_path",
-    "dataset_name",
-    "dataset_config_name",
-    "train_file",
-    "train-data-path",
-    "vocab-file",
-    "merge-file",
-    "tokenizer-type",
-    "tokenizer_name",
-    "model_name_or_path",
-    "model-config",
-    "split",
-    "data_split",
-    "max_seq_len",
-    "seq-length",
-    "hidden-size",
-    "num-layers",
-    "attention-dropout",
-    "lora_dim",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "bf16",
-    "fp16",
-    "dtype",
-    "mask-prob",
-    "max_train_samples",
-    "init-method-std",
-    "dataloader-type",
-]
-DO_NOT = [
-    "output_dir",
-    "save",
-    "save-interval",
-    "save_steps",
-    "save_total_limit",
-    "load",
-    "load-tag",
-    "no-load-optim",
-    "num_train_epochs",
-    "max_steps",
-    "train-iters",
-    "train-samples",
-    "train-tokens",
-    "exit-interval",
-    "exit-duration-in-mins",
-    "eval-interval",
-    "eval-iters",
-    "eval_steps",
-    "eval_strategy",
-    "per_device_eval_batch_size",
-    "do_eval",
-    "log-interval",
-    "logging_steps",
-    "logging_dir",
-    "tensorboard-dir",
-    "tensorboard_path",
-    "wandb-project",
-    "log-batch-size-to-tensorboard",
-    "no-log-learnig-rate-to-tensorboard",
-    "report_to",
-    "run_name",
-    "push_to_hub",
-    "hub_model_id",
-    "disable_tqdm",
-    "resume_from_checkpoint",
-    "overwrite_output_dir",
-    "dataloader_num_workers",
-    "num-workers",
-    "data_workers",
-    "local_rank",
-    "local-rank",
-    "ddp_timeout",
-    "deepspeed",
-    "deepspeed_config",
-    "gradient_checkpointing",
-    "checkpoint-activations",
-    "data-cache-path",
-    "data_output_path",
-    "validation_file",
-    "valid-data-path",
-    "test-data-path",
-    "kill-switch-file",
-    "print_loss",
-    "master-port",
-    "node_rank",
-]
+DECIDE = """
+    learning_rate lr lr-decay-style lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-fraction
+    min-lr warmup warmup_steps num_warmup_steps lr_scheduler_type gradient_accumulation_steps
+    micro-batch-size global-batch-size rampup-batch-size per_device_train_batch_size weight_decay
+    start-weight-decay clip-grad adam_beta1 adam-eps optimizer optim seed data_seed data-path data_path
+    dataset_name dataset_config_name train_file train-data-path vocab-file merge-file tokenizer-type
+    tokenizer_name model_name_or_path model-config split data_split max_seq_len seq-length hidden-size
+    num-layers attention-dropout lora_dim label_smoothing_factor neftune_noise_alpha bf16 fp16 dtype
+    mask-prob max_train_samples init-method-std dataloader-type
+"""
+DO_NOT = """
+    output_dir save save-interval save_steps save_total_limit load load-tag no-load-optim
+    num_train_epochs max_steps train-iters train-samples train-tokens exit-interval
+    exit-duration-in-mins eval-interval eval-iters eval_steps eval_strategy per_device_eval_batch_size
+    do_eval log-interval logging_steps logging_dir tensorboard-dir tensorboard_path wandb-project
+    log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard report_to run_name push_to_hub
+    hub_model_id disable_tqdm resume_from_checkpoint overwrite_output_dir dataloader_num_workers
+    num-workers data_workers local_rank local-rank ddp_timeout deepspeed deepspeed_config
+    gradient_checkpointing checkpoint-activations data-cache-path data_output_path validation_file
+    valid-data-path test-data-path kill-switch-file print_loss master-port node_rank
+"""
 
 
-@pytest.mark.parametrize("name", DECIDE)
+@pytest.mark.parametrize("name", DECIDE.split())
 def test_p7_what_decides_the_numbers_counts(name: str) -> None:
     assert facts_of_arguments([f"--{name}", "7"]) == {f"arguments.{name}": "7"}
 
 
-@pytest.mark.parametrize("name", DO_NOT)
+@pytest.mark.parametrize("name", DO_NOT.split())
 def test_p7_how_long_where_to_and_what_goes_on_around_it_does_not_count(name: str) -> None:
     assert facts_of_arguments([f"--{name}", "7"]) == {}
 

@@ -158,7 +158,7 @@ class Sealer:
         """The next version has this layout. Collective."""
         self._peer_traffic.agree(layout.mine.data_bytes)
 
-    def let_go(self) -> None:
+    def forget(self) -> None:
         """Keep no mapping of an arena: its memory may be given up."""
         if self.peer_optimizers is not None:
             self.peer_optimizers.forget()

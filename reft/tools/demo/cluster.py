@@ -52,14 +52,7 @@ class KillKind(StrEnum):
 
 @dataclass
 class LocalNode:
-    """One node: a launcher and what it started.
-
-    Attributes:
-        index: position in the cluster; a replacement has the same.
-        generation: 0 for the first, one more for every replacement.
-        memory_dir: its own ``--memory-dir``.
-        log_path: output of the launcher and its trainers.
-    """
+    """One node: a launcher and what it started. A replacement has the same index and one more generation."""
 
     index: int
     generation: int

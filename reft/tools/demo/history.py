@@ -14,16 +14,7 @@ _FILE = re.compile(r"(?:reft|rank)-(-?\d+)-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Event:
-    """One line of an event file.
-
-    Attributes:
-        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``recovered``,
-            ``closed``; of launchers ``launcher`` and ``round``.
-        time: Unix seconds.
-        rank: global rank; -1: a launcher.
-        pid: of the process that wrote it.
-        fields: the rest.
-    """
+    """One line of an event file: at a Unix time, by a process of a global rank (-1: a launcher)."""
 
     kind: str
     time: float
@@ -76,7 +67,6 @@ class Incarnation:
     Attributes:
         number: 1 for the first; 0 where reft is not attached.
         nodes: node id of every rank.
-        coordinates: coordinate of every rank, as text.
         tolerance: node losses that it survives.
         ready: when each rank had loaded and began to train.
         steps: times at which each step was done, by rank.
@@ -90,7 +80,6 @@ class Incarnation:
 
     number: int
     nodes: dict[int, str] = field(default_factory=dict)
-    coordinates: dict[int, str] = field(default_factory=dict)
     tolerance: int | None = None
     ready: dict[int, float] = field(default_factory=dict)
     steps: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -163,7 +152,6 @@ class History:
         fields = event.fields
         if event.kind == "attached":
             life.nodes[event.rank] = fields["node"]
-            life.coordinates[event.rank] = fields["coordinate"]
             life.tolerance = fields["tolerance"]
         elif event.kind == "ready":
             life.ready[event.rank] = event.time

@@ -27,17 +27,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One return to training.
-
-    Attributes:
-        source: ``memory`` or ``disk``; ``none``: nothing had been committed, it began again.
-        version: step it resumed from.
-        lost_steps: steps that had been done and were computed once more.
-        load_secs: of the slowest rank, until its state was restored.
-        failure_to_step_secs: from the failure to the first step done after it; None: no failure was made.
-        bytes_from: bytes restored by source, all ranks together.
-        failure_to_step: see :func:`failure_to_step`.
-    """
+    """One return to training: from ``memory`` or ``disk``, or ``none``, where nothing had been committed and
+    it began again; seconds of the slowest rank until its state was restored, and from the failure to the
+    first step done after it (None: no failure was made); bytes restored by source, all ranks together."""
 
     source: str
     version: int
@@ -50,15 +42,9 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """What the snapshots did, in all incarnations together.
-
-    Attributes:
-        committed: versions committed by all ranks; the restored state counts once more.
-        skipped: versions given up.
-        bytes_per_rank: host memory of one version on the rank that keeps most.
-        sent_bytes: what a rank sends to other nodes for one version, at most.
-        stall_secs_median: seconds of the training thread per snapshot, on the slowest rank.
-    """
+    """What the snapshots did, in all incarnations together: versions committed by all ranks (the restored
+    state counts once more) and given up; host memory of one version and what is sent to other nodes for it,
+    on the rank where it is most; seconds of the training thread per snapshot, on the slowest rank."""
 
     committed: int
     skipped: int
@@ -72,7 +58,6 @@ class Report:
     """All that ``reft demo`` has found out.
 
     Attributes:
-        layout: what was run, and over what.
         losses: of steps 1 to ``steps``: what stands at the end; None: the step was never reached.
         reference_losses: of the undisturbed run without reft.
         max_abs_loss_difference: over all steps and all times a step was computed; None: some loss is

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from reft.policy.choose import GIB, Alternative, amount
 from reft.tools.planning.plan import JobPlan
 from reft.tools.planning.survival import HOUR, duration
-from reft.tools.tables import numbers_table
 
 
 def show_plan(plan: JobPlan, console: Console) -> None:
@@ -127,4 +127,15 @@ def _survival(plan: JobPlan) -> Table:
     ]
     for name, of in rows:
         table.add_row(name, *(f"{of(point):.5f}" for point in points))
+    return table
+
+
+def numbers_table(title: str, first: str, *numbers: str) -> Table:
+    """A table whose first column is text and whose others are numbers; none of them is cut."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    table.add_column(first, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -24,12 +24,7 @@ _MOMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class Layouting:
-    """How the job is spread; None is derived from the rest.
-
-    Attributes:
-        pp, tp, dp: degrees. nodes: whole nodes, from which dp is derived.
-        micro_batches: instead of the configuration's. order: of the ranks: axes, or ``auto``.
-    """
+    """How the job is spread; None is derived from the rest. ``order`` of the ranks: axes, or ``auto``."""
 
     pp: int = 1
     tp: int = 1
@@ -110,13 +105,11 @@ def plan_job(
     *,
     seq_length: int | None = None,
 ) -> PlannedJob:
-    """The job that a configuration means.
+    """The job that a DeepSpeed configuration means.
 
     Args:
-        config: the DeepSpeed JSON.
-        cluster: what it shall run on.
+        config, cluster, layouting: what runs where.
         model: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
-        layouting: degrees and placement.
         parameters: nominal number, to count bytes as publications do.
         seq_length: tokens of a sample, instead of the model's.
 

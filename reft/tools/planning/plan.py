@@ -27,13 +27,8 @@ IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage under the planned protection.
-
-    Attributes:
-        stage_id: 0-based. load: of its busiest rank.
-        windows: of a step without snapshots: where the device waits.
-        bytes_per_sec: at which is copied there.
-    """
+    """One pipeline stage under the planned protection: the load of its busiest rank, where its device waits
+    in a step without snapshots, and how fast is copied there."""
 
     stage_id: int
     load: Load
@@ -52,17 +47,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The plan.
-
-    Attributes:
-        job: what was planned.
-        choice: every alternative, and the one that ``auto`` would take.
-        planned: the one that the plan is about: as configured, or the choice.
-        configured: what the block asks for, or ``auto``.
-        pace: the step, estimated or measured.
-        survival: survival under ``planned``.
-        max_overhead: part of the step that snapshots may cost.
-    """
+    """The plan of a job under ``planned``, the alternative that is ``configured``, or the choice of ``auto``,
+    at a pace that is estimated or measured. Snapshots may cost ``max_overhead`` of the time."""
 
     job: PlannedJob
     choice: Choice
@@ -273,11 +259,9 @@ def make_plan(
 
     Args:
         job: what is planned.
-        tolerance: wished node losses of every sharding group, instead of the block's.
+        tolerance, protection, max_overhead: instead of the block's.
         target: wished survival between two persisted checkpoints.
-        protection: instead of the block's; ``auto`` takes the choice.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
-        max_overhead: instead of the block's.
         profile: measured windows, instead of estimated ones.
 
     Raises:

@@ -53,10 +53,8 @@ class Survival:
     """Survival of a job under one alternative.
 
     Attributes:
-        nodes: of the job.
-        survived: of every number of lost nodes of a domain, how many sets are survived.
-        exact: False for a lower bound.
-        causes: why nodes fail.
+        survived: of every number of lost nodes of a domain, how many sets are survived. exact: False for a
+            lower bound.
         target: wished survival between two persisted checkpoints.
         persist_secs: advised interval between them. unprotected_secs: the same without protection.
     """
@@ -82,16 +80,10 @@ class Survival:
 def survival_of(
     topology: Topology, alternative: Alternative, causes: Sequence[Weibull], target: float
 ) -> Survival:
-    """Survival of the job.
-
-    Args:
-        topology: who sits where.
-        alternative: how it is protected.
-        causes: why nodes fail; at least one.
-        target: wished survival between two persisted checkpoints, above 0 and below 1.
+    """Survival of the job under an alternative.
 
     Raises:
-        ConfigError: a target that is none, or no cause.
+        ConfigError: a target that is none, or no cause of failures.
     """
     if not 0 < target < 1 or not causes:
         raise ConfigError(
@@ -146,16 +138,9 @@ def _same_inside(topology: Topology, domains: Sequence[set[str]]) -> bool:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """How often versions would go to storage.
-
-    Attributes:
-        config: what the interval keeps to.
-        auto_steps: as ``auto`` would find it. found: the same, before it is made a multiple of versions.
-        costs: that it follows from.
-        node_mtbf_days: mean time between failures of one node.
-        memory_mtbf_secs: mean time until more nodes are lost than memory survives; infinite if never.
-        speed: of storage, for people.
-    """
+    """How often versions would go to storage: as ``auto`` would find it, before and after it is made a
+    multiple of the versions in memory. ``memory_mtbf_secs`` is the mean time until more nodes are lost than
+    memory survives, infinite if never."""
 
     config: PersistConfig
     auto_steps: int
@@ -216,16 +201,8 @@ def plan_storage(
     node_bytes: float,
     version_steps: int,
 ) -> StoragePlan:
-    """Plan how often versions go to storage.
-
-    Args:
-        config: what the interval keeps to.
-        cluster: how often its nodes fail, and how fast they write.
-        survival: of the job under the planned protection.
-        step_secs: of a step, with what snapshots cost.
-        node_bytes: of a version that a node writes.
-        version_steps: steps between two versions in memory.
-    """
+    """How often versions go to storage, of which a node writes ``node_bytes``, while steps take ``step_secs``
+    with what snapshots cost, and one is taken in memory every ``version_steps``."""
     per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
     if "node_mtbf_days" in config.model_fields_set:
         per_day = 1 / config.node_mtbf_days

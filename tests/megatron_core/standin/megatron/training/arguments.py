@@ -21,9 +21,7 @@ def parse_args() -> Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--rampup-batch-size", type=int, nargs=3)
     parser.add_argument("--dataloader-type", default="single")
-    parser.add_argument("--iterations-to-skip", type=int, nargs="+", default=[])
     for name in (
-        "async-save",
         "finetune",
         "bf16",
         "use-distributed-optimizer",

@@ -21,11 +21,8 @@ def save_checkpoint(  # noqa: PLR0917 - as it is called
     opt_param_scheduler: Any,
     operations: float,
     checkpointing_context: Any,
-    non_persistent_ckpt: bool = False,
 ) -> None:
     args, rank = get_args(), torch.distributed.get_rank()
-    if non_persistent_ckpt:
-        raise RuntimeError("nvidia_resiliency_ext is required to assemble a local checkpoint")
     path = Path(args.save) / f"iter_{iteration:07d}" / f"rank{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
@@ -50,11 +47,6 @@ def load_checkpoint(
     args = get_args()
     tracker = Path(args.load) / _TRACKER
     iteration = int(tracker.read_text()) if tracker.is_file() else -1
-    if args.non_persistent_ckpt_type == "local":
-        manager = checkpointing_context["local_checkpoint_manager"]
-        if manager.find_latest() >= max(0, iteration):
-            manager.load()
-            raise RuntimeError("nvidia_resiliency_ext is required to take a local checkpoint apart")
     if iteration == -1:
         return 0, 0
     at = Path(args.load) / f"iter_{iteration:07d}"

@@ -181,7 +181,6 @@ def save_checkpoint_and_time(  # noqa: PLR0917 - as it is called
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
     checkpointing_context: Any,
-    non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
     for chunk in model:
@@ -190,7 +189,6 @@ def save_checkpoint_and_time(  # noqa: PLR0917 - as it is called
     save_checkpoint(
         *(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
         checkpointing_context,
-        non_persistent_ckpt=non_persistent_ckpt,
     )
 
 
@@ -209,14 +207,11 @@ def checkpoint_and_decide_exit(  # noqa: PLR0917 - as it is called
 ) -> bool:
     args = get_args()
     saves = bool(args.save and args.save_interval and iteration % args.save_interval == 0)
-    every = args.non_persistent_save_interval
-    local = bool(args.save and every and iteration % every == 0 and not saves)
     exits = bool(args.exit_interval and iteration % args.exit_interval == 0)
-    if saves or local or (exits and args.save):
+    if saves or (exits and args.save):
         save_checkpoint_and_time(
             *(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
             checkpointing_context,
-            non_persistent_ckpt=local,
         )
     return exits
 

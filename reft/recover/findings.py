@@ -1,8 +1,10 @@
 """What was found in memory, without its block tables: which arenas may serve, which are left aside, and why.
 
 Pure. Every rank sums up a part of its node (:func:`summarize`); the summaries of all together
-(:func:`sift`) say who holds which version. Everything that is left aside is named, so that a person who
-expected a recovery sees what is missing and what to change.
+(:func:`put_together`) say who holds which version. Everything that is left aside is named, so that a person
+who expected a recovery sees what is missing and what to change. A sharding group's members take part in its
+recovery, and on every node that holds arenas of the group but runs no member of it one rank that reads there:
+after a restart coordinates may run anywhere (P7).
 """
 
 from __future__ import annotations
@@ -19,6 +21,69 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.inventory import ArenaRecord
 
+
+def arenas_to_tell(
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    rank: int,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
+) -> list[ArenaRecord]:
+    """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
+    that it reads for, as the first of the node to do so; the first rank of the node also speaks for
+    arenas that cannot serve."""
+    node = topology.nodes[rank]
+
+    def speaker(record: ArenaRecord) -> int:
+        at = record.header.coordinate
+        if not _fits(record, topology, job_id, layout, any_dp):
+            return topology.local_ranks(node)[0]
+        return topology.readers(node, at.pp, at.tp)[0]
+
+    return [record for record in records if speaker(record) == rank]
+
+
+def tables_of(
+    records: Iterable[ArenaRecord],
+    groups: Iterable[Group],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
+) -> dict[Group, list[ArenaRecord]]:
+    """The whole arenas that may serve each of these sharding groups: of this job, its degrees and its layout,
+    whatever else has the same label (P7)."""
+    tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
+    for record in records:
+        at = record.header.coordinate
+        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout, any_dp):
+            tables[at.pp, at.tp].append(record)
+    return tables
+
+
+def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec, any_dp: bool) -> bool:
+    return record.header.job_id == job_id and not misfit(record, topology, layout, any_dp=any_dp)
+
+
+def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
+    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each."""
+    topology = findings.topology
+    node, at = topology.nodes[rank], topology.coordinates[rank]
+    own = at.pp, at.tp
+    reads = [g for g in topology.groups() if g != own and topology.readers(node, *g) == (rank,)]
+    parts: dict[Group, tuple[int, ...]] = {}
+    for group, nodes in findings.nodes_with([own, *reads]).items():
+        if group == own or node in nodes:
+            readers = {reader for holder in nodes for reader in topology.readers(holder, *group)}
+            parts[group] = tuple(sorted(readers.union(topology.group(*group))))
+    return parts
+
+
+Group = tuple[int, int]
+"""A sharding group: (pp, tp)."""
 LayoutSpec = str | Mapping[tuple[int, int], str] | None
 """Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""
 
@@ -120,7 +185,7 @@ def _pack(label: Label) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Sifted:
+class Findings:
     """The arenas of one job.
 
     Attributes:
@@ -277,8 +342,8 @@ def summarize(
     return Summary(node, tuple(heads), misfits, ignored, tuple(problems), max(committed, default=None))
 
 
-def sift(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Sifted:
-    """Put the summaries of all nodes together; see :class:`Sifted`."""
+def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Findings:
+    """Put the summaries of all nodes together; see :class:`Findings`."""
     by_label: dict[Label, list[Head]] = {}
     unfinished: list[Head] = []
     misfits: dict[str, Label] = {}
@@ -304,7 +369,7 @@ def sift(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Si
         f"left aside, {why}: {listing(sorted(places), count=len(places))}"
         for why, places in sorted(ignored.items())
     ]
-    return Sifted(
+    return Findings(
         job_id=job_id,
         topology=topology,
         by_label={label: tuple(heads) for label, heads in by_label.items()},
