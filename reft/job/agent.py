@@ -366,7 +366,7 @@ class ReftAgent(LocalElasticAgent):
         exits = self._trainers.failures()
         if exits:
             self._launcher.failure_seen()
-            exits = self._trainers.settled(exits)
+            exits = self._trainers.once_clear(exits)
             self.failure = judge(exits)
             self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         elif (hang := self._hang()) is not None:
@@ -503,7 +503,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-_SETTLE_SECS = 1.0
+_ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 
@@ -552,10 +552,10 @@ class Trainers:
                 found[local_rank] = WorkerExit(code, note)
         return found
 
-    def settled(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
+    def once_clear(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
         """The same a moment later, once it is clear whose fault it was: all have failed, or one by its
         own cause."""
-        deadline = time.monotonic() + _SETTLE_SECS
+        deadline = time.monotonic() + _ONE_AFTER_THE_OTHER_SECS
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
             if len(ended) == len(self._processes()) or any(f.cause in _OWN_CAUSES for f in ended):

@@ -21,7 +21,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.config_read import parse_block, read_block
-from reft.control.door import format_endpoint
+from reft.control.authenticated import format_endpoint
 from reft.errors import ConfigError
 from reft.job.hostfile import apply_hostfile, apply_slurm
 from reft.job.node import default_node_id

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.sizes import Sizes

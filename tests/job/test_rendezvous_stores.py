@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, ConfigError

@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reft.control.door import door_key, format_endpoint, is_loopback, parse_endpoint
+from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import (
     ENV_ETCD_CACERT,
@@ -387,7 +387,7 @@ class EtcdStore(RendezvousStore):
 
     def __init__(self, line: EtcdLine, secret: bytes, run_id: str, *, timeout_secs: float = 30.0) -> None:
         self._line = line
-        self._secret = door_key(secret, "etcd")
+        self._secret = purpose_key(secret, "etcd")
         self._timeout_secs = timeout_secs
         self._run = run_id
         self._leases = _Leases(line)
