@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.rendezvous_store import StoreError
 from reft.env import ENV_NODE_ID

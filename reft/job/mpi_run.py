@@ -26,7 +26,7 @@ import psutil
 
 from reft import log
 from reft.config_read import parse_block
-from reft.control.door import format_endpoint
+from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi
 from reft.control.mpi_transport import mpi_carrier
@@ -250,7 +250,7 @@ class Step:
             return b""
         listener = listen_remotely()
         host = str(listener.getsockname()[0])
-        return format_endpoint(host, self._store.open_door(listener, self._secret)).encode()
+        return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
 
     def _relay(self, endpoint: str) -> bytes:
         if self.place.leads and self.place.rank:

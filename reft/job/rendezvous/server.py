@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reft.control.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.authenticated import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import Journal, KeyValueServer
 from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
