@@ -75,15 +75,8 @@ class ReftAgent(LocalElasticAgent):
     """Starts, watches and restarts the trainers of one node.
 
     Args:
-        spec: what to run; see TorchElastic.
-        options: of the launcher.
-        client: of the rendezvous.
-        info: this node, as it introduces itself to the others.
-        secret: the user's, for what nodes say to each other.
-        launcher: told of what happens, and asked.
         exits_dir: directory where trainers may leave why they ended.
         grace_secs: time for trainers to commit and end when the launcher was told to stop.
-        others: arguments of LocalElasticAgent.
     """
 
     def __init__(
@@ -176,11 +169,8 @@ class ReftAgent(LocalElasticAgent):
             raise FencedError(why)
 
     def run(self, role: str = "default") -> Any:
-        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace.
-
-        Raises:
-            FencedError: it was.
-        """
+        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace. Raises
+        FencedError: it was."""
         try:
             return super().run(role)
         except FencedError:
@@ -512,7 +502,6 @@ class Trainers:
     """Looks at trainers from outside.
 
     Args:
-        processes: those of this round, by local rank.
         exits_dir: directory where trainers may leave why they ended.
     """
 
@@ -568,12 +557,7 @@ class Trainers:
         """Signal them, wait, and kill what is left of their process groups, once.
 
         A trainer that handles the signal is signalled alone: it finishes its step, for which it needs its
-        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group.
-
-        Args:
-            number: of the signal.
-            timeout_secs: between it and SIGKILL.
-        """
+        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group."""
         processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
         for process in processes:
             if process.poll() is None:

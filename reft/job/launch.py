@@ -142,11 +142,7 @@ _WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
 class Launcher:
-    """One node of a job.
-
-    Args:
-        options: of ``reft launch``.
-    """
+    """One node of a job."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options

@@ -52,13 +52,7 @@ def default_node_id(memory_dir: Path) -> str:
 
 
 class NodeMemory:
-    """The job's memory directory on this node, held by one launcher at a time.
-
-    Args:
-        memory_dir: directory for the memory of all jobs on this node.
-        job_id: the job.
-        node: this node's id.
-    """
+    """The job's memory directory on this node, held by one launcher at a time."""
 
     def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
         self.memory_dir = memory_dir
@@ -71,9 +65,6 @@ class NodeMemory:
 
     def prepare(self, secret: bytes) -> JobDir:
         """Make the directory and hold it against other launchers, before any other node is met.
-
-        Args:
-            secret: the user's.
 
         Raises:
             JobInUseError: another launcher, or a job under plain torchrun, has the directory.
@@ -210,7 +201,6 @@ class DaemonKeeper:
     """Starts the node daemon and starts the next one when it dies.
 
     Args:
-        job_dir: the job's memory on this node.
         told: takes what the daemon says its trainers are at.
     """
 

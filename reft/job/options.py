@@ -119,11 +119,8 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def options_of(args: argparse.Namespace) -> LaunchOptions:
-    """Complete what :func:`make_parser`, or a parser made of it, has parsed.
-
-    Raises:
-        ConfigError: something does not fit together; says what to write.
-    """
+    """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError: something
+    does not fit together; says what to write."""
     apply_hostfile(args)
     apply_slurm(args)
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"

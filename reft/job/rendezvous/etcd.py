@@ -73,11 +73,8 @@ class EtcdSettings:
 
     @classmethod
     def of(cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]) -> EtcdSettings:
-        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes first.
-
-        Raises:
-            ConfigError: something is missing or does not fit together; says what to write.
-        """
+        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes first. Raises
+        ConfigError: something is missing or does not fit together; says what to write."""
         if "password" in conf:
             raise ConfigError(
                 f"--rdzv-conf password=... would show it to everybody on this host, in /proc: set "
@@ -194,14 +191,8 @@ class RefusedError(StoreError):
 
 
 class EtcdLine:
-    """Connections to the members of one cluster. Safe to use from several threads.
-
-    Args:
-        settings: of the cluster.
-
-    Raises:
-        ConfigError: ``python3-etcd3`` is not installed, or a certificate cannot be used.
-    """
+    """Connections to the members of one cluster. Safe to use from several threads. Raises ConfigError:
+    ``python3-etcd3`` is not installed, or a certificate cannot be used."""
 
     def __init__(self, settings: EtcdSettings) -> None:
         try:
@@ -230,9 +221,6 @@ class EtcdLine:
         """One request, which may be done twice where an answer was lost.
 
         Args:
-            service: of etcd's protocol, as ``KV``.
-            method: of the service, as ``Range``.
-            request: its message.
             deadline: on the monotonic clock, whatever the members do.
 
         Raises:
@@ -372,8 +360,6 @@ class EtcdStore(RendezvousStore):
     """A client of an etcd cluster.
 
     Args:
-        line: to the cluster.
-        secret: the user's.
         run_id: the run, on whose lease its keys hang.
         timeout_secs: for the keys that :meth:`get` waits for; a request has 10 s of it at most.
     """
