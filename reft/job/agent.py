@@ -346,8 +346,7 @@ class ReftAgent(LocalElasticAgent):
         # versions of torch make it part of the keys under which trainers find each other.
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
         self._started_at = time.monotonic()
-        with self._launcher.starting_workers():
-            ids: dict[int, Any] = super()._start_workers(worker_group)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
         self._launcher.workers_started([int(pid) for pid in ids.values()])
         self._launcher.state_changed("running", round=self.agreement.round)
         return ids

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import Enum, auto
 from types import FrameType
@@ -239,9 +238,6 @@ class Launcher:
         """Why running trainers have to be ended; see :meth:`reft.job.hung.Hangs.judge`."""
         assert self._before is not None
         return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
-
-    def starting_workers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._warm is None else self._warm.starting()
 
     def workers_started(self, pids: list[int]) -> None:
         self._hangs.clear()
