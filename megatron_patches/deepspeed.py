@@ -30,7 +30,7 @@ from reft.state.rng import capture_host_rng, restore_host_rng
 if TYPE_CHECKING:
     from reft.engine.session import Session
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _CHECKPOINTING = "megatron.checkpointing"
 _CHECKPOINT_VERSION = 3.0

@@ -36,7 +36,7 @@ from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _LINES = """
     protected = reft.attach_megatron(model, optimizer, scheduler, client_state=lambda: {"samples": ...})

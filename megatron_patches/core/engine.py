@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from reft.state.codec import class_path
 from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.host import capture_buffers, restore_buffers
 from reft.state.rng import capture_rng, restore_rng
-
-logger = logging.getLogger(__name__)
 
 
 class ProgramData:

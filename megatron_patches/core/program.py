@@ -39,7 +39,7 @@ from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase
 from reft.refusal import end_in_words
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"reft.{__name__}")
 
 _PLACES = {
     "megatron.training.arguments": ("validate_args",),

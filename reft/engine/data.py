@@ -16,7 +16,6 @@ said at the first step (P12).
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import defaultdict
@@ -46,8 +45,6 @@ from reft.data.passes import (
 from reft.data.watch import WATCH, Resuming
 from reft.env import ENV_NODES
 from reft.recover.reshape import Resize
-
-logger = logging.getLogger(__name__)
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""

@@ -16,7 +16,6 @@ buffers), which DeepSpeed does not look at and reft restores bit-exactly from (P
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import stat
@@ -39,8 +38,6 @@ from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 from reft.state.template import HostState, ReadSection, Rebuilder, Resolve, TemplateBuilder
 from reft.state.template import Path as Keys
-
-logger = logging.getLogger(__name__)
 
 TEMPLATE_FORMAT = 1
 HOST_FILE_MAGIC = b"REFTHOST1"

@@ -18,7 +18,6 @@ Layout of the captured dict (paths into it are part of the stored checkpoint tem
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,8 +28,6 @@ from reft.state import codec
 from reft.state.adapters import StateAdapter, adapter_for, on_host
 from reft.state.blob import is_late
 from reft.state.rng import capture_rng, restore_rng
-
-logger = logging.getLogger(__name__)
 
 _COUNTERS = (
     "global_steps",

@@ -17,7 +17,7 @@ from reft.data import batches, loading
 from reft.data.order import Order
 from reft.engine.data import DataPosition
 from reft.errors import ConfigError
-from tests.data.test_watch import Engine
+from tests.data.life import Engine
 
 MICRO, STEP = 2, 24
 SIZE = 101
@@ -93,23 +93,6 @@ def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held
 
 
 # -- each sample once -----------------------------------------------------------------------------------------
-
-
-def test_p8_a_replica_that_looks_at_the_data_and_begins_anew_takes_nothing_from_the_others(job: Job) -> None:
-    """Its look reads the step to its end, twice; only then do the others begin."""
-    job.start(2)
-    hasty, late = job.loaders(size=48)
-    for _ in range(3):
-        look, looked = iter(hasty), []
-        for _ in range(12):
-            looked += next(look).tolist()
-            if hasty.ends_step:
-                break
-    reading = iter(hasty)
-    found = rest_of_step(hasty, reading)
-    assert found == looked, "what it took is its own"
-    found += rest_of_step(late, iter(late))
-    assert sorted(found) == list(range(STEP))
 
 
 def test_p8_a_loader_that_is_made_anew_has_a_ledger_of_its_own(job: Job) -> None:
@@ -250,24 +233,6 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
         train(iter(job.loader(1, size=96, step=2 * STEP, name="right")))
     finally:
         data.close()
-
-
-def test_a_loop_that_is_left_behind_a_batch_of_the_next_step_has_left_it_behind_a_step(job: Job) -> None:
-    """``if steps == limit: break`` at the head of the loop."""
-    job.start(2)
-    loaders, epochs = job.loaders(size=96), []
-    for loader in loaders:
-        for epoch in range(2):
-            steps = 0
-            for batch in (reading := iter(loader)):
-                if steps == 2:
-                    break
-                reading.train()
-                steps += loader.ends_step
-                epochs.append((epoch, min(batch.tolist())))
-            del reading
-    assert {epoch for epoch, _ in epochs} == {0, 1}
-    assert sorted(first for _, first in epochs) == sorted(2 * list(range(0, 2 * STEP, MICRO)))
 
 
 # -- whatever happens, in any turns -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import reft
 from reft.state.rng import capture_rng
-from tests.data.test_watch import Engine, Life
+from tests.data.life import Life
 
 SIZE, BATCH = 24, 2
 BAD = (5, 14)
@@ -61,19 +61,6 @@ def resumable(workers: int) -> Any:
 
 def read_again(workers: int) -> Any:
     return reft.resumable(DataLoader(DamagedStream(), 1, num_workers=workers), name="damaged")
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., Life]]:
-    lives: list[Life] = []
-
-    def make(engine: Engine | None = None) -> Life:
-        lives.append(Life(engine or Engine()))
-        return lives[-1]
-
-    yield make
-    for life in lives:
-        life.data.close()
 
 
 def whole(loader: Any, life: Life, train: Callable[[Any], Any], *, stop: int | None = None) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from reft.data.order import ResumableSampler
 from reft.engine.data import DataPosition, move_data
 from reft.env import ENV_NODES
 from reft.recover.reshape import Resize
-from tests.data.test_watch import Pipeline
+from tests.data.life import Pipeline
 
 HERE = f"{__name__}.Counted"
 
@@ -43,17 +41,8 @@ def sampler() -> ResumableSampler:
 
 
 @pytest.fixture
-def begin() -> Iterator[Any]:
-    gc.collect()  # a loader of an earlier test, held by a traceback, would be taken for this script's
-    followed: list[DataPosition] = []
-
-    def make() -> DataPosition:
-        followed.append(DataPosition(Pipeline()))
-        return followed[-1]
-
-    yield make
-    for data in followed:
-        data.close()
+def begin(begin: Any) -> Any:
+    return lambda: begin(Pipeline()).data
 
 
 def trained(data: DataPosition, iterator: Any) -> dict[str, Any]:
@@ -89,15 +78,6 @@ def test_an_iterator_of_the_job_goes_on_without_a_word(
     trained(data, again)
     next(iterator)
     assert again.state_dict() == iterator.state_dict()
-
-
-def test_an_iterator_goes_on_at_its_degree_without_a_word(begin: Any) -> None:
-    state, data = trained(begin(), Counted()), begin()
-    data.restore(state, None)
-    assert data.left_behind() is None
-    again = Counted()
-    trained(data, again)
-    assert again.taken == 2
 
 
 @pytest.mark.parametrize(("nodes", "said"), [("2:4", True), ("4", False), ("4:4", False)])

@@ -45,14 +45,3 @@ def test_each_is_handed_out_once_whoever_is_faster(seed: int) -> None:
         take(rng.randrange(3))
     assert sorted(piece for pieces in taken.values() for piece in pieces) == list(range(5, 35))
     assert all(taken.values())
-
-
-def test_lines_that_nobody_reads_any_more_leave_the_store() -> None:
-    store = HashStore()
-    one, two = (SharedLedger(store, "ledger", range(2)) for _ in range(2))
-    assert [one.take(0, 0), two.take(1, 0), one.take(0, 1)] == [0, 1, None]
-    one.leave(2)
-    assert store.check(["ledger/0"])
-    two.leave(2)
-    assert not store.check(["ledger/0"])
-    assert not store.check(["ledger/1"])

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import reft
 from reft.data.loading import LOADERS
-from reft.data.order import Deal, JobPosition, Order, decode, encode
+from reft.data.order import Deal, JobPosition, Order
 from reft.engine.data import DataPosition
 from reft.state.rng import capture_host_rng, capture_rng, restore_rng, same_host_rng
-from tests.data.test_watch import Engine, Life, Pipeline
+from tests.data.life import Engine, Life, Pipeline
 
 Key = tuple[int, int]
 
@@ -71,34 +71,6 @@ def read(deal: Deal, order: Order, at: JobPosition) -> tuple[list[list[Key]], Jo
         at = deal.next_pass(at)
     parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
     return parts, deal.behind(at)
-
-
-@given(st.integers(20, 70), lives(), st.booleans(), st.booleans())
-def test_every_sample_once_per_epoch_over_interruptions_and_degrees(
-    size: int, lived: list[tuple[int, int, int, int]], shuffle: bool, drop_last: bool
-) -> None:
-    order = Order(size, 3, shuffle=shuffle)
-    at, seen = JobPosition(), Counter[Key]()
-    for degree, batch_size, kept, lost in lived:
-        deal = Deal(size, batch_size, degree, drop_last)
-        version, survived = at, Counter(seen)
-        for number in range(kept + lost):
-            parts, at = read(deal, order, at)
-            assert all(parts), "a replica without a sample would leave a collective"
-            assert max(map(len, parts)) <= batch_size
-            seen.update(itertools.chain.from_iterable(parts))
-            if number < kept:
-                version, survived = at, Counter(seen)
-        at, seen = decode(encode(version, order), order, "data"), survived
-        assert set(seen.values()) <= {1}
-        if drop_last:
-            # What is missing of a pass that is over does not fill a micro-batch of any of the degrees.
-            gone = Counter(epoch for epoch, _ in seen)
-            assert all(size - gone[epoch] < 5 * 4 for epoch in range(at.epoch))
-        else:
-            places = np.arange(at.consumed)
-            wanted = order.part(0, len(places), slice(None))
-            assert seen == Counter(wanted)
 
 
 @given(st.integers(20, 300), DEGREES, st.integers(1, 4), st.booleans())
@@ -159,8 +131,10 @@ def test_every_loader_of_a_job_goes_on_where_the_version_was(
         iterators = [RepeatingLoader(one) for one in ranks]
         survived, state = Counter(seen), ranks[0].state_dict()
         for number in range(kept + lost):
-            for one in iterators:
-                seen.update(numbers(next(one)))
+            parts = [numbers(next(one)) for one in iterators]
+            assert all(parts), "a replica without a sample would leave a collective"
+            assert max(map(len, parts)) <= batch_size
+            seen.update(itertools.chain.from_iterable(parts))
             assert len({str(one.state_dict()) for one in ranks}) == 1
             if number < kept:
                 survived, state = Counter(seen), ranks[0].state_dict()
@@ -220,32 +194,10 @@ def test_a_state_that_is_loaded_moves_the_pass_that_is_being_read(workers: int) 
     assert [next(iterator) for _ in range(3)] == behind
 
 
-@pytest.mark.parametrize("at", [10, 10_000_000])
-def test_nothing_is_read_or_drawn_on_the_way_to_a_sample(at: int) -> None:
-    """What is counted is what a replay would do: accesses of the data set, and of the order."""
-    one = made(20_000_000, collate_fn=list)
-    one.load_state_dict({**one.state_dict(), "consumed": at})
-    asked: list[int] = []
-    order = Order.part
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Order, "part", lambda *args: asked.append(args[1]) or order(*args))
-        batch = next(iter(one))
-    assert asked == [at]
-    assert one.dataset.read == numbers(batch)
-    assert len(batch) == 3
-
-
-def test_epochs_are_other_orders_of_the_same_samples() -> None:
-    one = made()
-    orders = [[n for batch in one for n in numbers(batch)] for _ in range(3)]
-    assert all(sorted(order) == list(range(23)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 3
-    assert one.epoch == 2
-
-
 def test_without_shuffling_it_is_torchs_own_loader() -> None:
     for drop_last in (False, True):
-        ours = reft.data.loader(range(23), 4, drop_last=drop_last, pin_memory=False)
+        ours = reft.data.loader(range(23), 4, drop_last=drop_last, sampler=None, generator=None)
+        assert reft.resumable(ours) is ours
         theirs = DataLoader(range(23), 4, drop_last=drop_last)  # type: ignore[arg-type]
         assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
         assert len(ours) == len(theirs)
@@ -265,11 +217,6 @@ def test_a_position_of_other_data_is_refused() -> None:
 class Endless(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
-
-
-def test_what_data_loader_has_by_default_is_accepted() -> None:
-    loader = reft.data.loader(range(9), 4, sampler=None, batch_sampler=None, generator=None)
-    assert [len(batch) for batch in loader] == [4, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -300,25 +247,7 @@ def test_a_seed_belongs_to_a_sample() -> None:
     assert get_worker_info() is None
 
 
-def test_it_is_resumable_already() -> None:
-    one = made(name="already")
-    assert reft.resumable(one) is one
-
-
 # -- under an engine --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def begin() -> Iterator[Any]:
-    begun: list[Life] = []
-
-    def make(engine: Engine | None = None) -> Life:
-        begun.append(Life(engine or Engine()))
-        return begun[-1]
-
-    yield make
-    for life in begun:
-        life.data.close()
 
 
 def tensors(rank: int = 0, dp: int = 1, **options: Any) -> Any:
@@ -378,65 +307,6 @@ def test_p8_a_pipelines_repeating_loader_comes_back(begin: Any, stop: int) -> No
     restore_rng(saved[1])
     run(life, data, 18 - stop)
     assert life.seen == wanted[stop:]
-
-
-def test_a_look_counts_as_no_epoch(begin: Any) -> None:
-    life, one = begin(), tensors()
-    next(iter(one))
-    epochs = []
-    for _ in range(2):
-        for batch in one:
-            life.train(batch)
-        epochs.append(one.epoch)
-    assert epochs == [0, 1]
-    assert len(life.seen) == 12
-
-
-def test_a_pass_that_is_left_is_not_begun_again(begin: Any) -> None:
-    life, one = begin(), tensors()
-    for _ in range(2):
-        for batch in itertools.islice(one, 3):
-            life.train(batch)
-    assert one.epoch == 1
-    assert one.state_dict()["consumed"] == 24 + 3 * 4
-
-
-@pytest.mark.parametrize("most", [2, None])
-@pytest.mark.parametrize("stop", [2, 6])
-def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
-    begin: Any, stop: int, most: int | None
-) -> None:
-    def evaluate(engine: Engine, loader: Any) -> list[list[int]]:
-        engine.training = False
-        found = [batch.tolist() for batch in itertools.islice(loader, most)]
-        engine.training = True
-        return found
-
-    def trained(life: Life, engine: Engine, until: int) -> tuple[Any, list[list[int]]]:
-        one, held_out = tensors(), reft.data.loader(range(24, 36), 4, shuffle=True, name="held out")
-        evaluations: list[list[int]] = []
-        saved = None
-        for _ in range(one.epoch, 2):
-            for batch in one:
-                life.train(batch)
-                if len(life.seen) == stop:
-                    saved = life.data.state(), capture_rng()
-                if len(life.seen) in (1, until):
-                    evaluations = evaluate(engine, held_out)
-        return saved, evaluations
-
-    torch.manual_seed(1)
-    engine = Engine()
-    life = begin(engine)
-    saved, wanted = trained(life, engine, 9)
-    assert len(wanted) == (most or 3)
-    life.data.close()
-
-    engine = Engine()
-    life = begin(engine)
-    life.data.restore(*saved)
-    life.seen = [([], 0.0)] * stop
-    assert trained(life, engine, 9)[1] == wanted
 
 
 def test_p12_batches_that_are_read_ahead_by_the_script_are_told(begin: Any) -> None:

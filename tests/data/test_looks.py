@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,24 +12,10 @@ from torch.utils.data import DataLoader
 
 import reft
 from reft.state.rng import capture_rng, restore_rng
-from tests.data.test_watch import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
+from tests.data.life import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
 
 KINDS = ["loader", "resumable"]
 STEPS = 2 * BATCHES
-
-
-@pytest.fixture
-def begin() -> Iterator[Any]:
-    gc.collect()  # loaders of other tests
-    lives: list[Life] = []
-
-    def make(engine: Engine | None = None) -> Life:
-        lives.append(Life(engine or Engine()))
-        return lives[-1]
-
-    yield make
-    for life in lives:
-        life.data.close()
 
 
 def made(kind: str) -> Any:

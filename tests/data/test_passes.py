@@ -27,7 +27,7 @@ from reft.data import loading, resumable
 from reft.data.passes import Pass, Position
 from reft.data.watch import Resuming, Watch
 from reft.state.codec import decode, encode
-from reft.state.rng import capture_host_rng, capture_rng, restore_host_rng, same_host_rng
+from reft.state.rng import capture_rng, restore_host_rng
 
 SAMPLES, BATCH = 22, 4
 
@@ -176,19 +176,6 @@ def test_nothing_is_loaded_for_what_was_taken() -> None:
     loader = LOADERS["shuffled"]()
     next(Watch().begin_at(loader, Position(**decode(found[4][1]))))
     assert len(loader.dataset.loaded) == SAMPLES - 5 * BATCH  # type: ignore[attr-defined]
-
-
-def test_to_go_back_moves_the_pass_that_is_being_read() -> None:
-    watch, loader = Watch(), LOADERS["shuffled"]()
-    seed(1)
-    one = watch.open(loader)
-    first = [next(one)[0].tolist() for _ in range(2)]
-    position = one.position()
-    behind = [next(one)[0].tolist() for _ in range(3)]
-    here = capture_host_rng()
-    one.go_to(position)
-    assert same_host_rng(here, capture_host_rng())
-    assert [next(one)[0].tolist() for _ in range(3)] == behind != first
 
 
 def test_p10_a_resumable_loader_without_reft_is_the_loader() -> None:

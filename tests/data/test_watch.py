@@ -14,63 +14,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import reft
 from reft.data.passes import Skipping
-from reft.engine.data import DataPosition
 from reft.state.rng import capture_rng, restore_rng
+from tests.data.life import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
 from tests.megatron.samplers import Sampler
-
-SAMPLES, BATCH = 24, 4
-BATCHES = SAMPLES // BATCH
-
-
-class Engine:
-    """What :class:`DataPosition` asks a plain engine for."""
-
-    training = True
-
-    def gradient_accumulation_steps(self) -> int:
-        return 1
-
-
-class Pipeline(Engine):
-    grid = None
-
-
-class Life:
-    """One process of a script: it trains on batches, and remembers their samples and a random number each."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.data = DataPosition(engine)
-        self.seen: list[tuple[list[int], float]] = []
-
-    def train(self, batch: torch.Tensor) -> str | None:
-        said = self.data.forward(training=True)
-        self.data.trains()
-        self.seen.append((batch.tolist(), float(torch.rand(()))))
-        return said
-
-    def train_batch(self, iterator: Any, rng: dict[str, Any] | None = None) -> None:
-        self.data.trains()
-        self.data.begin_batch(iterator)
-        if rng is not None:
-            restore_rng(rng)
-        batch = next(iterator)
-        self.data.end_batch()
-        self.seen.append((batch.tolist(), float(torch.rand(()))))
-
-
-@pytest.fixture
-def begin() -> Iterator[Any]:
-    lives: list[Life] = []
-
-    def make(engine: Engine | None = None) -> Life:
-        lives.append(Life(engine or Engine()))
-        return lives[-1]
-
-    yield make
-    for life in lives:
-        life.data.close()
-    assert DataLoader.__iter__.__module__.startswith("torch.")
-
 
 # -- loaders with an ``__iter__`` of their own -----------------------------------------------------------
 
@@ -106,22 +52,23 @@ class Endless:
 
 
 @pytest.mark.parametrize("kind", [HandsOn, ReadsOneIterator])
-def test_p10_a_loader_with_its_own_iter_gives_what_it_gives_without_reft(begin: Any, kind: Any) -> None:
-    def two_epochs() -> list[list[int]]:
+def test_p10_p12_a_loader_with_its_own_iter_gives_what_it_gives_and_its_position_is_not_claimed(
+    begin: Any, kind: Any
+) -> None:
+    def two_epochs(life: Life | None = None) -> list[list[int]]:
         torch.manual_seed(3)
         loader = kind(range(SAMPLES), BATCH, shuffle=True)
-        return [batch.tolist() for _ in range(2) for batch in loader]
+        found = []
+        for _ in range(2):
+            for batch in loader:
+                found.append(batch.tolist())
+                if life is not None:
+                    life.data.forward(training=True)
+                    life.data.trains()
+        return found
 
-    wanted = two_epochs()
-    begin()
-    assert two_epochs() == wanted
-
-
-@pytest.mark.parametrize("kind", [HandsOn, ReadsOneIterator])
-def test_p12_the_position_in_a_loader_with_its_own_iter_is_not_claimed(begin: Any, kind: Any) -> None:
-    life = begin()
-    for batch in kind(range(SAMPLES), BATCH, shuffle=True):
-        life.train(batch)
+    wanted, life = two_epochs(), begin()
+    assert two_epochs(life) == wanted
     assert life.data.state() == {}
     assert "is not known" in life.data.advice()
 
@@ -312,18 +259,6 @@ def test_p8_a_look_at_a_resumed_loader_takes_nothing_of_it(begin: Any) -> None:
     assert life.seen == wanted[2:]
 
 
-def test_a_look_counts_as_no_epoch_in_the_first_life_too(begin: Any) -> None:
-    life, loader = begin(), reft.resumable(loader_of(range(SAMPLES)), name="first look")
-    next(iter(loader))
-    epochs = []
-    for _ in range(loader.epoch, 2):
-        for batch in loader:
-            life.train(batch)
-        epochs.append(loader.epoch)
-    assert epochs == [0, 1]
-    assert len(life.seen) == 2 * BATCHES
-
-
 def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> None:
     begin()
     loader = reft.resumable(loader_of(range(SAMPLES)), name="copied")
@@ -336,7 +271,7 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
 
 @pytest.mark.process
 @pytest.mark.parametrize("most", [2, None])
-@pytest.mark.parametrize("order", ["plain", "shuffled", "own generator"])
+@pytest.mark.parametrize("order", ["plain", "shuffled", "own generator", "reft"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
 def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
     begin: Any, workers: int, order: str, most: int | None
@@ -344,17 +279,13 @@ def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
     def trained(life: Life, engine: Engine, loaded: Any = None) -> tuple[Any, list[list[list[int]]]]:
         loader = reft.resumable(DataLoader(range(SAMPLES), BATCH, shuffle=True))  # type: ignore[arg-type]
         samples: Any = range(SAMPLES, SAMPLES + 3 * BATCH)
-        held_out = reft.resumable(
-            DataLoader(
-                samples,
-                BATCH,
-                shuffle=order != "plain",
-                generator=torch.Generator() if order == "own generator" else None,
-                num_workers=workers,
-                persistent_workers=workers > 0,
-            ),
-            name="held out",
-        )
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        if order == "reft":
+            held_out: Any = reft.data.loader(samples, BATCH, shuffle=True, name="held out", **options)
+        else:
+            own = torch.Generator() if order == "own generator" else None
+            made: Any = DataLoader(samples, BATCH, shuffle=order != "plain", generator=own, **options)
+            held_out = reft.resumable(made, name="held out")
         if loaded is not None:
             life.data.restore(*loaded)
         evaluations, saved = [], None

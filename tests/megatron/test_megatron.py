@@ -392,6 +392,15 @@ def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -
     assert captured(2)["iteration"] == 2
 
 
+def test_what_is_logged_is_a_line_of_reft() -> None:
+    """Under REFT_LOGLEVEL, with the prefix of the rank."""
+    from megatron_patches import deepspeed
+    from megatron_patches.core import attach, program
+
+    for module in (deepspeed, attach, program):
+        assert module.logger.name.startswith("reft.")
+
+
 def test_a_list_of_several_engines_is_refused() -> None:
     with pytest.raises(ConfigError, match="a list of 2"):
         attach([object(), object()])

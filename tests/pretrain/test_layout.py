@@ -53,14 +53,6 @@ def test_replicas_sit_on_different_nodes_and_slices_on_one(degrees: Degrees, pla
         assert len({places[rank] for rank in group}) == 1
 
 
-def test_deepspeeds_own_order_stays_where_it_is_as_good() -> None:
-    assert choose_order(Degrees(2, 2, 1), nodes(4, 1)) == AXES
-    assert choose_order(Degrees(2, 2, 1), nodes(1, 4)) == AXES
-    assert choose_order(Degrees(2, 2, 1), nodes(2, 2)) == ("data", "pipe", "model")
-    # Replicas on different nodes matter more than slices on one.
-    assert choose_order(Degrees(1, 2, 2), [0, 1, 0, 1])[-1] != "model"
-
-
 def test_impossible_layouts_say_what_to_change() -> None:
     assert degrees_for(12, 2, 2) == Degrees(2, 3, 2)
     with pytest.raises(ConfigError, match=r"found 6 processes; --pp 2 x --tp 2 needs a multiple of 4"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from examples.llama.model import Llama, RMSNorm, rotary_tables, rotate
+from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig, load_model, model_names
 from examples.llama.tensor_parallel import TensorParallel, cross_entropy, initial_weight
 from reft.errors import ConfigError
@@ -48,33 +48,6 @@ def test_logits_and_loss_equal_an_independent_implementation(tied: bool, kv_head
     )
     loss = cross_entropy(values, tokens[:, 1:], TensorParallel())
     torch.testing.assert_close(loss.double(), reference.loss(tokens, weights, config), rtol=1e-5, atol=1e-6)
-
-
-def test_rotary_norm_and_precision() -> None:
-    value = torch.randn(2, 3, 9, 16, generator=torch.Generator().manual_seed(2))
-    cos, sin = rotary_tables(9, 16, 10000.0, torch.device("cpu"), torch.float32)
-    turned = rotate(value, cos, sin)
-    torch.testing.assert_close(
-        turned[0].double(), reference.rope(value[0].double(), 10000.0), atol=1e-5, rtol=1e-4
-    )
-    # Position 0 is not turned, and a rotation keeps lengths.
-    assert torch.equal(turned[:, :, 0], value[:, :, 0])
-    torch.testing.assert_close(turned.norm(dim=-1), value.norm(dim=-1))
-    norm = RMSNorm(16, 1e-5).bfloat16()
-    assert norm(value.bfloat16()).dtype is torch.bfloat16
-    torch.testing.assert_close(
-        norm(value.bfloat16()).float().square().mean(-1), torch.ones(2, 3, 9), atol=0.02, rtol=0
-    )
-
-
-def test_the_future_is_not_seen() -> None:
-    model = Llama(SMALL)
-    tokens = torch.zeros(1, 12, dtype=torch.long)
-    changed = tokens.clone()
-    changed[0, 7] = 5
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7])
-    assert not torch.equal(before[:, 7:], after[:, 7:])
 
 
 def test_initial_weights_depend_on_seed_and_name_only_whatever_the_slices() -> None:
@@ -141,8 +114,3 @@ def test_parameters_of_34b_are_printed_without_torch() -> None:
 def test_impossible_shapes_are_refused(change: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         replace(SMALL, **change)
-
-
-def test_unknown_model_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 6\.7b.*known: 1\.3b"):
-        load_model("7.7b")

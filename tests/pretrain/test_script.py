@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from examples.llama.indexed import IndexedWriter
-from examples.llama.samples import MicroBatchIterator, open_samples
-from examples.llama.tokenizer import ByteTokenizer
-from reft.data.order import ResumableSampler
-from reft.errors import ConfigError
 from tests.pretrain.conftest import pretrain
 
 SMALL = ("--layers", 2, "--hidden", 32, "--ffn", 48, "--seq", 32, "--micro-batches", 2, "--dropout", 0)
@@ -50,18 +44,6 @@ def test_loss_goes_down_is_shown_and_a_checkpoint_resumes_it(tmp_path: Path, tex
     assert [(e["step"], e["loss_hex"]) for e in events(tmp_path / "two")[1:]] == [
         (e["step"], e["loss_hex"]) for e in steps[20:]
     ]
-
-
-def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "corpus", np.dtype("<i4")) as writer:
-        writer.add(np.arange(5000))
-    samples = open_samples([tmp_path / "corpus"], ByteTokenizer(), tmp_path / "cache", 32)
-    sampler = ResumableSampler(len(samples), seed=1, micro_batch=4)
-    with pytest.raises(ConfigError, match=r"but the model has 320 embeddings.*--vocab"):
-        next(MicroBatchIterator(samples, sampler, vocab_size=320))
-    inputs, labels = next(MicroBatchIterator(samples, sampler, vocab_size=5000))
-    assert inputs.shape == labels.shape == (4, 32)
-    assert (inputs + 1).equal(labels)
 
 
 @pytest.mark.process
