@@ -29,12 +29,7 @@ _MOST_STACK_CHARS = 16_000
 
 
 class Hangs:
-    """Of one node's trainers, in one round at a time.
-
-    Args:
-        node: this node's name.
-        job_dir: the job's memory on this node.
-    """
+    """Of one node's trainers, in one round at a time."""
 
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
@@ -64,9 +59,6 @@ class Hangs:
 
         Args:
             table: of the store, of this round.
-            index: of this node.
-            size: number of nodes.
-            pids: of this node's trainers.
             silent: a node of this round was struck out for its silence; the others may go on without it.
 
         Returns:

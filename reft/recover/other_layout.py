@@ -18,7 +18,7 @@ from pathlib import Path
 import msgpack
 import torch
 
-from reft.blocks import BlockKey, Section
+from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
@@ -35,7 +35,7 @@ from reft.recover.inventory import (
 )
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.recover.rebuild import Decoder
-from reft.recover.stages import Exchange
+from reft.recover.stages import Exchange, pack_sources, unpack_sources
 from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
 
 Place = tuple[int, int]
@@ -214,10 +214,10 @@ class OtherMemory:
 
         def looked() -> bytes:
             with opened_arenas(self._job_dir, [self._here], self._secret) as arenas:
-                return _pack_sources(find_corrupt(plan.label, share, arenas))
+                return pack_sources(find_corrupt(plan.label, share, arenas))
 
         told = self._exchange.gather(looked, f"checking {plan.label}")
-        self._bad = self._bad.union(*map(_unpack_sources, told))
+        self._bad = self._bad.union(*map(unpack_sources, told))
 
     def _decode(self, plan: RecoveryPlan) -> None:
         """What only parity has: some ranks decode it and store it on their nodes, as many at a time as there
@@ -248,13 +248,13 @@ class OtherMemory:
             decoder.take(fetch, data.numpy(), stays=False)
 
         def store() -> bytes:
-            return _pack_sources(decoder.store())
+            return pack_sources(decoder.store())
 
         with closing(decoder):
             self._exchange.agree(reserve, f"decoding {plan.label}")
             self._transfer(replace(plan, fetches=fetches, rebuilds=rebuilds), take, None)
             told = self._exchange.gather(store, f"decoding {plan.label}")
-        self._bad = self._bad.union(*map(_unpack_sources, told))
+        self._bad = self._bad.union(*map(unpack_sources, told))
 
     # -- transfer -----------------------------------------------------------------------------------
 
@@ -282,8 +282,8 @@ class OtherMemory:
             return bool(bad)
 
         if self._exchange.agree(move, f"bringing {plan.label}"):
-            told = self._exchange.gather(lambda: _pack_sources(bad), "telling of corrupt blocks")
-            found = sorted(frozenset[BlockSource]().union(*map(_unpack_sources, told)))
+            told = self._exchange.gather(lambda: pack_sources(bad), "telling of corrupt blocks")
+            found = sorted(frozenset[BlockSource]().union(*map(unpack_sources, told)))
             raise TransferError(
                 f"{len(found)} blocks of {plan.label} did not arrive as they were when their checksums were "
                 f"compared, the first from {found[0].arena} on node {found[0].node}: memory or network of a "
@@ -300,17 +300,4 @@ def _seen_from(node: str, fetches: Iterable[Fetch]) -> tuple[Fetch, ...]:
         if f.kind is SourceKind.LOCAL
         else f
         for f in fetches
-    )
-
-
-def _pack_sources(sources: Iterable[BlockSource]) -> bytes:
-    rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sources]
-    body: bytes = msgpack.packb(rows)
-    return body
-
-
-def _unpack_sources(body: bytes) -> frozenset[BlockSource]:
-    return frozenset(
-        BlockSource(node, arena, BlockKey(Section(section), member, index))
-        for node, arena, section, member, index in msgpack.unpackb(body)
     )

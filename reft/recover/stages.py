@@ -197,15 +197,12 @@ class Ledger:
         fetches = {
             group: {f.source: f for at in plan.fetches.values() for f in at} for group, plan in plans.items()
         }
-        mine = {
-            group: [_pack(s) for s in sorted(found) if s in of_group] for group, of_group in fetches.items()
-        }
-        bodies: dict[int, list[list[str | int]]] = {}
-        for group in sorted(plans):
+        bodies: dict[int, set[BlockSource]] = {}
+        for group, of_group in fetches.items():
             for peer in parts[group]:
-                bodies.setdefault(peer, []).extend(mine[group])
-        told = self._exchange.control.swap({peer: msgpack.packb(rows) for peer, rows in bodies.items()})
-        sources = found | {_unpack(row) for body in told.values() for row in msgpack.unpackb(body)}
+                bodies.setdefault(peer, set()).update(found & of_group.keys())
+        told = self._exchange.control.swap({peer: pack_sources(sorted(s)) for peer, s in bodies.items()})
+        sources = found.union(*map(unpack_sources, told.values()))
         known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
         for source in sorted(sources & known.keys()):
             fetch = known[source]
@@ -246,10 +243,16 @@ class Ledger:
         return tuple(repairs)
 
 
-def _pack(source: BlockSource) -> list[str | int]:
-    return [source.node, source.arena, str(source.key.section), source.key.member, source.key.index]
+def pack_sources(sources: Iterable[BlockSource]) -> bytes:
+    """Bytes to send."""
+    rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sources]
+    body: bytes = msgpack.packb(rows)
+    return body
 
 
-def _unpack(row: Iterable[str | int]) -> BlockSource:
-    node, arena, section, member, index = row
-    return BlockSource(str(node), str(arena), BlockKey(Section(str(section)), int(member), int(index)))
+def unpack_sources(body: bytes) -> frozenset[BlockSource]:
+    """Inverse of :func:`pack_sources`; of nothing it is nothing."""
+    return frozenset(
+        BlockSource(node, arena, BlockKey(Section(section), member, index))
+        for node, arena, section, member, index in (msgpack.unpackb(body) if body else ())
+    )

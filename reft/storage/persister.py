@@ -52,44 +52,6 @@ class PersistFunction(Protocol):
     ) -> Path: ...
 
 
-class Lag:
-    """How far storage is behind memory: steps from the oldest version that was due and is not on storage to
-    the newest one in memory."""
-
-    def __init__(self) -> None:
-        self._waiting: Label | None = None
-        self._newest: Label | None = None
-        self._told: Label | None = None
-
-    def committed(self, label: Label, *, due: Label | None) -> int:
-        """``label`` is the newest version in memory; returns the steps.
-
-        Args:
-            label: the version.
-            due: what is to be written next, if anything.
-        """
-        self._newest = label
-        if self._waiting is None or self._waiting.incarnation < label.incarnation:
-            self._waiting = due
-        return self._steps()
-
-    def written(self, label: Label, *, due: Label | None) -> int:
-        """``label`` is on storage; returns the steps that are left."""
-        if self._waiting is not None and self._waiting <= label:
-            self._waiting = due
-        return self._steps()
-
-    def is_news(self) -> bool:
-        """Whether the version that storage waits for is another one than when this was last asked."""
-        before, self._told = self._told, self._waiting
-        return before != self._waiting
-
-    def _steps(self) -> int:
-        if self._waiting is None or self._newest is None:
-            return 0
-        return max(0, self._newest.step - self._waiting.step)
-
-
 @dataclass
 class PersistStatus:
     """State of the checkpoints on storage, for ``status.json``.
@@ -147,7 +109,9 @@ class Persister:
         self._stop = threading.Event()
         self._assembler = Assembler()
         self._warm = False
-        self._lag = Lag()
+        self._newest: Label | None = None
+        self._told: Label | None = None
+        """The version whose lag was warned of."""
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
@@ -209,14 +173,26 @@ class Persister:
                     )
                 self._due = label
                 self._changed.notify()
-            lag = self._lag.committed(label, due=self._due)
+            self._newest = label
+            lag, waits = self._lag()
             self.status.update(lag_steps=lag)
-            if interval and lag > interval and self._lag.is_news():
+            if interval and lag > interval and waits != self._told:
+                self._told = waits
                 logger.warning(
                     "step %d is committed, but step %d is not on storage yet: writing takes longer than "
                     "persist.interval_steps (%d). Write less often, or look for what holds up %s",
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
+
+    def _lag(self) -> tuple[int, Label | None]:
+        """Steps from the oldest version that was due and is not on storage to the newest one in memory."""
+        newest, stale = self._newest, self.status.stale_since_step
+        if newest is None:
+            return 0, None
+        due = [v for v in (self.status.writing, self._due) if v and v.incarnation == newest.incarnation]
+        due += [] if stale is None else [Label(newest.incarnation, stale)]
+        waits = min(due, default=None)
+        return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
     def _falls(self, label: Label, unprotected: bool | None) -> bool:
         """Whether ``label`` is the first version that does not survive the loss of a node. Told by every
@@ -346,7 +322,7 @@ class Persister:
             self._missed = None
             if self._due is not None and self._due <= label:
                 self._due = None
-            self.status.update(lag_steps=self._lag.written(label, due=self._due))
+            self.status.update(lag_steps=self._lag()[0])
             future = self._asked.pop(label, None)
         if future is not None and not future.cancelled():
             future.set_result(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reft import __version__, cli
+from reft import cli
 from reft.cli import COMMANDS
 from reft.config_read import explain
 
@@ -41,12 +41,6 @@ def test_every_command_has_help(command: list[str], option: str, capsys: pytest.
     assert "-h, --help" in out
 
 
-@pytest.mark.parametrize("command", [[], *EVERY], ids=" ".join)
-def test_every_command_tells_the_version(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*command, "--version"]) == cli.EXIT_WELL
-    assert capsys.readouterr().out == f"reft {__version__}\n"
-
-
 @pytest.mark.parametrize("command", EVERY, ids=" ".join)
 def test_an_unknown_option_is_told_in_one_form(
     command: list[str], capsys: pytest.CaptureFixture[str]
@@ -68,14 +62,6 @@ def test_the_keys_are_read_at_80_columns_and_through_a_pipe(
     assert max(map(len, lines)) <= int(columns)
     for key in explain():
         assert any(key.key in line for line in lines), key
-
-
-def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["demo", "--step", "3"], ["rendezvous", "--por", "0"], ["plan", "--clust", "h100"]):
-        assert cli.main(command) == cli.EXIT_WRONG_USE
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("Error:")
-        assert command[1] in error
 
 
 @pytest.mark.parametrize(

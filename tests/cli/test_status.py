@@ -197,18 +197,6 @@ def test_a_job_that_has_ended_says_why(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(line)["ended"] == "a bad sample"
 
 
-def test_of_several_jobs_one_has_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended(tmp_path, "one")
-    ended(tmp_path, "other")
-    assert main(ask(tmp_path, "--json")) == 2
-    out, err = capsys.readouterr()
-    assert "several jobs have memory in" in err
-    assert "one, other; say --job" in " ".join(err.split())
-    assert "several jobs" in json.loads(out)["problem"]
-    assert main(ask(tmp_path, "--job", "one", "--json")) == EXIT_NOT_WELL
-    assert json.loads(capsys.readouterr().out)["job_id"] == "one"
-
-
 @pytest.mark.skipif(not can_give_away(65534), reason="files cannot be given to another user here")
 @pytest.mark.parametrize("whole", [True, False], ids=["its memory", "the directory alone"])
 def test_p11_another_users_job_is_told_to_be_theirs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -155,17 +154,6 @@ def test_p6_a_port_that_is_taken_is_said_once(
         assert f"no metrics at 127.0.0.1 port {port}" in said
         assert "training does not wait" in said
     assert server.port is None
-
-
-def test_p6_a_missing_package_is_said_with_what_to_install(
-    server: MetricsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    server.configure(MetricsConfig(port=free_port()))
-    deadline = time.monotonic() + 60
-    while not caplog.messages and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "pip install 'reft-ckpt[metrics]'" in caplog.text
 
 
 def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: MetricsServer) -> None:

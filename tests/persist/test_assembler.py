@@ -17,7 +17,6 @@ from reft.naming import Label
 from reft.storage.assemble import NICENESS, Assembler
 from reft.storage.persist import persist_label
 from reft.storage.persisted import verify_persisted
-from reft.storage.persister import Lag
 from reft.storage.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, made_up_images
 
@@ -102,21 +101,3 @@ def ask_for_nothing(assembler: Assembler, root: Path) -> None:
 
 def request(root: Path) -> tuple[WorkDir, list[Coordinate], bytes]:
     return WorkDir(root, JOB, Label(1, 4)), [Coordinate(0, 0, 0)], bytes(32)
-
-
-def test_the_lag_counts_from_the_oldest_version_that_is_not_written() -> None:
-    lag = Lag()
-    assert lag.committed(Label(1, 9), due=None) == 0
-    assert lag.committed(Label(1, 10), due=Label(1, 10)) == 0
-    assert lag.committed(Label(1, 15), due=Label(1, 10)) == 5
-    # The next one is due while the first is still being written.
-    assert lag.committed(Label(1, 22), due=Label(1, 20)) == 12
-    assert lag.is_news()
-    assert not lag.is_news()
-    assert lag.written(Label(1, 10), due=Label(1, 20)) == 2
-    assert lag.is_news()
-    assert lag.written(Label(1, 20), due=None) == 0
-    assert lag.committed(Label(1, 29), due=None) == 0
-    # The job restarts behind a version that was never written.
-    assert lag.committed(Label(1, 35), due=Label(1, 30)) == 5
-    assert lag.committed(Label(2, 31), due=None) == 0

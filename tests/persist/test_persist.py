@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import torch
 
 from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint, ReftConfig
-from reft.errors import OvertakenError, PersistError, UnrecoverableError
+from reft.errors import OvertakenError, PersistError
 from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.recover.offline import persist_offline
@@ -191,30 +190,6 @@ def test_a_missing_peer_is_named_after_the_timeout(memory: Memory, tmp_path: Pat
     assert no_debris(directory)
 
 
-def test_arenas_are_free_while_a_node_waits_for_others_and_it_can_be_stopped(
-    memory: Memory, tmp_path: Path
-) -> None:
-    directory = tmp_path / "checkpoints"
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, memory.config(directory), stop=stop)
-        try:
-            wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2)
-            wait_for(lambda: all(free_to_write(a) for _, a in memory.job_dir("n0").scan()))
-            assert not waiting.done()
-        finally:
-            stop.set()
-        with pytest.raises(PersistError, match="was stopped"):
-            waiting.result(LIMIT_SECS)
-    assert no_debris(directory)
-
-
-def free_to_write(arena: Arena | str) -> bool:
-    assert isinstance(arena, Arena)
-    with arena:
-        return arena.try_lock_exclusive()
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("missing", NODES)
 def test_p6_a_node_whose_memory_went_on_tells_the_others(
@@ -334,16 +309,3 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     assert result.corrupt_blocks == 0
     check_checkpoint(directory, V4)
     assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
-
-
-def test_offline_beyond_tolerance_says_what_is_missing(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "memory", copies=0)
-    memory.write(V4, made_up_images(DEGREES, 4))
-    shutil.rmtree(tmp_path / "memory" / "n0")
-    with pytest.raises(UnrecoverableError, match=r"pp0\.dp0\.tp0"):
-        persist_offline([memory.job_dir("n1").path], tmp_path / "checkpoints")
-    other = Memory(tmp_path / "other", job_id="job-b")
-    other.write(V4, made_up_images(DEGREES, 4))
-    with pytest.raises(PersistError, match="expected those of one job"):
-        persist_offline([memory.job_dir("n1").path, other.job_dir("n0").path], tmp_path / "checkpoints")
-    assert not (tmp_path / "checkpoints").exists()

@@ -23,7 +23,6 @@ from reft.storage.persisted import (
     latest_persisted,
     latest_tag,
     list_persisted,
-    newest_incarnation,
     tag_of,
     verify_persisted,
 )
@@ -231,14 +230,3 @@ def test_p6_a_torn_marker_is_a_problem_and_no_more(tmp_path: Path) -> None:
     assert [i.label for i in found] == [Label(1, 4)]
     assert "is not a marker" in problems[0]
     assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
-
-
-def test_p5_a_torn_latest_is_no_obstacle(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    for content in (b"", b"\xff\xfe", b"global\0", b"../elsewhere"):
-        (tmp_path / "latest").write_bytes(content)
-        assert latest_tag(tmp_path) in (None, "\N{REPLACEMENT CHARACTER}" * 2)
-        assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
-    write(tmp_path, Label(1, 8))
-    assert latest_tag(tmp_path) == "global_step8"
-    assert newest_incarnation(tmp_path, JOB) == 1

@@ -121,19 +121,6 @@ def test_p3_once_sealed_any_node_may_be_lost_next(memory: Path, committed: bool)
     assert {fetch.node for fetch in own} == {NODE}
 
 
-def test_p5_what_is_sealed_are_the_bytes_that_were_verified(memory: Path) -> None:
-    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
-    with closing(completion(memory, plan, path)) as newcomer:
-        newcomer.begin()
-        fill(memory, plan, newcomer)
-        newcomer.seal()
-    with Arena.open(path, SECRET) as arena:
-        header = arena.header()
-        assert header is not None
-        assert header.entries
-        assert all(arena.verify(entry) for entry in header.entries)
-
-
 def test_p3_a_version_that_lacks_a_block_is_not_sealed(memory: Path) -> None:
     plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
     for missing in range(len(plan.with_kept().fetches[AT])):

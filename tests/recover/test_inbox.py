@@ -54,16 +54,3 @@ def test_p9_blocks_arrive_in_any_order_within_the_window(blocks, in_rooms, rando
         assert inbox.peak_bytes <= WINDOW_BYTES
         for src in streams:  # each peer's in the order in which it sends them
             assert streams[src].room() == []
-
-
-def test_who_was_refused_is_woken_when_the_first_block_was_used():
-    moves = [move(0, 0, 60), move(1, 1, 60), move(2, 2, 30)]
-    here = []
-    with closing(Inbox(moves, lambda fetch: None, WINDOW_BYTES, lambda *block: here.append(block))) as inbox:
-        inbox.wake.setblocking(False)
-        streams = inbox.streams()
-        assert [len(stream.room()) for stream in streams.values()] == [1, 0, 0]
-        streams[0].filled(1)
-        inbox.used(here[0][0])
-        assert inbox.wake.recv(10)
-        assert [len(stream.room()) for stream in streams.values()] == [0, 1, 1]

@@ -10,8 +10,6 @@ import pytest
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.grid import Degrees
-from reft.memory.arena import Arena
-from reft.protect.coded_blocks import pack_checksums
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_verified
 from reft.recover.inventory import opened_arenas, take_inventory
@@ -89,26 +87,3 @@ def test_p5_what_is_decoded_from_other_data_is_never_restored(tmp_path):
     assert images is None
     assert isinstance(plan, NotRecoverable)
     assert {source.key.section for source in bad} == {Section.PARITY}
-
-
-def test_p5_another_parity_takes_the_place_of_one_of_other_data(tmp_path):
-    fleet = written(tmp_path, 4, 0, 2)
-    for node in ("n0", "n2", "n3"):
-        # The first parity of each stripe, which decoding prefers.
-        falsify_parities(tmp_path / node / "rank0-slot0.arena", lambda entry: entry.start_bytes == 0)
-    _, images, bad = recovered(fleet, tmp_path, ("n1",), tmp_path / "scratch")
-    assert {source.key.section for source in bad} == {Section.PARITY}
-    for (at, section), image in images.items():
-        np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
-
-
-def test_without_the_owners_checksums_nothing_is_decoded(tmp_path):
-    fleet = written(tmp_path, 3, 0, 1)
-    for node in ("n0", "n2"):
-        with Arena.open(tmp_path / node / "rank0-slot0.arena", SECRET, writable=True) as arena:
-            for entry in arena.header().entries:
-                if entry.key.section is Section.CHECKSUMS and entry.key.member == 1:
-                    arena.data[entry.arena_offset : entry.arena_offset + 8] = pack_checksums([7])
-    plan, images, _ = recovered(fleet, tmp_path, ("n1",), tmp_path / "scratch")
-    assert images is None
-    assert "checksums of members [1]" in str(plan)

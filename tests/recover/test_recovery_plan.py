@@ -17,7 +17,6 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import Inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 
 from .fleet import JOB, NEW, OLD, Fleet, check_plan, inventories, oracle, place, without
@@ -60,8 +59,8 @@ def test_p4_every_loss_is_recovered_exactly_where_bytes_are_left(dp, kind):
         fleet, records = committed_fleet((pp, dp, tp), kind, copies, zero)
         survives = tolerance(fleet.topology, copies)
         losses = list(subsets(set(fleet.topology.nodes)))
-        if len(losses) > 256:
-            losses = [lost for lost in losses if len(lost) <= 2] + random.Random(1).sample(losses, 24)
+        if len(losses) > 64:
+            losses = [lost for lost in losses if len(lost) <= 2] + random.Random(1).sample(losses, 8)
         for lost in losses:
             plan = run(fleet, records, lost)
             left = [r for r in records if r.node not in lost]
@@ -164,30 +163,6 @@ def test_replacement_of_one_node_by_the_ladder():
     assert "pp0.dp2.tp0: peer" in text
 
 
-def test_plan_is_the_same_on_all_ranks_and_in_any_order():
-    fleet = Fleet(place(Degrees(2, 3, 1), "single"), copies=2)
-    found = inventories([*fleet.records(OLD, slot=1), *fleet.records(NEW)], lost=("n1",))
-    topology = without(fleet.topology, ("n1",))
-    plans = []
-    for seed in range(5):
-        rng = random.Random(seed)
-        shuffled = [replace(i, arenas=tuple(rng.sample(i.arenas, len(i.arenas)))) for i in found]
-        rng.shuffle(shuffled)
-        # Several ranks of a node may have sent the same inventory.
-        plans.append(plan_recovery([*shuffled, shuffled[0]], topology, job_id=JOB))
-    assert all(plan == plans[0] and str(plan) == str(plans[0]) for plan in plans)
-
-
-def test_beyond_tolerance_falls_to_an_older_version_and_says_so():
-    fleet = Fleet(place(Degrees(1, 2, 1), "single"), copies=0)
-    other = Fleet(place(Degrees(1, 2, 1), "single"), copies=1)
-    records = other.records(OLD) + fleet.records(NEW, slot=1)
-    plan = run(other, records, lost=("n1",))
-    assert plan.label == OLD
-    assert plan.newest_committed == NEW
-    assert "pp0.dp1.tp0 is not stored on any node" in plan.rejected[0]
-
-
 def test_refusal_names_what_is_missing_and_whose_loss_explains_it():
     fleet = Fleet(place(Degrees(2, 2, 1), "single"), copies=1)
     records = fleet.records(NEW) + fleet.records(OLD, {Coordinate(0, 0, 0): COMMITTED}, slot=1)
@@ -207,25 +182,6 @@ def test_refusal_names_what_is_missing_and_whose_loss_explains_it():
         assert part in text, text
     assert isinstance(refused.error(), UnrecoverableError)
     assert refused.newest_committed == NEW
-
-
-def test_foreign_jobs_torn_files_and_other_layouts_are_left_aside_and_named():
-    fleet = Fleet(place(Degrees(1, 2, 1), "single"))
-    foreign = replace(fleet, job_id="job-b").records(Label(9, 99), slot=1)
-    records = fleet.records(NEW) + foreign
-    found = inventories(records)
-    found[0] = replace(found[0], problems=("rank1-slot0.arena: torn",))
-    plan = plan_recovery(found, fleet.topology, job_id=JOB)
-    assert plan.label == NEW
-    assert plan.newest_committed == NEW
-    notes = "\n".join(plan.notes)
-    assert "'job-b' instead of 'job-a'" in notes
-    assert "rank1-slot0.arena: torn" in notes
-
-    nothing = plan_recovery(inventories(foreign), fleet.topology, job_id=JOB)
-    assert nothing.empty
-    assert nothing.newest_committed is None
-    assert "job-b" in str(nothing)
 
 
 def test_other_degrees_or_layout_are_refused_with_what_to_do():
@@ -256,27 +212,6 @@ def test_diverged_copies_restore_the_owners_bytes_everywhere():
     plan = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
     assert all(f.checksum != 1 for fetches in plan.fetches.values() for f in fetches)
     assert any("differ" in note for note in plan.notes)
-
-
-def test_arenas_that_disagree_about_an_image_are_refused():
-    fleet = Fleet(place(Degrees(1, 2, 1), "single"))
-    for change, said in (
-        (lambda e: replace(e, image_bytes=e.image_bytes + 1), "disagree about its size"),
-        (lambda e: replace(e, start_bytes=e.start_bytes + 64) if e.key.index else e, "bytes ["),
-    ):
-        records = [
-            replace(
-                r,
-                header=replace(
-                    r.header,
-                    entries=tuple(change(e) if e.owner or said == "bytes [" else e for e in r.header.entries),
-                ),
-            )
-            for r in fleet.records(NEW)
-        ]
-        refused = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
-        assert isinstance(refused, NotRecoverable)
-        assert said in str(refused)
 
 
 # ---- random histories ----
@@ -338,11 +273,3 @@ def test_p3_never_older_than_the_newest_commit_within_tolerance(history, data):
         again = run(fleet, records, lost, bad)
         best = best_label(fleet, left, labels, bad)
         assert (again.label if isinstance(again, RecoveryPlan) else None) == best
-
-
-def test_empty_inventories_are_a_new_job():
-    topology = place(Degrees(1, 2, 1), "single")
-    refused = plan_recovery([Inventory("n0", ()), Inventory("n1", ())], topology, job_id=JOB)
-    assert isinstance(refused, NotRecoverable)
-    assert refused.empty
-    assert "no arena of job 'job-a'" in str(refused)

@@ -18,7 +18,7 @@ WIDTH = 4
 TIED = "tied_modules.embed.weight"
 LAYERS = 4
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-ALL = [Degrees(pp, dp, tp) for pp, dp, tp in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4)) if pp * dp * tp <= 8]
+ALL = [Degrees(pp, dp, tp) for pp, dp, tp in product((1, 2, 4), (1, 2, 3), (1, 2, 4)) if pp * dp * tp <= 8]
 OF_TWELVE = [Degrees(3, 2, 2), Degrees(2, 3, 2), Degrees(3, 1, 4)]
 OF_EIGHT = [Degrees(2, 1, 4), Degrees(4, 2, 1)]
 FORMS = ("zero0", "zero0-flat", "zero1")
@@ -131,31 +131,6 @@ def assert_each_makes_each(form: str, olds: list[Degrees], news: list[Degrees]) 
             found = made(had, has[at], new, at, plan_layout(old, new, at))
             wrong = [name for name, values in has[at].items() if (found[name] != values).any()]
             assert not wrong, (old.degrees, new.degrees, at, wrong)
-
-
-@pytest.mark.parametrize("change", ["start", "at", "count", "source", "lost", "twice"])
-def test_a_wrong_move_is_found(change: str) -> None:
-    """What judges the plans finds each of these, in whichever move."""
-    old, new = layout_of(Degrees(2, 2, 1), "zero1"), layout_of(Degrees(1, 3, 2), "zero1")
-    at = Coordinate(0, 1, 1)
-    plan = plan_layout(old, new, at)
-    had, wanted = states_of(old), state_of(new, at)
-    for number, move in enumerate(plan):
-        changed = {
-            "start": [move._replace(start=move.start + 1)],
-            "at": [move._replace(at=move.at + 1)],
-            "count": [move._replace(numel=move.numel - 1)],
-            "source": [move._replace(source=replace(move.source, pp=1 - move.source.pp))],
-            "lost": [],
-            "twice": [move, move],
-        }[change]
-        try:
-            found = made(had, wanted, new, at, (*plan[:number], *changed, *plan[number + 1 :]))
-        except (AssertionError, KeyError):
-            continue
-        if change == "source" and TIED in move.tensor:
-            continue  # both stages have it
-        assert any((found[name] != wanted[name]).any() for name in wanted), move
 
 
 def renamed(layout: Layout) -> Layout:

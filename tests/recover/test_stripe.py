@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,15 +69,3 @@ def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None
         check(stripe)
     if room_bytes:
         assert pool.take(room_bytes) is not None, "everything was given back"
-
-
-@pytest.mark.parametrize("most_bytes", [0, 2 * BLOCK_BYTES, 10**6])
-def test_several_threads_bring_terms(most_bytes: int) -> None:
-    pool = Pool(most_bytes)
-    stripes = [made(blocks, pool) for blocks in STRIPES]
-    arrivals = [(s, key) for s in stripes for key in sorted(s.keys)]
-    with ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(s.add, key, LEFT[key], stays=False) for s, key in arrivals]:
-            done.result()
-    for stripe in stripes:
-        check(stripe)
