@@ -32,7 +32,7 @@ from typing import Any
 import msgpack
 import psutil
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.overlay import connect
 from reft.control.transport import Buffers

@@ -102,8 +102,6 @@ CASES = [
             "--rank-order nonsense",
             "--protection rs:x",
             "--tolerance -1",
-            "--target-survival 2",
-            "--target-survival nan",
             "--host-memory-gb nan",
             "--host-memory-gb inf",
             "--parameters nan",

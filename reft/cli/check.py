@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.rendezvous_store import StoreError
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 from reft.tools.check import MEASURES, Checked, Settings, check_nodes
 
 

@@ -63,7 +63,8 @@ def clean_command(
     jobs = [s for d in dirs for s in list_jobs(d)] if job is None else _named(dirs, job)
     results = [_clean(summary, force, dry_run) for summary in jobs]
     if as_json:
-        typer.echo(json.dumps([r.to_json() for r in results], indent=2))
+        told = [{**r.summary.to_json(), "action": r.action, "removed": r.removed} for r in results]
+        typer.echo(json.dumps(told, indent=2))
     else:
         _show_cleaning(results, dirs, dry_run)
     left_alone = [r for r in results if r.failed or (job is not None and not (r.removed or r.planned))]
@@ -114,7 +115,7 @@ def _named(dirs: Sequence[Path], job: str) -> list[JobSummary]:
 
 
 @dataclass(frozen=True)
-class Cleaning:
+class _Cleaning:
     """What became of one job's memory."""
 
     summary: JobSummary
@@ -123,22 +124,19 @@ class Cleaning:
     planned: bool = False
     failed: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return {**self.summary.to_json(), "action": self.action, "removed": self.removed}
 
-
-def _clean(summary: JobSummary, force: bool, dry_run: bool) -> Cleaning:
+def _clean(summary: JobSummary, force: bool, dry_run: bool) -> _Cleaning:
     if summary.alive and not force:
-        return Cleaning(summary, f"left alone: {'; '.join(summary.alive_because)}")
+        return _Cleaning(summary, f"left alone: {'; '.join(summary.alive_because)}")
     if summary.owner_uid != os.geteuid():
-        return Cleaning(summary, f"left alone: belongs to uid {summary.owner_uid}")
+        return _Cleaning(summary, f"left alone: belongs to uid {summary.owner_uid}")
     if dry_run:
-        return Cleaning(summary, "would be removed", planned=True)
+        return _Cleaning(summary, "would be removed", planned=True)
     try:
         remove_job(summary.path, force)
     except (ReftError, OSError) as error:
-        return Cleaning(summary, f"failed: {error}", failed=True)
-    return Cleaning(summary, "removed", removed=True)
+        return _Cleaning(summary, f"failed: {error}", failed=True)
+    return _Cleaning(summary, "removed", removed=True)
 
 
 # ---- for people ----
@@ -236,7 +234,7 @@ def _block(key: Any) -> str:
     return f"{key.section} {key.member}.{key.index}"
 
 
-def _show_cleaning(results: Sequence[Cleaning], dirs: Sequence[Path], dry_run: bool) -> None:
+def _show_cleaning(results: Sequence[_Cleaning], dirs: Sequence[Path], dry_run: bool) -> None:
     console = _console()
     if not results:
         console.print(f"no job has memory in {', '.join(map(str, dirs))}", markup=False)

@@ -71,10 +71,6 @@ def plan_command(
             help="GB that reft may reserve per node; by default CONFIG's limit, or half of the memory"
         ),
     ] = None,
-    target_survival: Annotated[
-        float,
-        typer.Option(help="wished probability of living on memory alone between two checkpoints on storage"),
-    ] = 0.999,
     max_overhead: Annotated[
         float | None,
         typer.Option(min=0, help="part of the time that snapshots may cost; by default CONFIG's"),
@@ -91,9 +87,8 @@ def plan_command(
 ) -> None:
     """What a job's protection will cost and survive, before buying a node-hour.
 
-    Bytes per rank, host memory, idle windows, predicted overhead, tolerance
-    from the placement, survival with and without, how often to persist, and
-    which alternatives would fit. Estimated from published hardware figures.
+    Bytes per rank, host memory, idle windows, predicted overhead, tolerance from the placement, how often to
+    persist, and which alternatives would fit. Estimated from published hardware figures.
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
@@ -118,7 +113,6 @@ def plan_command(
     plan = make_plan(
         plan_job(job, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length),
         tolerance=tolerance,
-        target=target_survival,
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,

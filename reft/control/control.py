@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reft.control.overlay import carrier, shared_secret
-from reft.control.transport import Buffers, Bytes, Inflow, OnSilence, Open, Transport
+from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.mac import authenticate, check_authentic
 from reft.naming import Label
@@ -140,16 +140,6 @@ class ControlGroup:
         self._transport.limits.timeout_secs = self.timeout_secs
         return self._transport
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether :meth:`xor` is left to the fabric."""
-        return self._connections.adds_up
-
-    @property
-    def sent(self) -> dict[str, int]:
-        """Bytes that this rank has handed to others over the connections that it has now, by what for."""
-        return dict(self._connections.sent)
-
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
         """The connections of the snapshot worker, under the job's secret (None: this group's). Collective."""
         worker = WorkerControl(
@@ -227,11 +217,6 @@ class ControlGroup:
         """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
         with self._in_step():
             self._connections.stream(sends, receives, wake)
-
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        """Add up what ``ranks`` give each other; see :meth:`Transport.xor`. Raises PeerLostError."""
-        with self._in_step():
-            return self._connections.xor(parts, ranks)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The rendezvous store: a table of bytes behind a door (P11), kept on disk where it is asked for.
+"""The rendezvous store: a table of bytes for those who know the secret (P11), kept on disk where wanted.
 
 It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to ask for a
 secret. etcd (:mod:`reft.job.rendezvous.etcd`) outlives its host, but is one more server to install and to
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from reft.backoff import Backoff
-from reft.control.door import Door, knock
+from reft.control.authenticated import AuthenticatedServer, connect_authenticated
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.control.wire import Channel
 from reft.durable import whole_file
@@ -78,12 +78,12 @@ class KeyValueServer:
             "wait": self._wait,
             "left": self._left_for,
         }
-        self._door = Door(listener, secret, PURPOSE, self._serve_until_it_ends)
-        self.host, self.port = self._door.host, self._door.port
+        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_until_it_ends)
+        self.host, self.port = self._server.host, self._server.port
 
     def close(self) -> None:
         """Stop serving; every connection ends."""
-        self._door.close()
+        self._server.close()
         with self._changed:
             if self._journal is not None:
                 self._journal.close()
@@ -196,12 +196,14 @@ class StoreRelay:
             "compare_set": store.compare_set,
             "wait": self._wait,
         }
-        self._door = Door(listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations))
-        self.port = self._door.port
+        self._server = AuthenticatedServer(
+            listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations)
+        )
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop serving; every connection ends."""
-        self._door.close()
+        self._server.close()
 
     def _wait(self, keys: list[str], timeout_secs: float) -> bool:
         deadline = time.monotonic() + min(float(timeout_secs), _SLICE_SECS)
@@ -299,13 +301,13 @@ class _Line:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._refused_until = 0.0
-        self._presences: dict[str, Presence] = {}
+        self._held_names: dict[str, _HeldName] = {}
         self.local_address = ""
 
     def hold(self, name: str) -> None:
         """Once: it is said again with every new connection."""
-        if name not in self._presences:
-            self._presences[name] = Presence(self._dial, name)
+        if name not in self._held_names:
+            self._held_names[name] = _HeldName(self._dial, name)
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
@@ -340,8 +342,8 @@ class _Line:
         return result
 
     def close(self) -> None:
-        for presence in self._presences.values():
-            presence.close()
+        for held in self._held_names.values():
+            held.close()
         # Without the lock: a request under way, to a store that stands still, is not waited for.
         channel = self._channel
         if channel is not None:
@@ -360,7 +362,7 @@ class _Line:
         return self._channel
 
     def _dial(self) -> Channel:
-        return knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
+        return connect_authenticated(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
 
     def _drop(self) -> None:
         if self._channel is not None:
@@ -372,7 +374,7 @@ class _Line:
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 
 
-class Presence:
+class _HeldName:
     """Keeps a name at the rendezvous store for as long as this process lives. A connection that breaks is
     made again at once, by a thread of its own.
 

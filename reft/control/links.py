@@ -1,5 +1,5 @@
-"""Connections between the ranks of a job: a Unix socket within a node, TCP between nodes, behind doors that
-open to who knows the secret alone (P11). No torch: light processes use it too."""
+"""Connections between the ranks of a job: a Unix socket within a node, TCP between nodes, for those
+alone who know the secret (P11). No torch: light processes use it too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgpack
 import psutil
 
-from reft.control.door import Door, knock, listen, listen_locally
+from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen, listen_locally
 from reft.control.wire import Channel
 from reft.env import ENV_INTERFACE
 from reft.errors import ConfigError
@@ -85,8 +85,10 @@ class Reception:
         self._changed = threading.Condition()
         self._closed = False
         listeners = (listen_locally(f"reft-{secrets.token_hex(16)}"), listen_remotely())
-        self._doors = [Door(listener, secret, PURPOSE, self._admit) for listener in listeners]
-        self.endpoint = Endpoint(rank, _reach(node), *(door.endpoint for door in self._doors))
+        self._servers = [
+            AuthenticatedServer(listener, secret, PURPOSE, self._admit) for listener in listeners
+        ]
+        self.endpoint = Endpoint(rank, _reach(node), *(server.endpoint for server in self._servers))
 
     def _admit(self, channel: Channel) -> bool:
         kind, rank, node = channel.receive()
@@ -135,7 +137,7 @@ class Reception:
         while True:
             secs = max(0.001, deadline - time.monotonic())
             try:
-                channel = knock(ways[0], self._secret, PURPOSE, secs)
+                channel = connect_authenticated(ways[0], self._secret, PURPOSE, secs)
                 channel.send([kind, self.endpoint.rank, self.endpoint.node])
                 channel.peer = str(other)
                 return channel
@@ -149,7 +151,7 @@ class Reception:
                     f"by which other hosts reach its host, name its interface there with {ENV_INTERFACE}"
                 ) from error
             except ConnectionError:
-                # A door ends handshakes that take long, as on a machine with too much to do.
+                # A server ends handshakes that take long, as on a machine with too much to do.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_SECS)
@@ -161,8 +163,8 @@ class Reception:
             for channel in self._arrived.values():
                 channel.close()
             self._arrived.clear()
-        for door in self._doors:
-            door.stop_listening()
+        for server in self._servers:
+            server.stop_listening()
 
 
 def ended(channels: Iterable[Channel]) -> bool:

@@ -8,9 +8,8 @@ communicators of its own. No object is pickled: only the calls on buffers are us
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from reft.backoff import Backoff
@@ -117,38 +116,3 @@ class Communicators:
             pauses.rest()
         self._asked = None
         return communicator
-
-
-def within(call: Callable[[], Any], deadline: float, look: Callable[[], None], doing: str) -> Any:
-    """The result of a call that MPI has only in a form that waits. A thread of its own makes it; one that
-    never ends is left behind.
-
-    Args:
-        call: what to do.
-        deadline: of ``time.monotonic()``.
-        look: called meanwhile; what it raises ends the wait.
-        doing: for the error message.
-
-    Raises:
-        TimeoutError: it took too long.
-    """
-    done: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(call())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="reft-mpi", daemon=True)
-    thread.start()
-    pauses = Pauses()
-    while thread.is_alive():
-        look()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{doing} took longer than allowed: a rank is silent")
-        pauses.rest()
-    if failed:
-        raise failed[0]
-    return done[0]

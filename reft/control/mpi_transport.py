@@ -8,7 +8,6 @@ pass it on. A process that dies ends the MPI job, as the standard and its librar
 from __future__ import annotations
 
 import socket
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reft.control.mpi import Communicators, Pauses, load_mpi, within
+from reft.control.mpi import Communicators, Pauses, load_mpi
 from reft.control.peers import advance
 from reft.control.transport import Bytes, GoOn, Inflow, Limits, OnSilence, Open, Silence, not_empty, saying
 from reft.control.tree import children_of, parent_of
@@ -167,17 +166,13 @@ class MpiTransport:
         limits: of waiting.
     """
 
-    adds_up = True
-
     def __init__(self, mpi: Any, communicator: Any, limits: Limits) -> None:
         self._mpi = mpi
         self._comm = communicator
         self.rank: int = communicator.rank
         self.world_size: int = communicator.size
         self.limits = limits
-        self.sent = {"pairs": 0, "xor": 0}
         self._nodes: Sequence[str] = [""] * self.world_size
-        self._groups: dict[tuple[int, ...], Any] = {}
         self._incoming: dict[int, Incoming] = {}
         self._small: list[tuple[Any, Any]] = []
         self._here: dict[int, int] = {}
@@ -246,33 +241,6 @@ class MpiTransport:
                 raise TransferError(f"a peer died, left or is silent ({name}): {error}") from error
             raise
 
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        if self._closed:
-            raise EOFError("the ranks' connections were closed before")
-        result = np.empty(parts.shape[1], np.uint8)
-        mine, total = parts.view(np.uint64), result.view(np.uint64)
-        try:
-            group = self._group(tuple(ranks))
-            request = group.Ireduce_scatter_block(mine, total, op=self._mpi.BXOR)
-            self._finish(request, (mine, total), ranks)
-        except self._mpi.Exception as error:
-            raise ConnectionError(f"MPI failed: {error}") from error
-        self.sent["xor"] += (len(ranks) - 1) * parts.shape[1]
-        return result
-
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The communicator of these, made when it is first asked for. MPI has only a call that waits for
-        that. If a rank is silent then, the wait ends, but MPI may make no communicator any more in this
-        process: what fails here ends the load, and the job."""
-        if ranks not in self._groups:
-            deadline = time.monotonic() + self.limits.timeout_secs
-            members = self._comm.group.Incl(ranks)
-            self._groups[ranks] = within(
-                lambda: self._comm.Create_group(members, tag=0),
-                *(deadline, self._look, f"forming a group of {len(ranks)} ranks"),
-            )
-        return self._groups[ranks]
-
     # -- bytes between pairs -----------------------------------------------------------------------
 
     def stream(
@@ -298,7 +266,6 @@ class MpiTransport:
             if isinstance(error, self._mpi.Exception):
                 raise ConnectionError(f"MPI failed: {error}") from error
             raise
-        self.sent["pairs"] += sum(len(view) for views in sends.values() for view in views)
 
     def _move(self, out: dict[int, Outgoing], into: dict[int, Inflow], wake: socket.socket | None) -> None:
         """Carry all flows to their end.

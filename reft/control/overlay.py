@@ -16,7 +16,7 @@ from typing import Protocol
 from reft.backoff import Backoff
 from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.control.peers import Peers
-from reft.control.transport import Bytes, Limits, OnSilence, Open, saying, xor_by_stream
+from reft.control.transport import Limits, OnSilence, Open, saying
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -44,8 +44,6 @@ class Overlay:
         peers: for bytes between pairs.
     """
 
-    adds_up = False
-
     def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
         self.tree = tree
         self.peers = peers
@@ -53,13 +51,6 @@ class Overlay:
         self._reception = reception
         self.reduce_min, self.gather = tree.reduce_min, tree.gather
         self.stream, self.end_pairs = peers.stream, peers.close
-
-    @property
-    def sent(self) -> dict[str, int]:
-        return {"pairs": self.peers.sent_bytes}
-
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
 
     def close(self) -> None:
         """End all connections and take no more."""

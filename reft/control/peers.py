@@ -47,7 +47,6 @@ class Peers:
         self._watched = watched
         self.limits = limits
         self._pairs: dict[int, Channel] = {}
-        self.sent_bytes = 0
 
     @property
     def links(self) -> tuple[Channel, ...]:
@@ -68,7 +67,6 @@ class Peers:
             for peer in peers
         ]
         self._move(flows, wake)
-        self.sent_bytes += sum(len(view) for views in sends.values() for view in views)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self._pairs:

@@ -147,16 +147,9 @@ class Transport(Protocol):
 
     Attributes:
         limits: may be changed at any time.
-        adds_up: whether :meth:`xor` is left to the fabric, and so to be preferred to fetching all terms.
-        sent: bytes that this rank has handed to the others, by what for: ``pairs``, and ``xor``, of which a
-            library may send a row more.
     """
 
     limits: Limits
-    adds_up: bool
-
-    @property
-    def sent(self) -> dict[str, int]: ...
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
         """The smallest of every entry (64 bits) over all ranks, on all ranks.
@@ -195,22 +188,6 @@ class Transport(Protocol):
         """
         ...
 
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        """Add up over GF(2) what ``ranks`` give each other. Collective among them.
-
-        Args:
-            parts: row i goes to ``ranks[i]``; shape (len(ranks), bytes), contiguous, the same on all; the
-                length is a multiple of 8.
-            ranks: global ranks, in the same order on all, this one among them.
-
-        Returns:
-            The exclusive or of the rows for this rank, shape (bytes,).
-
-        Raises:
-            OSError, EOFError: a rank is gone, or silent.
-        """
-        ...
-
     def end_pairs(self) -> None:
         """Let connections between two ranks go; the next exchange makes them anew. Every rank does so behind
         the end of all exchanges, and meets the others in a collective before the next."""
@@ -225,19 +202,6 @@ Open = Callable[[float, GoOn, OnSilence], Transport]
 """Connects this rank with the others, at first and whenever they come together again. Takes the seconds to
 connect, and later for each collective and each exchange, and what is told of silence. Collective; raises
 TransferError where a rank did not come in time or cannot be reached, else AuthenticationError."""
-
-
-def xor_by_stream(transport: Transport, parts: Bytes, ranks: Sequence[int], me: int) -> Bytes:
-    """:meth:`Transport.xor` for a transport that cannot add up: every row travels to whom it is for."""
-    into = {rank: np.empty(parts.shape[1], np.uint8) for rank in ranks if rank != me}
-    transport.stream(
-        {rank: [parts[i].data] for i, rank in enumerate(ranks) if rank != me},
-        {rank: Buffers([room.data]) for rank, room in into.items()},
-    )
-    total: Bytes = parts[list(ranks).index(me)].copy()
-    for row in into.values():
-        np.bitwise_xor(total, row, out=total)
-    return total
 
 
 def not_empty(views: Sequence[memoryview]) -> list[memoryview]:

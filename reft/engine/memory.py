@@ -21,8 +21,14 @@ from reft.engine.identity import Identity, Place, hold_memory, hosts_of
 from reft.env import ENV_INCARNATION, ENV_SECRET, ENV_STORE
 from reft.errors import AuthenticationError, FencedError, ReftError, TransferError
 from reft.grid import Coordinate, Degrees, Topology
-from reft.memory.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import (
+    SECRET_BYTES,
+    SECRET_FILE,
+    JobDir,
+    read_secret,
+    secret_of_environment,
+    user_secret,
+)
 from reft.naming import Label, committed_key
 from reft.snapshot.complaints import Complaints
 from reft.state.codec import decode, encode

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -51,11 +51,13 @@ from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
 from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
 from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
-from reft.job.observer import Observer
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import replaced
 from reft.job.trainer_store import LOOPBACK, TrainerStore
+
+if TYPE_CHECKING:
+    from reft.job.launch import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class ReftAgent(LocalElasticAgent):
         client: of the rendezvous.
         info: this node, as it introduces itself to the others.
         secret: the user's, for what nodes say to each other.
-        observer: told of what happens.
+        launcher: told of what happens, and asked.
         exits_dir: directory where trainers may leave why they ended.
         grace_secs: time for trainers to commit and end when the launcher was told to stop.
         others: arguments of LocalElasticAgent.
@@ -92,7 +94,7 @@ class ReftAgent(LocalElasticAgent):
         client: RendezvousClient,
         info: NodeInfo,
         secret: bytes,
-        observer: Observer,
+        launcher: Launcher,
         exits_dir: Path,
         grace_secs: Callable[[], float],
         **others: Any,
@@ -104,7 +106,7 @@ class ReftAgent(LocalElasticAgent):
         self._handler: Any = spec.rdzv_handler
         self._info = info
         self._secret = secret
-        self._observer = observer
+        self._launcher = launcher
         self._grace_secs = grace_secs
         self._started_at = 0.0
         self._trainers = Trainers(self._processes, exits_dir)
@@ -129,15 +131,15 @@ class ReftAgent(LocalElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state is WorkerState.SUCCEEDED:
-                self._observer.state_changed("ended, waiting for other nodes")
+                self._launcher.state_changed("ended, waiting for other nodes")
                 self._exit_barrier()
                 if self.all_ended_well or not self._nodes_waiting():
                     return result
                 logger.warning("a peer lost its trainers before it had ended; joining it again")
-                self._observer.round_over()
+                self._launcher.round_over()
                 self._restart_workers(group)
             elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-                self._observer.round_over()
+                self._launcher.round_over()
                 if not self._may_restart():
                     self._stop_workers(group)
                     self._end_if_replaced(ask=True)
@@ -146,10 +148,10 @@ class ReftAgent(LocalElasticAgent):
                 self._restart_workers(group)
             elif self._nodes_waiting():
                 self._end_for_another_size()
-                self._observer.round_over()
+                self._launcher.round_over()
                 self._restart_workers(group)
             else:
-                self._observer.trainers_run(int(group.group_rank or 0))
+                self._launcher.trainers_run(int(group.group_rank or 0))
 
     def _end_for_another_size(self) -> None:
         """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
@@ -170,7 +172,7 @@ class ReftAgent(LocalElasticAgent):
                 newest = self._read_incarnation()
         if newest > mine > 0:
             raise replaced(mine, newest, by_another=self._handler.is_full)
-        if why := self._observer.fenced():
+        if why := self._launcher.fenced():
             raise FencedError(why)
 
     def run(self, role: str = "default") -> Any:
@@ -207,7 +209,7 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False
-        starts = self._options.restarts_renew and self._observer.newest_step() < 0
+        starts = self._options.restarts_renew and self._launcher.newest_step() < 0
         if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
             if failure.reason == self._start_error:
                 logger.error(
@@ -239,7 +241,7 @@ class ReftAgent(LocalElasticAgent):
         return True
 
     def _has_new_version(self) -> bool:
-        return self._observer.newest_step() > self._info.known_step
+        return self._launcher.newest_step() > self._info.known_step
 
     def _is_free(self) -> bool:
         progressed = self._has_new_version() or time.monotonic() - self._started_at > _PROGRESS_SECS
@@ -269,7 +271,7 @@ class ReftAgent(LocalElasticAgent):
     # -- forming a round ---------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._observer.state_changed("waiting for nodes")
+        self._launcher.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
                 self._client.reconnect()
@@ -301,15 +303,15 @@ class ReftAgent(LocalElasticAgent):
                 f"restarts used: {agreement.restarts_used}, allowed: {self._spec.max_restarts} "
                 f"(--max-restarts); the last failure: {reason}"
             )
-        self._observer.round_formed(agreement)
+        self._launcher.round_formed(agreement)
 
     def _assign_worker_ranks(
         self, store: RendezvousStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Exchange node infos with the other agents, number the trainers, and say where they meet."""
         table = store.with_prefix("reft/round/0")
-        known = self._info.incarnation, self._observer.newest_incarnation(), self._read_incarnation()
-        self._info = replace(self._info, newest_step=self._observer.newest_step(), incarnation=max(known))
+        known = self._info.incarnation, self._launcher.newest_incarnation(), self._read_incarnation()
+        self._info = replace(self._info, newest_step=self._launcher.newest_step(), incarnation=max(known))
         table.set(f"node/{group_rank}", self._info.to_json())
         keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
@@ -354,21 +356,21 @@ class ReftAgent(LocalElasticAgent):
         # versions of torch make it part of the keys under which trainers find each other.
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
         self._started_at = time.monotonic()
-        with self._observer.starting_workers():
+        with self._launcher.starting_workers():
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._observer.workers_started([int(pid) for pid in ids.values()])
-        self._observer.state_changed("running", round=self.agreement.round)
+        self._launcher.workers_started([int(pid) for pid in ids.values()])
+        self._launcher.state_changed("running", round=self.agreement.round)
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exits = self._trainers.failures()
         if exits:
-            self._observer.failure_seen()
-            exits = self._trainers.settled(exits)
+            self._launcher.failure_seen()
+            exits = self._trainers.once_clear(exits)
             self.failure = judge(exits)
             self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         elif (hang := self._hang()) is not None:
-            self._observer.failure_seen()
+            self._launcher.failure_seen()
             self.failure = hang
             self._trainers.end(signal.SIGKILL, self._options.stop_secs)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -391,7 +393,7 @@ class ReftAgent(LocalElasticAgent):
             return None
         store: Any = self._store
         table = store.with_prefix(f"reft/{self.agreement.round}")
-        return self._observer.hang(
+        return self._launcher.hang(
             table, index, self._trainers.running(), silent=self._handler.is_left_by_silent
         )
 
@@ -501,7 +503,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-_SETTLE_SECS = 1.0
+_ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 
@@ -550,10 +552,10 @@ class Trainers:
                 found[local_rank] = WorkerExit(code, note)
         return found
 
-    def settled(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
+    def once_clear(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
         """The same a moment later, once it is clear whose fault it was: all have failed, or one by its
         own cause."""
-        deadline = time.monotonic() + _SETTLE_SECS
+        deadline = time.monotonic() + _ONE_AFTER_THE_OTHER_SECS
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
             if len(ended) == len(self._processes()) or any(f.cause in _OWN_CAUSES for f in ended):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
+import re
 import socket
-from collections.abc import MutableMapping, Sequence
+import subprocess
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import takewhile
 
 import psutil
+import torch.distributed.run as torchrun
 
-from reft.control.door import DEFAULT_PORT, format_endpoint
+from reft.control.authenticated import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
+from reft.naming import safe_name
 
 _HIP_DEVICES = "HIP_VISIBLE_DEVICES"
 
@@ -106,3 +112,161 @@ def is_this_host(name: str) -> bool:
         return False
     ours = {address.address for found in psutil.net_if_addrs().values() for address in found}
     return bool(meant & ours) or any(ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant)
+
+
+logger = logging.getLogger(__name__)
+
+_COMMAND = "srun --ntasks-per-node=1 --no-kill reft launch --slurm"
+_PORTS = 1000
+_ASK_SECS = 20.0
+_TASKS = re.compile(r"(\d+)(?:\(x\d+\))?")
+# Of srun's words, and of the comments for sbatch in a script.
+_BAD_EXIT = re.compile(r"\s(?:--kill-on-bad-exit(?:=(\d))?|-[A-Za-z]*K(\d?))(?=\s)")
+_NO_KILL = re.compile(r"\s(?:--no-kill(?!=off)(?:=\S*)?|-[A-Za-z]*k)(?=\s)")
+_WAIT = re.compile(r"\s(?:--wait[=\s]|-W\s?)(\d+)(?=\s)")
+_PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
+
+
+def apply_slurm(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Write what Slurm says where torchrun's options say it; what was given stands.
+
+    Args:
+        args: of :func:`reft.job.options.make_parser`; changed.
+        environ: of this process.
+
+    Raises:
+        ConfigError: this is no step of Slurm's, it has several tasks on a node, or more nodes are asked for
+            than it has.
+    """
+    if not args.slurm:
+        return
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if not job.isdecimal():
+        raise ConfigError(
+            f"--slurm: Slurm did not start this process (SLURM_JOB_ID is {job or 'not set'}); write "
+            f"`{_COMMAND} ...` in a batch script or under salloc, or leave out --slurm"
+        )
+    if not step or not nodes or not listed:
+        raise ConfigError(
+            f"--slurm: this is job {job}, but no step of it (SLURM_STEP_ID is {step or 'not set'}), so that "
+            f"one node alone would train; write `{_COMMAND} ...`"
+        )
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if any(int(count) > 1 for count in _TASKS.findall(tasks)):
+        raise ConfigError(
+            f"--slurm: srun starts {tasks} tasks on its nodes, expected one on each: reft launch starts one "
+            f"trainer for every GPU by itself. Write `{_COMMAND} ...`"
+        )
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    name = f"slurm-{array}_{task}" if array and task else f"slurm-{job}"
+    is_first = _number(environ, "SLURM_NODEID") == 0
+    args.nnodes = args.nnodes or left_to_train(nodes, args.spares, f"step {job}.{step}")
+    args.nproc_per_node = args.nproc_per_node or str(_number(environ, "SLURM_GPUS_ON_NODE") or 1)
+    _check_nodes(args.nnodes, nodes, f"step {job}.{step}", is_first)
+    if nodes > 1 and not args.rdzv_endpoint:
+        # Jobs that share a node do not share a port, unless their numbers differ by 1,000.
+        args.rdzv_endpoint = format_endpoint(first_host(listed), DEFAULT_PORT + int(job) % _PORTS)
+    if args.rdzv_id in ("", "none"):
+        # Memory (P7): the same for all steps of a job, requeued or not, another for every task of an array.
+        args.job_id = args.job_id or safe_name(name)
+        # Run: another for every step, since a rendezvous that has ended is not entered again.
+        args.rdzv_id = f"{name}.{_number(environ, 'SLURM_RESTART_COUNT')}.{step}"
+    # Slurm's nodes fail one by one, whatever their hosts are called.
+    args.node_id = args.node_id or environ.get("SLURMD_NODENAME")
+    if is_first and nodes > 1:
+        for warning in deadly_settings(job, step, environ):
+            logger.warning("%s", warning)
+
+
+def first_host(listed: str) -> str:
+    """The first host of Slurm's list: ``nid[0012-0015,0020],login1`` gives ``nid0012``."""
+    name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", listed)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0] if name else "")
+
+
+def _check_nodes(asked: str, there: int, step: str, is_first: bool) -> None:
+    try:
+        least, most = torchrun.parse_min_max_nnodes(asked)
+    except (ValueError, RuntimeError):
+        return  # torchrun's own words are better
+    if least > there:
+        raise ConfigError(
+            f"--nnodes is {asked}, but {step} has {there} nodes: ask Slurm for more (#SBATCH "
+            f"--nodes={least}), or leave --nnodes out"
+        )
+    if there > most and is_first:
+        logger.info("%d of %d nodes train, the others are spares", most, there)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str]:
+    """What would end the nodes that are left when one is lost, each with what to write instead (P12).
+
+    Slurm does not tell a task how its ``srun`` was called: its options are read where srun runs, if that is
+    this host, and the rest is asked of the controller.
+    """
+    site, srun = _ask("show", "config"), _srun_of(job, step)
+    words, environ = (f" {srun[0]} ", srun[1]) if srun else ("", environ)
+    found = []
+    bad = next(("".join(match) for match in reversed(_BAD_EXIT.findall(words))), None)
+    bad = environ.get("SLURM_KILL_BAD_EXIT") if bad is None else bad
+    if (bad is None and re.search(r"^KillOnBadExit\s*=\s*1", site, re.M)) or bad not in (None, "0"):
+        whose = "the site's slurm.conf says so" if bad is None else "srun was told so"
+        found.append(
+            f"Slurm ends all nodes of this step when one launcher fails (KillOnBadExit: {whose}), and none "
+            f"is left to go on: write srun --kill-on-bad-exit=0"
+        )
+    waits = [*_WAIT.findall(words)[-1:], environ.get("SLURM_WAIT", "")]
+    waits += re.findall(r"^WaitTime\s*=\s*(\d+)", site, re.M)
+    if wait := int(next((secs for secs in waits if secs.isdecimal()), 0)):
+        found.append(
+            f"Slurm ends all nodes of this step {wait} s after the first launcher has ended (WaitTime): "
+            f"write srun --wait=0"
+        )
+    if srun and not ("SLURM_NO_KILL" in environ or _NO_KILL.search(words)):
+        found.append(
+            "Slurm ends this step when one of its nodes fails, and none is left to go on: write "
+            "srun --no-kill"
+        )
+    script = _ask("write", "batch_script", job, "-")
+    own = " ".join(line.split("#")[1] for line in script.splitlines() if line.startswith("#SBATCH"))
+    if script and "SBATCH_NO_KILL" not in environ and not _NO_KILL.search(f" {own} "):
+        found.append(
+            "Slurm ends this job when one of its nodes fails, unless it was submitted with sbatch --no-kill, "
+            "which its script does not say: write #SBATCH --no-kill"
+        )
+    return found
+
+
+def _srun_of(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
+    """The options and the environment of this step's srun; None if it runs on another host."""
+    where = re.search(r"SrunHost:Pid=([^\s:]+):(\d+)", _ask("show", "step", f"{job}.{step}"))
+    names = (socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME"))
+    if where is None or where[1] not in names:
+        return None
+    try:
+        srun = psutil.Process(int(where[2]))
+        program, *words = srun.cmdline()
+        own = takewhile(lambda word: not _PROGRAM.match(word), words)
+        return (" ".join(own), srun.environ()) if "srun" in program else None
+    except (psutil.Error, OSError, ValueError) as error:
+        logger.debug("srun's options cannot be read: %s", error)
+        return None
+
+
+def _ask(*words: str) -> str:
+    """What scontrol answers; nothing if it does not, which costs a warning, not the job."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *words], capture_output=True, text=True, check=True, timeout=_ASK_SECS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("scontrol %s: %s", " ".join(words), error)
+        return ""
+    return done.stdout

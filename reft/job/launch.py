@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import Enum, auto
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -49,20 +51,17 @@ from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
-from reft.job.exits import EX_FENCED, Cause, Failure
+from reft.job.exits import EX_FENCED, STOP_SIGNALS, Cause, Failure
 from reft.job.hostfile import show_devices
 from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
-from reft.job.observer import Observer
 from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.stop_signals import StopSignals
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog
-from reft.memory.jobdir import read_json
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
 from reft.node.watch import CommitWatch
@@ -72,6 +71,59 @@ logger = logging.getLogger("reft.job.launch")
 _GRACE_MARGIN_SECS = 5.0
 _LEAST_FLUSH_SECS = 1.0
 _ENDED_WELL = "the job ended well"
+LEAVE_SIGNAL = signal.SIGUSR1
+_IMPATIENT_SECS = 1.0
+
+
+class StopSignals:
+    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end.
+
+    A second Ctrl-C by a person cuts the grace short.
+
+    Attributes:
+        agent: :class:`reft.job.agent.ReftAgent`, which ends the trainers.
+        received: the signal to stop; None: there was none.
+        asked_to_leave: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it.
+    """
+
+    def __init__(self) -> None:
+        self.agent: Any = None
+        self.received: signal.Signals | None = None
+        self.asked_to_leave = False
+        self._at = 0.0
+        self._quiet = False
+
+    def install(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
+
+    def elapsed_secs(self) -> float:
+        """Time since the signal; 0 if there was none."""
+        return time.monotonic() - self._at if self.received is not None else 0.0
+
+    def quieten(self) -> None:
+        """From here on the launcher tidies up, which is bounded, and is not interrupted."""
+        self._quiet = True
+
+    def ignore(self) -> None:
+        """The exit code stands: the interpreter would restore the default actions while it ends."""
+        for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is not None or self._quiet:
+            if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
+                self.agent.wait_no_more()
+            return
+        self.received, self._at = signal.Signals(number), now
+        if self.agent is not None:
+            self.agent.told_to_stop = True
+        raise SignalException(f"told to stop by {self.received.name}", sigval=self.received)
+
+    def _ask_to_leave(self, number: int, frame: FrameType | None) -> None:
+        self.asked_to_leave = True
 
 
 class End(Enum):
@@ -89,7 +141,7 @@ class End(Enum):
 _WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
-class Launcher(Observer):
+class Launcher:
     """One node of a job.
 
     Args:
@@ -114,9 +166,10 @@ class Launcher(Observer):
         self._failed_at: float | None = None
         self._over_at: float | None = None
 
-    # -- observer ----------------------------------------------------------------------------------
+    # -- what the agent tells and asks -------------------------------------------------------------
 
     def round_formed(self, agreement: Agreement) -> None:
+        """All nodes are there; the trainers start after this."""
         self._memory.make_again(self._secret)
         os.environ.update(
             {
@@ -176,15 +229,18 @@ class Launcher(Observer):
         self._before, self._over_at, self._failed_at = agreement, None, None
 
     def failure_seen(self) -> None:
+        """A trainer of this node has failed; the others are still to be ended."""
         if self._failed_at is None:
             self._board.tell("a trainer has failed", failed="a trainer has failed")
         self._failed_at = self._failed_at or time.time()
 
     def round_over(self) -> None:
+        """The trainers have failed, or restart for another reason."""
         self._over_at = time.time()
         self._rendezvous.wait_as_told(self._memory.path)
 
     def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
+        """Why running trainers have to be ended; see :meth:`reft.job.hung.Hangs.judge`."""
         assert self._before is not None
         return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
 
@@ -199,6 +255,7 @@ class Launcher(Observer):
             self._daemon.workers = tuple(pids)
 
     def trainers_run(self, group_rank: int) -> None:
+        """The agent has looked at the trainers, and all is well. ``group_rank``: of this node."""
         if self._scaler is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
 
@@ -210,6 +267,7 @@ class Launcher(Observer):
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
+        """Step of the newest committed version; -1 if none is known of."""
         if self._memory.job_dir is None:
             return -1
         try:
@@ -220,6 +278,7 @@ class Launcher(Observer):
         return -1 if newest is None else newest.step
 
     def newest_incarnation(self) -> int:
+        """Number of the newest start of the job that this node knows of; 0 if there was none."""
         try:
             return 0 if self._memory.job_dir is None else self._memory.job_dir.newest_incarnation()
         except (OSError, ReftError) as error:
@@ -227,6 +286,7 @@ class Launcher(Observer):
             return 0
 
     def fenced(self) -> str:
+        """Why this node has to end, as shared storage told its daemon; empty if it goes on."""
         return "" if self._daemon is None else self._daemon.fenced
 
     # -- life --------------------------------------------------------------------------------------
@@ -382,7 +442,7 @@ class Launcher(Observer):
             client=self._rendezvous,
             info=info,
             secret=self._secret,
-            observer=self,
+            launcher=self,
             exits_dir=self._memory.path,
             grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
             **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},

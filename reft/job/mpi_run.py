@@ -26,7 +26,7 @@ import psutil
 
 from reft import log
 from reft.config_read import parse_block
-from reft.control.door import format_endpoint
+from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi
 from reft.control.mpi_transport import mpi_carrier
@@ -45,8 +45,7 @@ from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
 from reft.job.trainer_store import LOOPBACK, TrainerStore
 from reft.mac import mac
-from reft.memory.jobdir import JobDir
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, own_name
 from reft.node.client import request
 from reft.refusal import Parser
@@ -251,7 +250,7 @@ class Step:
             return b""
         listener = listen_remotely()
         host = str(listener.getsockname()[0])
-        return format_endpoint(host, self._store.open_door(listener, self._secret)).encode()
+        return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
 
     def _relay(self, endpoint: str) -> bytes:
         if self.place.leads and self.place.rank:

@@ -21,14 +21,11 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.config_read import parse_block, read_block
-from reft.control.door import format_endpoint
+from reft.control.authenticated import format_endpoint
 from reft.errors import ConfigError
-from reft.job.hostfile import apply_hostfile
+from reft.job.hostfile import apply_hostfile, apply_slurm
 from reft.job.node import default_node_id
-from reft.job.rendezvous.etcd import BACKEND as ETCD
-from reft.job.rendezvous.etcd import EtcdSettings
-from reft.job.slurm import apply_slurm
-from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
+from reft.job.usage import DESCRIPTION, ETCD_BACKEND, RESTARTS, add_own_options
 from reft.job.warm import DEFAULT_MODULES
 from reft.naming import is_name, own_name, safe_name
 from reft.refusal import Parser
@@ -92,7 +89,7 @@ class LaunchOptions:
 
     @property
     def meets_at_etcd(self) -> bool:
-        return bool(self.config.rdzv_backend == ETCD)
+        return bool(self.config.rdzv_backend == ETCD_BACKEND)
 
     @property
     def join_timeout_secs(self) -> float:
@@ -214,15 +211,14 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 def _check_rendezvous(config: LaunchConfig) -> None:
     """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
-    if backend not in ("c10d", ETCD) or store != "tcp":
+    if backend not in ("c10d", ETCD_BACKEND) or store != "tcp":
         found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
         raise ConfigError(
             f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
             f"out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not train and "
-            f"give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write --rdzv-backend {ETCD}"
+            f"give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write --rdzv-backend "
+            f"{ETCD_BACKEND}"
         )
-    if backend == ETCD:
-        EtcdSettings.of(config.rdzv_endpoint, config.rdzv_configs, os.environ)
 
 
 def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
@@ -284,7 +280,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     # heartbeat rewrites the whole state, so large jobs keep torch's pace.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    if config.rdzv_backend in ("c10d", ETCD):
+    if config.rdzv_backend in ("c10d", ETCD_BACKEND):
         # Bounds the wait for a node that dies between joining and introducing itself.
         conf.setdefault("read_timeout", 30)
     if config.min_nodes < config.max_nodes:

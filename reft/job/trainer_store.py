@@ -2,7 +2,7 @@
 
 Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its own
 host alone. The other launchers listen on their own loopback and relay their trainers' connections,
-through an authenticated door, to that launcher. Trainers on every node find it at ``127.0.0.1``.
+through an authenticated server, to that launcher. Trainers on every node find it at ``127.0.0.1``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from reft.control.door import Door, format_endpoint, is_loopback, knock, listen, parse_endpoint
+from reft.control.authenticated import (
+    AuthenticatedServer,
+    connect_authenticated,
+    format_endpoint,
+    is_loopback,
+    listen,
+    parse_endpoint,
+)
 from reft.control.rendezvous_store import RendezvousStore
 from reft.control.wire import Channel
 from reft.errors import ConfigError
@@ -42,7 +49,7 @@ class TrainerStore:
         self.port = port
         self._incarnation = incarnation
         self._store: Any = None
-        self._door: Door | None = None
+        self._server: AuthenticatedServer | None = None
         self._listener: socket.socket | None = None
         self._closed = threading.Event()
 
@@ -63,7 +70,7 @@ class TrainerStore:
             store: the agents' own, with the round's prefix.
             secret: the user's secret.
             group_rank: of this node; 0 serves.
-            nodes: of this round; a single one opens no door.
+            nodes: of this round; a single one serves itself alone.
             local_addr: ``--local-addr``; None: the address that the rendezvous sees.
             incarnation: number of this start of the job: those of another one are refused.
 
@@ -76,14 +83,14 @@ class TrainerStore:
         served = cls.serve(incarnation)
         if nodes > 1:
             host = local_addr or _own_address(store)
-            port = served.open_door(listen(host, 0, "--local-addr"), secret)
+            port = served.let_relays_in(listen(host, 0, "--local-addr"), secret)
             store.set(_ENDPOINT_KEY, format_endpoint(host, port))
         return served
 
-    def open_door(self, listener: socket.socket, secret: bytes) -> int:
-        """Let the relays of the other nodes in; the port where they knock."""
-        self._door = Door(listener, secret, PURPOSE, self._pass_on)
-        return self._door.port
+    def let_relays_in(self, listener: socket.socket, secret: bytes) -> int:
+        """Let the relays of the other nodes in; the port that they connect to."""
+        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._pass_on)
+        return self._server.port
 
     @classmethod
     def serve(cls, incarnation: int = 0) -> TrainerStore:
@@ -133,8 +140,8 @@ class TrainerStore:
 
     def close(self) -> None:
         """Stop serving: the trainers of the round have ended."""
-        if self._door is not None:
-            self._door.close()
+        if self._server is not None:
+            self._server.close()
         self._closed.set()
         if self._listener is not None:
             with suppress(OSError):
@@ -177,7 +184,7 @@ def _accept(listener: socket.socket, closed: threading.Event, carry: Callable[[s
 def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:
     with trainer:
         try:
-            channel = knock(endpoint, secret, PURPOSE, _CONNECT_SECS)
+            channel = connect_authenticated(endpoint, secret, PURPOSE, _CONNECT_SECS)
         except OSError as error:
             logger.warning("the trainers' store at %s cannot be reached: %s", endpoint, error)
             return

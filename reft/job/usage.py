@@ -9,6 +9,7 @@ from typing import Any
 from reft import env
 from reft.config_read import parse_block
 
+ETCD_BACKEND = "etcd-v3"
 RESTARTS = 3
 """Failures of trainers that follow each other without a new version in between."""
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
@@ -16,10 +17,10 @@ DESCRIPTION = (
     "torchrun, with reft: the training script keeps its state in the memory of its peers, and any node may "
     "die and be replaced. Every option of torchrun works as there (--help-all; a job usually needs --nnodes "
     "N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint HOST:PORT, where `reft rendezvous` runs, and "
-    "--rdzv-id), but for two defaults: the nodes meet by c10d, or by --rdzv-backend etcd-v3 at an etcd "
-    "cluster, any minority of whose hosts may die (extra `etcd`); and without --max-restarts trainers that "
-    f"fail are started again until {RESTARTS} restarts in a row brought no new version. A number given is "
-    "for all of the job's life."
+    f"--rdzv-id), but for two defaults: the nodes meet by c10d, or by --rdzv-backend {ETCD_BACKEND} at an "
+    "etcd cluster, any minority of whose hosts may die (extra `etcd`); and without --max-restarts trainers "
+    f"that fail are started again until {RESTARTS} restarts in a row brought no new version. A number given "
+    "is for all of the job's life."
 )
 _ENVIRONMENT = (
     f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and trainers log to "

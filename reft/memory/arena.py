@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.errors import ArenaError
-from reft.memory.arena_lock import ArenaLock
-from reft.memory.files import allocate, new_file, remove_idle_file, touch_pages, write_all
+from reft.memory.files import ArenaLock, allocate, new_file, remove_idle_file, touch_pages, write_all
 from reft.memory.free_memory import free_bytes
 from reft.memory.header import (
     MAGIC,

@@ -31,10 +31,58 @@ from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.memory.arena import Arena
 from reft.memory.arena_files import ARENA_SUFFIX, scan
 from reft.memory.joblock import holder
-from reft.memory.trust import check_holder, check_way
 from reft.naming import JOB_ID
+from reft.state.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
+
+_SHARED = stat.S_IWGRP | stat.S_IWOTH
+
+
+def check_way(path: Path) -> None:
+    """Refuse a path that is a symbolic link, or leads through somebody else's.
+
+    Raises:
+        AuthenticationError: it is, or does.
+    """
+    absolute = Path(os.path.abspath(path))
+    for place in (*reversed(absolute.parents), absolute):
+        if not place.is_symlink():
+            continue
+        uid = place.lstat().st_uid
+        if place == absolute:
+            raise AuthenticationError(
+                f"memory_dir {path} is a symbolic link to {place.readlink()}, made by uid {uid}; expected a "
+                f"directory: give the directory itself, or another one"
+            )
+        if uid not in (0, os.geteuid()):
+            raise AuthenticationError(
+                f"memory_dir {path} leads through {place}, a symbolic link that belongs to uid {uid}; "
+                f"choose a memory_dir without it"
+            )
+
+
+def check_holder(path: Path) -> None:
+    """Refuse a directory in which somebody else could exchange a job's directory: it has to be ours or
+    root's, and sticky where others may write to it.
+
+    Raises:
+        AuthenticationError: it is not.
+    """
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise AuthenticationError(f"memory_dir {path}: expected a directory, found something else")
+    if info.st_uid not in (0, os.geteuid()):
+        raise AuthenticationError(
+            f"memory_dir {path} belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}: its "
+            f"owner could exchange what is in it; choose a memory_dir of your own"
+        )
+    if info.st_mode & _SHARED and not info.st_mode & stat.S_ISVTX:
+        raise AuthenticationError(
+            f"memory_dir {path} (mode {stat.S_IMODE(info.st_mode):04o}) lets others exchange what is in it; "
+            f"expected one that only its owner writes to: chmod go-w {path}; for all users: chmod +t {path}"
+        )
+
 
 SECRET_FILE = "secret"
 JOB_FILE = "job.json"
@@ -461,3 +509,99 @@ def _try_flock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+_HINT = f"or set {ENV_SECRET} to {2 * SECRET_BYTES} hexadecimal digits on every host"
+
+
+def user_secret() -> bytes:
+    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use.
+
+    Raises:
+        AuthenticationError: the value is no secret, or others can read or write the file.
+        ConfigError: there is no home directory to keep it in.
+    """
+    given = os.environ.get(ENV_SECRET)
+    if given:
+        return parse_secret(given, ENV_SECRET)
+    path = secret_path()
+    try:
+        if not os.path.lexists(path):
+            _make(path)
+        return _read(path)
+    except OSError as error:
+        if isinstance(error, AuthenticationError):
+            raise
+        raise ConfigError(
+            f"the secret of your jobs cannot be kept in {path}: {error.strerror or error}; make that "
+            f"directory usable, {_HINT}"
+        ) from error
+
+
+def secret_path() -> Path:
+    """``~/.reft/secret``.
+
+    Raises:
+        ConfigError: ``HOME`` is not set.
+    """
+    home = os.environ.get("HOME")
+    if not home:
+        raise ConfigError(f"HOME is not set, so there is no ~/.reft/secret: set HOME, {_HINT}")
+    return Path(home) / ".reft" / "secret"
+
+
+def _read(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise AuthenticationError(
+                f"{path} is not a regular file of yours (owner {facts.st_uid}, you are {os.geteuid()}): "
+                f"remove it, and reft makes one, {_HINT}"
+            )
+        if facts.st_mode & 0o077:
+            raise AuthenticationError(
+                f"{path} can be used by others (mode {stat.S_IMODE(facts.st_mode):04o}; expected 0600). If "
+                f"nobody else has seen it: chmod 600 {path}; otherwise remove it, and reft makes a new one"
+            )
+        return parse_secret(file.read(4 * SECRET_BYTES).decode("ascii", "replace"), str(path))
+
+
+def _make(path: Path) -> None:
+    """Write it whole or not at all: of several processes that try at once, on several hosts, one wins."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with whole_file(path, mode=0o600, replace=False) as file:
+        file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
+
+
+FINGERPRINT_FILE = "fingerprint.json"
+_KEPT = 16
+"""Incarnations. Arenas hold versions of the last two or three; the others do no harm."""
+
+
+def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerprint) -> None:
+    """Note that ``incarnation`` and those after it work with this fingerprint. One process per node does it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    known = {**_known(directory), incarnation: fingerprint.encode().decode()}
+    kept = sorted(known)[-_KEPT:]
+    write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})
+
+
+def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
+    """The encoded fingerprint of a version of ``incarnation``; None if none was recorded."""
+    record = newest_record(directory, incarnation)
+    return None if record is None else record[1]
+
+
+def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
+    """:func:`recorded_fingerprint` with the incarnation that recorded it: among nodes the highest counts, as
+    one that was away does not know of the later ones."""
+    return max(((n, text) for n, text in _known(directory).items() if n <= incarnation), default=None)
+
+
+def _known(directory: Path) -> dict[int, str]:
+    found = read_json(directory / FINGERPRINT_FILE) or {}
+    return {int(n): text for n, text in found.items() if n.isdecimal() and isinstance(text, str)}

@@ -34,7 +34,7 @@ from reft.errors import AuthenticationError, FencedError, PersistError, ReftErro
 from reft.memory.jobdir import JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
-from reft.node.hangs import STOPPED, Stillness, Waiting, Watch, WriteWatch
+from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages
 from reft.node.status import NodeStatus
@@ -53,6 +53,7 @@ _IDLE_CONNECTION_SECS = 3600.0
 _HANDSHAKE_SECS = 5.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
+_WRITE_PAUSE_SECS = 6.0
 """Times patience: between two signs of progress of what is being written to storage."""
 _SAME_START_SECS = 2.0
 """Start times are computed from the boot time, which the clock's corrections move."""
@@ -93,7 +94,7 @@ class Daemon:
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
         self._waiting: list[Waiting] = []
-        self._launcher_still, self._writes = Stillness(), WriteWatch()
+        self._launcher_still, self._writes = Unchanged(), Unchanged()
         self._incarnation = 0
         self._ordered = 0
         self._ended = threading.Event()
@@ -230,7 +231,7 @@ class Daemon:
         if self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS or not stopped:
             return
         # One that stops again, as a terminal has those in the background do, is left so for as long again.
-        self._launcher_still = Stillness()
+        self._launcher_still = Unchanged()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
             os.kill(self._launcher_pid, signal.SIGCONT)
@@ -238,16 +239,18 @@ class Daemon:
     def look_at_storage(self, elapsed_secs: float) -> None:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
-        writer = self.persister
-        secs = self._writes.look(persist.writing, writer.progress, writer.written, elapsed_secs)
-        limit = self._writes.limit_secs(config.patience) if config is not None else 0.0
-        if persist.writing is None or not limit or secs <= limit:
+        secs = self._writes.look((persist.writing, self.persister.progress), elapsed_secs)
+        if (
+            persist.writing is None
+            or config is None
+            or secs <= (limit := config.patience * _WRITE_PAUSE_SECS)
+        ):
             return
         error = (
             f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node "
             f"does not write its part"
         )
-        if persist.error != error:
+        if config.patience and persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
             stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
             persist.update(stale_since_step=stale, error=error)

@@ -9,7 +9,6 @@ itself, or a clock that jumps, accuses nobody.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,8 +19,6 @@ LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 LEAST_OTHER_SECS = 60.0
 _MOST_BETWEEN_LOOKS_SECS = 2.0
-_MOST_WRITE_PAUSE_SECS = 6.0
-_WRITES = 8
 STOPPED, TRACED = "T", "t"
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
 """Beginnings of the names of instructions in which a rank may wait for another one."""
@@ -108,7 +105,7 @@ def limit_secs(seen: Seen) -> float | None:
 
 
 @dataclass
-class Stillness:
+class Unchanged:
     """For how long something has not changed."""
 
     _mark: Hashable = None
@@ -121,47 +118,11 @@ class Stillness:
         return self.secs
 
 
-class WriteWatch:
-    """For how long nothing has been written of a version, and how long that may be: ``patience`` times six
-    seconds, or, once two versions were written, times the longest pause within the last eight where that is
-    less. The first one counts for nothing: it starts what writes."""
-
-    def __init__(self) -> None:
-        self._still = Stillness()
-        self._writing: Hashable = None
-        self._written = 0
-        self._pause_secs = 0.0
-        self._pauses: deque[float] = deque(maxlen=_WRITES)
-
-    def look(self, writing: Hashable, progress: Hashable, written: int, elapsed_secs: float) -> float:
-        """The seconds.
-
-        Args:
-            writing: the version; None: none.
-            progress: how far it is.
-            written: how many are finished.
-            elapsed_secs: since the last look.
-        """
-        if written > max(self._written, 1):
-            self._pauses.append(self._pause_secs if self._written else 0.0)
-        self._written = written
-        quiet_secs = self._still.look((writing, progress), elapsed_secs)
-        secs = quiet_secs if writing is not None else 0.0
-        self._pause_secs = max(self._pause_secs, secs) if writing == self._writing else 0.0
-        self._writing = writing
-        return secs
-
-    def limit_secs(self, patience: float) -> float:
-        if not self._pauses:
-            return patience * _MOST_WRITE_PAUSE_SECS
-        return patience * min(max(LEAST_STEP_SECS, *self._pauses), _MOST_WRITE_PAUSE_SECS)
-
-
 class Watch:
     """How long the trainers of one node have been quiet."""
 
     def __init__(self) -> None:
-        self._still: dict[int, Stillness] = {}
+        self._still: dict[int, Unchanged] = {}
 
     def look(self, trainers: Iterable[Seen], elapsed_secs: float) -> list[Waiting]:
         """What the trainers are at now.
@@ -171,7 +132,7 @@ class Watch:
             elapsed_secs: since the last look.
         """
         seen = list(trainers)
-        self._still = {s.local_rank: self._still.get(s.local_rank, Stillness()) for s in seen}
+        self._still = {s.local_rank: self._still.get(s.local_rank, Unchanged()) for s in seen}
         return [Waiting(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen]
 
     def clear(self) -> None:

@@ -1,25 +1,21 @@
-"""How likely a job survives: formulas and exact counts. Pure.
+"""How likely a job survives: formulas. Pure.
 
 A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over independent
 causes (hardware, software). With groups of D nodes that survive any k losses (REFERENCE 1.8):
 
     P_reft(k) = [ sum over j <= k of C(D,j) (1-q)^j q^(D-j) ]^(N/D)        P_ckpt = q^N
 
-This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger
-losses; :func:`survived_losses` counts them for any placement, by rank.
+This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, exp
 
 from reft.errors import ConfigError
-from reft.protect.codes import Code
-from reft.protect.tolerance import survives
 
-_MOST_COUNTED_NODES = 20
 _PRECISION = 1e-9
 
 
@@ -60,49 +56,12 @@ def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
-def survived_losses(
-    code: Code, nodes: Sequence[str] | None = None, holders: Sequence[Collection[int]] = ()
-) -> tuple[int, ...]:
-    """Of every number of lost nodes, how many sets the placement survives, counted by rank.
-
-    Args:
-        code: the placement.
-        nodes: node of every member; default a node each.
-        holders: sets of members that must not all be lost: who keeps what the code does not protect.
-
-    Raises:
-        ValueError: above 20 nodes, where there are too many sets to count.
-    """
-    where = tuple(nodes) if nodes is not None else tuple(map(str, range(code.size)))
-    distinct = sorted(set(where), key=where.index)
-    if len(distinct) > _MOST_COUNTED_NODES:
-        raise ValueError(
-            f"found a group of {len(distinct)} nodes; counting every loss takes at most {_MOST_COUNTED_NODES}"
-        )
-    members = [{m for m, node in enumerate(where) if node == name} for name in distinct]
-    counts = [0] * (len(distinct) + 1)
-    level: list[tuple[int, ...]] = [()]
-    while level:
-        counts[len(level[0])] = len(level)
-        # A loss that is survived contains only such losses: extend those of the last level.
-        extended = ((*dead, n) for dead in level for n in range(dead[-1] + 1 if dead else 0, len(distinct)))
-        level = [dead for dead in extended if _is_survived(code, holders, members, dead)]
-    return tuple(counts)
-
-
-def _is_survived(
-    code: Code, holders: Sequence[Collection[int]], members: Sequence[set[int]], dead: Sequence[int]
-) -> bool:
-    lost = set().union(*(members[n] for n in dead))
-    return not any(lost.issuperset(kept) for kept in holders) and survives(code, lost)
-
-
 def group_survival(q: float, survived: Sequence[int]) -> float:
     """Probability that one group survives, each of its nodes with probability ``q``.
 
     Args:
         q: survival of a node.
-        survived: of :func:`losses_within` or :func:`survived_losses`.
+        survived: of :func:`losses_within`.
     """
     size = len(survived) - 1
     return sum(count * (1 - q) ** j * q ** (size - j) for j, count in enumerate(survived))
@@ -118,11 +77,6 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
     if size < 1 or nodes % size:
         raise ValueError(f"found {nodes} nodes in groups of {size}; expected a multiple")
     return float(group_survival(q, survived) ** (nodes // size))
-
-
-def unprotected_survival(q: float, nodes: int) -> float:
-    """P_ckpt: no node of the job fails."""
-    return float(q**nodes)
 
 
 def persist_interval_secs(
@@ -161,26 +115,3 @@ def persist_interval_secs(
         middle = (low + high) / 2
         low, high = (middle, high) if met(middle) else (low, middle)
     return low
-
-
-@dataclass(frozen=True)
-class SurvivalPoint:
-    """The job after ``secs`` seconds without a persisted checkpoint: survival with and without reft."""
-
-    secs: float
-    node: float
-    protected: float
-    unprotected: float
-
-
-def survival_curve(
-    times_secs: Sequence[float], causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
-) -> tuple[SurvivalPoint, ...]:
-    """Survival over time; arguments as in :func:`persist_interval_secs`."""
-    made = []
-    for secs in times_secs:
-        q = node_survival(secs, causes)
-        made.append(
-            SurvivalPoint(secs, q, protected_survival(q, nodes, survived), unprotected_survival(q, nodes))
-        )
-    return tuple(made)

@@ -7,7 +7,7 @@ image, and for every member its owned and host images, exactly. Sources of diffe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,13 +16,41 @@ import msgpack
 from reft.blocks import BlockKey
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
-from reft.memory.commit import preferred_label
 from reft.naming import Label
 from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
 from reft.recover.sources import GroupSources, collect_group, plan_group
+
+
+def preferred_label(
+    held_by: Mapping[Label, Collection[Hashable]], newest_committed: Label | None
+) -> Label | None:
+    """Which of the recoverable versions to restore.
+
+    Of those not older than the newest version known to be committed, the newest one that is held by
+    *every* place which holds an older one. A version v that was committed anywhere is whole at every
+    place that is left. A newer one that some place lacks was therefore never committed, and has fewer
+    copies: restoring it would let ranks overwrite v while a single loss can still break the newer one.
+
+    Args:
+        held_by: per *recoverable* version, the places that hold it SEALED or COMMITTED. A place is
+            where arenas lie, whosever bytes they hold: (node, local rank).
+        newest_committed: newest version that any arena found says is committed.
+
+    Returns:
+        The label, or None if nothing is recoverable.
+    """
+    current = sorted(label for label in held_by if newest_committed is None or newest_committed <= label)
+    chosen: Label | None = None
+    seen: set[Hashable] = set()
+    for label in current or sorted(held_by):
+        if seen <= set(held_by[label]):
+            chosen = label
+        seen.update(held_by[label])
+    return chosen
+
 
 _MOST_GAPS = 6
 
@@ -111,7 +139,7 @@ def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision |
 
     The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
     than the last commit: then it was never committed, and restoring it would let the copies of the
-    older one go while a single loss can still break it (:func:`~reft.memory.commit.preferred_label`).
+    older one go while a single loss can still break it (:func:`~reft.recover.decide.preferred_label`).
 
     Args:
         findings: who holds which version.

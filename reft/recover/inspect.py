@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reft.blocks import BlockKey
 from reft.errors import ArenaError, LayoutError
@@ -19,10 +19,9 @@ from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
 from reft.naming import Label
-
-if TYPE_CHECKING:
-    from reft.recover.inventory import Inventory
-    from reft.recover.plan import RecoveryPlan
+from reft.recover.decide import offline_topology, plan_recovery
+from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.plan import NotRecoverable, format_bytes_from
 
 BadBlock = tuple[str, str, BlockKey]
 """(node, arena file name, block), as the recovery plan wants to have them named."""
@@ -63,13 +62,6 @@ class ArenaReport:
     @property
     def _entries(self) -> tuple[Entry, ...]:
         return self.header.entries if self.header else ()
-
-    def __str__(self) -> str:
-        if self.header is None:
-            return f"{self.path.name} on {self.node}: empty"
-        return (
-            f"{self.path.name} on {self.node}: {self.header.label} of {self.header.coordinate}, {self.state}"
-        )
 
     def to_json(self) -> dict[str, Any]:
         header = self.header
@@ -135,15 +127,10 @@ class VersionReport:
             (a.header.sealed_unix_secs for a in self.arenas if a.header and a.state.whole), default=None
         )
 
-    def age_secs(self, now: float | None = None) -> float | None:
+    def age_secs(self) -> float | None:
         """Seconds since it was sealed."""
         sealed = self.sealed_unix_secs
-        return None if sealed is None else (time.time() if now is None else now) - sealed
-
-    def __str__(self) -> str:
-        verdict = "recoverable" if self.recoverable else "not recoverable"
-        state = "committed" if self.committed else "not committed"
-        return f"{self.label}: {verdict}, {state}, whole on {self.whole_ranks} of {self.ranks} ranks"
+        return None if sealed is None else time.time() - sealed
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -200,12 +187,6 @@ class JobReport:
     def well(self) -> bool:
         """Something can be restored and nothing that was looked at is damaged."""
         return self.restores is not None and not self.problems and not self.bad_blocks
-
-    def __str__(self) -> str:
-        lines = [f"job {self.job_id}: a restart would restore {self.restores or 'nothing'}"]
-        lines += [f"  {version}" for version in self.versions]
-        lines += [f"  unreadable: {problem}" for problem in self.problems]
-        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         restores = self.restores
@@ -301,8 +282,6 @@ def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaRep
 
 
 def _inventory(node: str, arenas: Sequence[ArenaReport]) -> Inventory:
-    from reft.recover.inventory import ArenaRecord, Inventory
-
     records = (ArenaRecord(node, a.path.name, a.header) for a in arenas if a.node == node and a.header)
     return Inventory(node, tuple(records))
 
@@ -322,9 +301,6 @@ def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[Label | None, tuple[str, ...]]:
     """What a restart would restore from these inventories, and the plan's words about it."""
-    from reft.recover.decide import offline_topology, plan_recovery
-    from reft.recover.plan import NotRecoverable
-
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)
     try:
@@ -334,13 +310,7 @@ def _judge(
     plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
     if isinstance(plan, NotRecoverable):
         return None, plan.reasons
-    return plan.label, _say(plan)
-
-
-def _say(plan: RecoveryPlan) -> tuple[str, ...]:
-    from reft.recover.plan import format_bytes_from
-
-    return (f"bytes from: {format_bytes_from(plan.bytes_from)}", *plan.rejected)
+    return plan.label, (f"bytes from: {format_bytes_from(plan.bytes_from)}", *plan.rejected)
 
 
 def _name(key: BlockKey) -> str:

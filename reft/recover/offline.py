@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from reft.errors import PersistError
 from reft.grid import Coordinate
 from reft.memory.arena import Arena
-from reft.memory.fingerprints import newest_record
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import JobDir, newest_record
 from reft.recover.decide import offline_topology, plan_verified
 from reft.recover.inventory import ArenaSet, Inventory, opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan

@@ -35,9 +35,8 @@ from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena
-from reft.memory.fingerprints import recorded_fingerprint
 from reft.memory.header import ArenaHeader
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import JobDir, recorded_fingerprint
 from reft.naming import Label
 from reft.storage import fence
 from reft.storage.assemble import Assembler, read_part

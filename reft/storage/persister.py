@@ -157,8 +157,6 @@ class Persister:
         """The first version that memory overtook since one was written."""
         self.progress: PersistProgress | None = None
         """Of what is being written, as it was told last."""
-        self.written = 0
-        """Versions that are finished."""
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:
@@ -333,7 +331,6 @@ class Persister:
     def _succeeded(self, label: Label, path: str) -> None:
         if self.status.stale_since_step is not None:
             logger.warning("checkpoints are written again: %s is in %s", label, path)
-        self.written += 1
         newest = max(label, self.status.last or label)
         self.status.update(
             writing=None,

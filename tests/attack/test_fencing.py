@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from reft.control.authenticated import listen, parse_endpoint
 from reft.control.control import Ballot, ControlGroup
-from reft.control.door import listen, parse_endpoint
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.engine.memory import JobRecord
 from reft.env import ENV_CLUSTER
@@ -135,7 +135,7 @@ def test_the_trainers_of_another_start_do_not_reach_the_store(tmp_path: Path) ->
     """A relay of a replaced start may find the port of its old store in use by the new one."""
     secret = b"s" * 32
     served = TrainerStore.serve(2)
-    port = served.open_door(listen("127.0.0.1", 0), secret)
+    port = served.let_relays_in(listen("127.0.0.1", 0), secret)
     relays = [TrainerStore.relay(f"127.0.0.1:{port}", secret, start) for start in (1, 2)]
     try:
         old, new = (f"127.0.0.1:{relay.port}" for relay in relays)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.engine.memory import JobRecord
 from reft.engine.session import Reports
@@ -145,9 +145,9 @@ def test_p6_a_store_that_stands_still_is_asked_only_so_long(caplog: pytest.LogCa
 
 _SERVE = """
 import sys, time
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 print(KeyValueServer(listen(sys.argv[1], 0), user_secret()).port, flush=True)
 time.sleep(600)
 """

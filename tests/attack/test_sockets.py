@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.control.door import HANDSHAKE_SECS, knock
+from reft.control.authenticated import HANDSHAKE_SECS, connect_authenticated
 from reft.control.keyvalue import PURPOSE as RENDEZVOUS
 from reft.control.links import PURPOSE as CONTROL
 from reft.control.wire import SOCKET_NAME, Channel
@@ -204,7 +204,7 @@ def attack(at: Listening, guard: str, junk: Iterable[bytes]) -> None:
     endpoint = at.address if isinstance(at.address, str) else "{}:{}".format(*at.address)
     for purpose in (RENDEZVOUS, TRAINERS_STORE, CONTROL):
         with pytest.raises((AuthenticationError, OSError)):
-            knock(endpoint, b"x" * 32, purpose, WAIT_SECS)
+            connect_authenticated(endpoint, b"x" * 32, purpose, WAIT_SECS)
 
 
 def run(tmp_path: Path, config: Path, attacked: bool) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from reft.control import wire
-from reft.control.door import Door, door_key, knock, listen
+from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen, purpose_key
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
@@ -75,7 +75,7 @@ def test_p11_another_secret_is_refused_and_told_so(server: KeyValueServer) -> No
 
 def test_p11_a_proof_for_one_door_opens_no_other(server: KeyValueServer) -> None:
     with pytest.raises(AuthenticationError):
-        knock(endpoint(server), SECRET, "trainers' store", WAIT_SECS)
+        connect_authenticated(endpoint(server), SECRET, "trainers' store", WAIT_SECS)
 
 
 def test_p11_a_reflected_handshake_is_refused(server: KeyValueServer) -> None:
@@ -91,7 +91,7 @@ def test_p11_a_reflected_handshake_is_refused(server: KeyValueServer) -> None:
 def test_p11_a_changed_or_repeated_frame_ends_the_connection(server: KeyValueServer, change: str) -> None:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS)
     recorder = _Recorder(connection)
-    channel = Channel(recorder, door_key(SECRET, PURPOSE), server=False)  # type: ignore[arg-type]
+    channel = Channel(recorder, purpose_key(SECRET, PURPOSE), server=False)  # type: ignore[arg-type]
     recorder.frames = frames = []
     channel.send(["set", "a", b"1"])
     channel.send(["set", "b", b"2"])
@@ -131,7 +131,7 @@ class _Recorder:
 
 def test_p11_a_huge_frame_is_not_read(server: KeyValueServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS) as connection:
-        Channel(connection, door_key(SECRET, PURPOSE), server=False)
+        Channel(connection, purpose_key(SECRET, PURPOSE), server=False)
         connection.sendall((wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         assert read_until_closed(connection) == b""
 
@@ -140,7 +140,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
     server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for whoever knows the secret, on a machine that has other things to do.
-    monkeypatch.setattr("reft.control.door.HANDSHAKE_SECS", 2.0)
+    monkeypatch.setattr("reft.control.authenticated.HANDSHAKE_SECS", 2.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
         assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
@@ -153,8 +153,8 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
 
 def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte in time, all of them never: the handshake as a whole is bounded."""
-    monkeypatch.setattr("reft.control.door.HANDSHAKE_SECS", 0.5)
-    door = Door(listen("127.0.0.1", 0), SECRET, "test", lambda channel: None)
+    monkeypatch.setattr("reft.control.authenticated.HANDSHAKE_SECS", 0.5)
+    door = AuthenticatedServer(listen("127.0.0.1", 0), SECRET, "test", lambda channel: None)
     try:
         with socket.create_connection(("127.0.0.1", door.port)) as stranger:
             stranger.settimeout(0.1)
@@ -193,7 +193,7 @@ def test_p6_a_door_without_descriptors_or_threads_opens_again(
 
 
 def test_p11_keys_differ_by_purpose() -> None:
-    assert door_key(SECRET, "rendezvous") != door_key(SECRET, "trainers' store") != SECRET
+    assert purpose_key(SECRET, "rendezvous") != purpose_key(SECRET, "trainers' store") != SECRET
 
 
 # -- addresses ---------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
-from reft.memory.slot_files import SlotFiles
+from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.stream import HashingCopier
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_order

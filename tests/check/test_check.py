@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, main
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 from tests.prefork import Popen
 
 NODES, BAD = 4, 2

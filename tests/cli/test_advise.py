@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.cli import EXIT_WELL, main
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.history import RESUMED, STARTED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, read_board
@@ -86,8 +86,3 @@ def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> No
     }
     write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
     assert "replace b: node b takes 1.50 times as long as its peers (it computes); spare s waits" in told()
-
-
-def test_without_memory_it_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--memory-dir", str(tmp_path)]) == EXIT_NOT_WELL
-    assert "no job has memory in" in capsys.readouterr().err

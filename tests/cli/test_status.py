@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.naming import Label
-from reft.node.accounts import Counts
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row
 from reft.node.status import NodeStatus
@@ -45,13 +44,6 @@ def test_without_memory_or_daemon_it_is_json_too(
         assert "no job has memory in" in err
 
 
-def test_a_history_without_memory_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["history", "--memory-dir", str(tmp_path), "--json"]) == EXIT_NOT_WELL
-    out, err = capsys.readouterr()
-    assert json.loads(out) == []
-    assert "no job has memory in" in err
-
-
 def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
     status = NodeStatus(job_dir.path, {})
@@ -75,24 +67,6 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "200"}).output.split())
     said = "9 partitions; copied from their owners: 1x it is not what its owner has"
     assert f"recomputed │ {said}" in shown
-
-
-def test_why_versions_are_taken_so_often_is_said(tmp_path: Path) -> None:
-    """By the rank that asks for the longest interval; the bound is of what the ranks agreed on."""
-    job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
-    status = NodeStatus(job_dir.path, {})
-    rate = {"why": "because", "overhead": None, "max_overhead": 0.03, "most_lost_steps": 8, "agreed_steps": 7}
-    status.trainer(0, stats={"memory_rate": rate | {"interval_steps": 2, "observing": False}})
-    seen = {"interval_steps": 6, "observing": True, "overhead": 0.012}
-    status.trainer(1, stats={"memory_rate": rate | seen, "persist_rate": rate | {"interval_steps": 7}})
-    status.write_if_changed()
-    ask = ["status", "--memory-dir", str(tmp_path / "memory")]
-    shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "250"}).output.split())
-    assert (
-        "snapshot rate │ every 7 steps (because; looks at steps without a snapshot now); 1.2% observed of 3.0% "
-        "allowed; at most 14 steps are lost after a failure that memory survives"
-    ) in shown
-    assert "persist rate │ every 7 steps (because); not measured yet of 3.0% allowed; at most 14" in shown
 
 
 def test_commits_that_a_restart_did_not_find_are_counted(
@@ -190,28 +164,6 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path, capsys: pytest.Capt
     assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
 
 
-def test_what_time_was_lost_to_and_names_of_nodes_are_not_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    counts = Counts(
-        began_unix_secs=0,
-        elapsed_secs=100,
-        first_step=0,
-        newest_step=9,
-        starting_secs=20,
-        recovering_secs=5,
-        snapshot_secs=0.1,
-    )
-    name = "node-0123456789.rack-7.cluster.example"
-    running(tmp_path, rows=(Row(report=NodeReport(node=name, domain=name, step=3, counts=counts)),))
-    main(ask(tmp_path))
-    out = capsys.readouterr().out
-    assert "lost to starting 20 s, recovering 5 s" in " ".join(out.replace("│", " ").split())
-    column = [line.split("│")[1].strip() for line in out.splitlines() if line.count("│") == 7]
-    assert "".join(column) == name
-
-
 def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,15 +258,3 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
         last = json.loads(watch.stdout.read().splitlines()[-1])
         assert (last["state"], last["ended"]) == ("ended", "it ended well, and its memory was removed")
     assert watch.returncode == EXIT_WELL
-
-
-@pytest.mark.process
-def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
-    running(tmp_path, "a")
-    command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
-        assert watch.stdout is not None
-        assert watch.stderr is not None
-        watch.stdout.readline()
-        watch.stdout.close()
-        assert "Error" not in watch.stderr.read()

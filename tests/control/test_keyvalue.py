@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from reft.control.door import knock, listen
+from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import Channel
 from tests.machine import free_port
@@ -40,7 +40,7 @@ def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
 def test_what_is_no_request_is_refused_and_the_line_goes_on(
     server: KeyValueServer, store: KeyValueStore
 ) -> None:
-    with closing(knock(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)) as channel:
+    with closing(connect_authenticated(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)) as channel:
         for request in (["nonsense"], ["get"], "x", []):
             channel.send(request)
             assert channel.receive()[0] is False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from reft.control.door import Door, knock, listen_locally
+from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen_locally
 from reft.control.links import Endpoint, Reception
 from reft.control.overlay import Overlay
 from reft.control.peers import Peers
@@ -41,13 +41,13 @@ def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
     try:
         for endpoint in (reception.endpoint.local, reception.endpoint.remote):
             with pytest.raises(AuthenticationError):
-                knock(endpoint, b"x" * 32, "control plane", DEADLINE_SECS)
+                connect_authenticated(endpoint, b"x" * 32, "control plane", DEADLINE_SECS)
         with pytest.raises(TimeoutError):
             reception.await_call("tree", 1, time.monotonic(), lambda: True)
     finally:
         reception.close()
     with pytest.raises(OSError):
-        knock(reception.endpoint.local, SECRET, "control plane", DEADLINE_SECS)
+        connect_authenticated(reception.endpoint.local, SECRET, "control plane", DEADLINE_SECS)
 
 
 @pytest.mark.process
@@ -116,9 +116,9 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         served.put(channel)
         return True
 
-    def cut_off_one() -> Door:
+    def cut_off_one() -> AuthenticatedServer:
         listener.accept()[0].close()
-        return Door(listener, SECRET, "control plane", serve)
+        return AuthenticatedServer(listener, SECRET, "control plane", serve)
 
     with ThreadPoolExecutor(1) as pool:
         door = pool.submit(cut_off_one)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
 from reft.memory.jobdir import JobDir
 from reft.node.daemon import Daemon

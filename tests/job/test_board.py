@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reft.cli import main
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -64,15 +63,6 @@ def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
     assert os.getsid(daemon.pid) != os.getsid(0)
     end_daemon(job_dir)
     assert not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.process
-def test_it_ends_when_the_memory_is_removed(job_dir: JobDir, started: list[subprocess.Popen[bytes]]) -> None:
-    daemon = spawn(job_dir, "--linger-secs", "3600")
-    started.append(daemon)
-    wait_for(lambda: answers(job_dir), "the daemon")
-    shutil.rmtree(job_dir.path)
-    assert daemon.wait(END_SECS) == 0
 
 
 @pytest.mark.integration

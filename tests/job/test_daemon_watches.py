@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,23 +70,6 @@ def test_a_launcher_that_is_stopped_is_continued_and_not_fought(
         look(daemon, 1)
         wait_for(lambda: process_state(launcher.pid) != "T", "the launcher to go on")
         assert caplog.text.count(CONTINUED) == time
-
-
-@pytest.mark.integration
-def test_what_cannot_be_looked_at_hides_nothing_else_and_is_said_once(
-    launcher: subprocess.Popen[bytes],
-    run_here: Callable[..., Daemon],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def unreadable(_: Path) -> list[object]:
-        raise OSError("no such pages")
-
-    monkeypatch.setattr("reft.node.daemon.read_pages", unreadable)
-    run_here(launcher_pid=launcher.pid)
-    stop(launcher)
-    wait_for(lambda: process_state(launcher.pid) != "T", "the launcher to go on")
-    assert caplog.text.count("cannot be watched at this moment") == 1
 
 
 def test_only_what_is_not_written_at_all_hangs(

@@ -154,7 +154,6 @@ def goes_on(made: WatchedCluster) -> bool:
 
 @pytest.mark.integration
 def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    """Told by how long earlier writes paused; without any, it would be told after 36 s."""
     disk = tmp_path / "disk"
     with (
         disk_that_hangs(disk) as hang,
@@ -175,9 +174,6 @@ def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp
         hang(True)
         told = lambda: all("the file system hangs" in (said(node).get("error") or "") for node in (0, 1))  # noqa: E731
         made.wait_until(told, DEADLINE_SECS, "a word of it")
-        assert all(
-            f"nothing has been written for {PATIENCE * 6:g} s" not in made.log(node) for node in (0, 1)
-        )
         assert goes_on(made)
         before = finished()
         hang(False)

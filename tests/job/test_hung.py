@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.exits import Cause, Failure
 from reft.job.hung import Hangs

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
-from reft.control.door import listen
+from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, ConfigError
@@ -230,15 +230,6 @@ def test_nodes_meet_and_a_spare_takes_the_place_of_a_dead_one(nodes: list[Node])
     assert sorted(first.joined[1:] + spare.joined) == [(0, 2), (1, 2)]
 
 
-@pytest.mark.process
-def test_who_comes_after_the_end_is_told(nodes: list[Node]) -> None:
-    first, second, late = nodes
-    together(first, second)
-    first.handler.shutdown()
-    together(late)
-    assert isinstance(late.ended, RendezvousClosedError)
-
-
 # -- etcd alone ----------------------------------------------------------------------------------------
 
 
@@ -300,26 +291,6 @@ def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd:
     assert first.peek("of the run") == b"4"
     first.close()
     second.close()
-
-
-@pytest.mark.integration
-def test_heartbeats_are_leases_and_write_nothing(etcd: EtcdCluster) -> None:
-    etcd.ctl("del", "--prefix", "reft/")
-    nodes = [Node(Backend(lambda secret, run: etcd_store(etcd, secret, run))) for _ in range(2)]
-    together(*nodes)
-
-    def state() -> tuple[int, int]:
-        kv = etcd.contents()["reft/rendezvous/job"]
-        return kv["mod_revision"], kv["version"]
-
-    before = state()
-    looked = [node.handler._state_holder.synced_at for node in nodes]  # type: ignore[attr-defined]
-    for node, at in zip(nodes, looked, strict=True):
-        wait_for(lambda n=node, a=at: n.handler._state_holder.synced_at > a + 3)  # type: ignore[misc]
-    assert state() == before
-    for node in nodes:
-        node.handler.shutdown()
-        node.die()
 
 
 @pytest.mark.integration

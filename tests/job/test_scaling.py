@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +17,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
+from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import JobState, Scaling
-from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
 from reft.node.history import read_history
@@ -298,16 +296,6 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
     assert "set the clocks" in answer.refused
 
 
-@pytest.mark.integration
-def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
-    """As it does where nobody has asked for it."""
-    told = (
-        "import os, signal; from reft.job.stop_signals import StopSignals; signals = StopSignals(); "
-        "signals.install(); os.kill(os.getpid(), signal.SIGUSR1); assert signals.asked_to_leave"
-    )
-    subprocess.run([sys.executable, "-c", told], check=True, timeout=120)
-
-
 @pytest.mark.parametrize("missing", [None, 0, -1])
 def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it(
     shared: Shared,
@@ -414,31 +402,3 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     now = shared.state.scaling
     assert now is not None
     assert (now.nodes, now.limit) == (3, 3)
-
-
-@pytest.mark.nightly
-def test_p3_nodes_that_no_number_between_fits_leave_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of four replicas, three could not share the batch."""
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 3}))
-    options = ("--nnodes", "2:4", *OPTIONS[2:])
-    with cluster(tmp_path, "resized.py", str(config), nodes=4, options=options) as job:
-        trains(job, 4, 0, lives=1)
-        assert scale(job, 0, "3") == EXIT_NOT_WELL
-        said = capsys.readouterr().out
-        assert "3 replicas cannot share the 12 samples" in said
-        assert "`reft scale 2`" in said
-        assert scale(job, 0, "2") == EXIT_WELL
-        assert "the job goes on with 2 nodes" in capsys.readouterr().out
-        goes_to(job, 2, 4, lives=1)
-        # Whoever trains no more has left: none of them waits for places that there will not be.
-        job.wait_until(
-            lambda: sum(not n.running for n in job.current.values()) == 2, 240, "two launchers' ends"
-        )
-        ended = [n.process.returncode for n in job.current.values() if not n.running]
-        assert ended == [0, 0]
-        job.finish()
-        assert set(job.wait(240).values()) == {0}
-        job.wait_until(job.none_left, 240, "the end of all processes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from reft.errors import ConfigError
+from reft.job.hostfile import deadly_settings, first_host
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.slurm import deadly_settings, first_host
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -137,24 +136,6 @@ LISTS = (
 @pytest.mark.parametrize(("listed", "first"), LISTS)
 def test_the_first_host_of_a_list(listed: str, first: str) -> None:
     assert first_host(listed) == first
-
-
-@pytest.mark.process
-@pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs Slurm's scontrol")
-@pytest.mark.parametrize("listed", [listed for listed, _ in LISTS if "b-c" not in listed])
-def test_the_first_host_is_slurms(listed: str, tmp_path: Path) -> None:
-    config = tmp_path / "slurm.conf"
-    config.write_text(
-        "ClusterName=test\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=all Nodes=ALL\n"
-    )
-    shown = subprocess.run(
-        ["scontrol", "show", "hostnames", listed],
-        env={**os.environ, "SLURM_CONF": str(config)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert first_host(listed) == shown.stdout.split()[0]
 
 
 @pytest.fixture

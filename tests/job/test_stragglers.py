@@ -65,12 +65,3 @@ def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
         job.finish()
         job.wait(120)
     assert sum("is slow since step" in path.read_text() for path in tmp_path.glob("**/*.log")) == 1
-
-
-@pytest.mark.nightly
-def test_nobody_is_named_in_1000_undisturbed_steps(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG))
-    with cluster(tmp_path, "paced.py", str(config), "1000", nodes=2, procs_per_node=2) as job:
-        job.wait_until(lambda: last_step(job) >= 1000, 3000, "1,000 steps")
-    assert not any("is slow since step" in path.read_text() for path in tmp_path.glob("**/*.log"))

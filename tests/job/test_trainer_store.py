@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from reft.control.door import knock, listen
+from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
 from reft.errors import AuthenticationError
 from reft.job.trainer_store import TrainerStore
@@ -70,7 +70,7 @@ def test_p11_all_of_it_is_on_loopback_and_the_door_asks_for_the_secret(
     assert found == {"127.0.0.1"}
     for secret, purpose in ((b"x" * 32, "trainers' store"), (SECRET, PURPOSE)):
         with pytest.raises(AuthenticationError):
-            knock(door, secret, purpose, WAIT_SECS)
+            connect_authenticated(door, secret, purpose, WAIT_SECS)
 
 
 def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> None:

@@ -68,7 +68,6 @@ def test_versions_are_reported_whole_or_torn_recoverable_or_not(memory: JobMemor
     age = old.age_secs()
     assert age is not None
     assert 0 <= age < 60
-    assert "recoverable, committed, whole on 2 of 2 ranks" in str(report)
     assert report.well
 
 
@@ -115,7 +114,9 @@ def test_unreadable_and_empty_arenas_are_named(memory: JobMemory) -> None:
     report = inspect_job(dirs(memory))
     assert len(report.problems) == 1
     assert "rank0-slot1.arena: not an arena" in report.problems[0]
-    assert [str(a) for a in report.empty] == ["rank0-slot1.arena on node1: empty"]
+    assert [(a.path.name, a.node, str(a.state)) for a in report.empty] == [
+        ("rank0-slot1.arena", "node1", "empty")
+    ]
     assert [v.label for v in report.versions] == [OLD]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import AuthenticationError, ConfigError
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from reft.node.hangs import Stillness, Waiting, Watch, WriteWatch, limit_secs, name_culprit, step_limit_secs
+from reft.node.hangs import Waiting, Watch, limit_secs, name_culprit
 from reft.node.progress import Phase, Seen
 
 PATIENCE = 10.0
@@ -39,13 +39,6 @@ def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
     assert limit_secs(replace(seen, patience=0.0, state="T")) is None
     unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
     assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
-
-
-def test_limits_follow_what_the_job_has_taken() -> None:
-    assert step_limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
-    assert limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
-    assert limit_secs(replace(SEEN, phase=Phase.SAVING, phase_secs=90.0)) == 900.0
-    assert limit_secs(replace(SEEN, instruction="LoadMicroBatch")) == OTHER_LIMIT, "data may be slow"
 
 
 def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
@@ -85,11 +78,6 @@ def test_a_suspicion_ends_with_the_round() -> None:
     assert waiting.quiet_secs == 0.0
     watch.look([SEEN], 1.0)
     assert not any(w.quiet for w in watch.look([replace(SEEN, pid=101)], 1.0)), "another trainer"
-
-
-def test_stillness_begins_with_the_first_look() -> None:
-    still = Stillness()
-    assert [still.look("a", 1.0), still.look("a", 1.0), still.look("b", 1.0)] == [0.0, 1.0, 0.0]
 
 
 AT = {
@@ -158,40 +146,3 @@ def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
     assert verdict is not None
     assert verdict.ranks == (1,)
     assert "rank 1 hangs: behind the others (rank 1: step behind step 8" in verdict.reason
-
-
-def test_what_is_told_to_other_nodes_is_read_as_it_was() -> None:
-    waiting = rank_at(3, "saves", 7.5)
-    assert Waiting.from_json(waiting.to_json()) == waiting
-    with pytest.raises((TypeError, ValueError, KeyError)):
-        Waiting.from_json({"seen": {"phase": 77}, "quiet_secs": 1.0, "node": ""})
-
-
-def write(watch: WriteWatch, version: int, pauses: int, ends_well: bool = True) -> None:
-    """One version, of which nothing is written in so many looks, a second apart; the next one may have begun
-    when the watch looks again."""
-    for done in (1, *[5] * (pauses + 1), 9):
-        watch.look(version, (version, done), version - 1, 1.0)
-    if ends_well:
-        watch.look(version + 1, (version + 1, 0), version, 1.0)
-    else:
-        watch.look(None, (version, 9), version - 1, 1.0)
-
-
-def test_how_long_nothing_may_be_written_is_learned_from_what_was_written() -> None:
-    watch = WriteWatch()
-    assert watch.look(None, None, 0, 1.0) == 0.0
-    assert [watch.look(1, done, 0, 1.0) for done in (0, 5, 5, 5, 5, 9)] == [0.0, 0.0, 1.0, 2.0, 3.0, 0.0]
-    watch.look(None, 9, 1, 1.0)
-    assert watch.limit_secs(10.0) == 60.0, "the first starts what writes"
-    write(watch, 2, pauses=3)
-    assert watch.limit_secs(10.0) == 30.0
-    write(watch, 3, pauses=5, ends_well=False)
-    assert watch.limit_secs(10.0) == 30.0, "an attempt that failed tells nothing"
-    write(watch, 3, pauses=0)
-    assert watch.limit_secs(10.0) == 30.0
-    write(watch, 4, pauses=20)
-    assert watch.limit_secs(10.0) == 60.0, "never more than before any"
-    for version in range(5, 13):
-        write(watch, version, pauses=0)
-    assert watch.limit_secs(10.0) == 7.5, "what a busy machine does to a short pause"

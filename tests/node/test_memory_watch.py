@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import exp, sin
 from pathlib import Path
 
 import pytest
 
-from reft.memory.free_memory import Bound, bounds
 from reft.memory.jobdir import JobDir
 from reft.node.memory_watch import (
     MemoryTrend,
-    MemoryUse,
-    MemoryWatch,
     Point,
     RunsOut,
     fullest,
-    private_bytes,
 )
 from reft.node.observe import Doing, NodeObserver
-from reft.node.progress import DeviceUse, ProgressPage, read_pages
+from reft.node.progress import DeviceUse, ProgressPage
 
 MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]
@@ -106,74 +99,9 @@ def test_memory_that_nobody_of_the_job_takes_accuses_nobody() -> None:
     assert "No process of the job is known to grow" in str(said)
 
 
-TRAINER = """
-import sys, time
-from pathlib import Path
-from reft.node.progress import ProgressPage
-page = ProgressPage(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]), 10.0)
-kept, leak = [], float(sys.argv[3])
-for step in range(1, 100000):
-    page.begin_step()
-    kept.append(bytearray(b"x") * int(leak * 2**20))
-    time.sleep(0.02)
-    page.end_step(step)
-    if step == 1:
-        print("trains", flush=True)
-"""
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> JobDir:
     return JobDir.open_or_create(tmp_path, "job", "node0", secret=b"s" * 32)
-
-
-@contextmanager
-def trainers(job: JobDir, *leaks_mib: float) -> Iterator[list[int]]:
-    """Processes with the pages of trainers; each keeps so much of every step of 20 ms."""
-    made = []
-    try:
-        for rank, leak in enumerate(leaks_mib):
-            arguments = [sys.executable, "-c", TRAINER, str(job.path), str(rank), str(leak)]
-            made.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
-        for process in made:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "trains\n"
-        yield [process.pid for process in made]
-    finally:
-        for process in made:
-            process.kill()
-            process.wait()
-
-
-def grouped(watch_pids: list[int], limit_bytes: int) -> list[Bound]:
-    """A control group of these processes alone, with what they really use."""
-    return [Bound("control group /job", sum(map(private_bytes, watch_pids)), limit_bytes)]
-
-
-@pytest.mark.nightly
-def test_a_trainer_that_leaks_under_a_limit_is_named_before_it_is_reached(job: JobDir) -> None:
-    limit = 1200 * MIB
-    with trainers(job, 0.0, 0.3) as pids:
-        watch = MemoryWatch(job.path, lambda directory, process: grouped(pids, limit))
-        began = time.monotonic()
-        while not watch.runs_out and sum(map(private_bytes, pids)) < limit:
-            watch.look(read_pages(job.path), steps_per_sec=40.0)
-            time.sleep(0.1)
-        assert watch.runs_out, "the limit was reached"
-        (found,) = watch.runs_out
-        print(f"named after {time.monotonic() - began:.0f} s: {found}")
-        assert found.name == "control group /job"
-        assert found.who.startswith(f"rank 1 (pid {pids[1]})")
-        assert found.used_bytes < limit
-        assert found.step is not None
-        assert found.step > max(p.step for p in read_pages(job.path))
-
-
-def test_what_really_limits_this_process_is_found(job: JobDir) -> None:
-    found = {bound.name: bound for bound in bounds(job.path)}
-    assert "the host" in found
-    assert f"the file system of {job.path.parent}" in found
-    assert all(b.used_bytes >= 0 and 0 < b.limit_bytes < 2**60 for b in found.values())
 
 
 def test_every_node_tells_of_its_memory_and_of_its_devices(job: JobDir) -> None:
@@ -191,11 +119,3 @@ def test_every_node_tells_of_its_memory_and_of_its_devices(job: JobDir) -> None:
     assert host is not None
     assert not host.device
     page.close()
-
-
-def test_of_several_memories_the_fullest_counts() -> None:
-    facts = {"used_bytes": 1, "limit_bytes": 10}
-    uses = [MemoryUse(name=str(peak), peak_bytes=peak, **facts) for peak in (3, 9, 5)]
-    device = MemoryUse(name="device", peak_bytes=10, device=True, **facts)
-    assert fullest([*uses, device]) == uses[1]
-    assert fullest([device]) is None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from reft.node.progress import Part, Phase, ProgressPage, part_of, process_state, read_pages, read_times
+from reft.node.progress import Phase, ProgressPage, read_pages, read_times
 
 
 def test_a_page_tells_what_its_trainer_is_at(tmp_path: Path) -> None:
@@ -77,24 +75,6 @@ def test_p6_what_is_no_page_or_cannot_be_made_costs_a_line(
     assert "this trainer is not watched, it trains all the same" in caplog.text
 
 
-def test_more_names_than_the_page_holds_are_left_out(tmp_path: Path) -> None:
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
-    numbers = [page.number_of(f"Instruction{n}" + "x" * 40) for n in range(200)]
-    assert max(numbers) < 96
-    assert numbers[-1] == 0
-    page.instruction(numbers[3])
-    assert read_pages(tmp_path)[0].instruction.startswith("Instruction3xxx")
-    page.close()
-
-
-@pytest.mark.process
-def test_the_state_of_a_process_is_a_letter() -> None:
-    assert process_state(os.getpid()) == "R"
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        child.wait(60)
-    assert process_state(child.pid) == ""
-
-
 # -- what a step consisted of ---------------------------------------------------------------------------
 
 
@@ -150,21 +130,6 @@ def test_a_step_is_split_by_its_instructions(tmp_path: Path, clock: Clock) -> No
     assert read_times(tmp_path) == []
 
 
-def test_what_is_none_of_the_steps_is_left_out(tmp_path: Path, clock: Clock) -> None:
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
-    page.set_place((0, 0, 0))
-    run_step(page, clock, 1)
-    page.begin_step()
-    page.instruction(page.number_of("ForwardPass"))
-    clock.pass_by(10)
-    with page.during(Phase.EVALUATION):
-        clock.pass_by(500)
-    clock.pass_by(10)
-    page.end_step(2)
-    (step,) = read_times(tmp_path)[0].steps
-    assert (step.whole, step.compute) == pytest.approx((0.020, 0.020))
-
-
 def test_micro_batches_are_parts_of_one_step(tmp_path: Path, clock: Clock) -> None:
     """A plain engine is called once for each; the optimizer steps behind the last of them."""
     page = ProgressPage(tmp_path, 0, 0, 10.0)
@@ -214,16 +179,3 @@ def test_waiting_for_a_core_is_no_computing(
     monkeypatch.undo()
     (step,) = read_times(tmp_path)[0].steps
     assert (step.compute, step.busy, step.linked) == pytest.approx((0.006, 0.004, 0.001))
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        *(("ForwardPass", Part.COMPUTE), ("BackwardPass", Part.COMPUTE), ("Forward", Part.COMPUTE)),
-        # A plain engine reduces within its backward.
-        *(("Backward", Part.COLLECTIVE), ("Step", Part.OPTIMIZER), ("SendGrad", Part.PREVIOUS)),
-        *(("CommitP2P", Part.COLLECTIVE), ("LoadMicroBatch", Part.OTHER), ("", Part.OTHER)),
-    ],
-)
-def test_parts(name: str, part: Part) -> None:
-    assert part_of(name) is part

@@ -33,14 +33,3 @@ def test_only_arenas_that_changed_are_read_again(tmp_path: Path) -> None:
         assert watch.newest() == Label(1, 4)
         one.begin(one.header() or mock.Mock())  # the version is being overwritten
         assert watch.newest() is None
-
-
-def test_what_cannot_be_read_holds_nothing(tmp_path: Path) -> None:
-    job = JobDir.open_or_create(tmp_path, "job", "node0", secret=SECRET)
-    with make(job.path / "rank0-slot0.arena") as arena:
-        write_version(arena, 4)
-    watch = CommitWatch(job)
-    assert watch.newest() == Label(1, 4)
-    path = job.path / "rank0-slot0.arena"
-    path.write_bytes(path.read_bytes()[:5000])
-    assert watch.newest() is None

@@ -14,7 +14,7 @@ import pytest
 from reft.errors import PersistError
 from reft.grid import Coordinate
 from reft.naming import Label
-from reft.storage.assemble import NICENESS, NO_DEVICE, Assembler
+from reft.storage.assemble import NICENESS, Assembler
 from reft.storage.persist import persist_label
 from reft.storage.persisted import verify_persisted
 from reft.storage.persister import Lag
@@ -102,11 +102,6 @@ def ask_for_nothing(assembler: Assembler, root: Path) -> None:
 
 def request(root: Path) -> tuple[WorkDir, list[Coordinate], bytes]:
     return WorkDir(root, JOB, Label(1, 4)), [Coordinate(0, 0, 0)], bytes(32)
-
-
-def test_the_process_sees_no_device_of_either_vendor() -> None:
-    """AMD's runtime takes an empty list for a list that was not given: all devices (``rocdevice.cpp``)."""
-    assert (NO_DEVICE["CUDA_VISIBLE_DEVICES"], NO_DEVICE["HIP_VISIBLE_DEVICES"]) == ("-1", "-1")
 
 
 def test_the_lag_counts_from_the_oldest_version_that_is_not_written() -> None:

@@ -215,25 +215,6 @@ def free_to_write(arena: Arena | str) -> bool:
         return arena.try_lock_exclusive()
 
 
-def test_the_newest_version_overtakes_an_older_one(memory: Memory, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    WorkDir.of(directory / JOB, JOB, Label(2, 1)).staging.mkdir(parents=True)
-    with pytest.raises(PersistError, match=r"overtaken by step 1 \(incarnation 2\)"):
-        persist_label(memory.job_dir("n0"), V4, memory.config(directory))
-
-
-def test_a_version_that_is_gone_is_a_clear_error(memory: Memory, tmp_path: Path) -> None:
-    with pytest.raises(PersistError, match=r"no arena holds step 8 .*write less often"):
-        persist_label(memory.job_dir("n0"), V8, memory.config(tmp_path / "checkpoints"))
-    shutil.rmtree(tmp_path / "checkpoints")  # what it tells the others
-    job = memory.job_dir("n0")
-    with Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True) as arena:
-        assert arena.try_lock_exclusive()  # being overwritten
-        with pytest.raises(PersistError, match=r"is being overwritten; write less often"):
-            persist_label(job, V4, memory.config(tmp_path / "checkpoints"))
-    assert not (tmp_path / "checkpoints").exists()
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("missing", NODES)
 def test_p6_a_node_whose_memory_went_on_tells_the_others(
@@ -323,32 +304,6 @@ def leader_cleans_up(memory: Memory, config: ReftConfig) -> None:
             persist_label(memory.job_dir("n0"), V8, config)
 
 
-@pytest.mark.process
-def test_a_read_only_or_missing_directory_is_an_error(memory: Memory, tmp_path: Path) -> None:
-    with pytest.raises(PersistError, match="No such file or directory; make room"):
-        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "not" / "there"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(PersistError):
-        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "file"))
-    with small_disk(tmp_path / "disk", "ro") as disk:
-        for directory in (disk, disk / "checkpoints"):
-            with pytest.raises(PersistError, match="Read-only file system; make room"):
-                persist_label(memory.job_dir("n0"), V4, memory.config(directory))
-
-
-@pytest.mark.process
-def test_a_file_size_limit_is_an_error(memory: Memory, tmp_path: Path) -> None:
-    """Stands in for a full disk where none can be mounted."""
-    directory = tmp_path / "checkpoints"
-    process = spawn_node(memory, "n0", V4, memory.config(directory))
-    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
-    _, stderr = process.communicate(timeout=LIMIT_SECS)
-    assert process.returncode == 1
-    assert "PersistError" in stderr
-    assert "File too large" in stderr
-    assert no_debris(directory)
-
-
 def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     config = memory.config(directory, timeout_secs=0.2)
@@ -381,16 +336,6 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
 
 
-@pytest.mark.process
-def test_offline_a_corrupt_block_is_replaced_by_its_copy(memory: Memory, tmp_path: Path) -> None:
-    flip(memory, "n0", "rank0-slot0.arena", Section.REPLICATED, owner=True)
-    flip(memory, "n1", "rank1-slot0.arena", Section.HOST, owner=True)
-    directory = tmp_path / "checkpoints"
-    result = persist_offline([memory.job_dir(n).path for n in NODES], directory)
-    assert result.corrupt_blocks == 2
-    check_checkpoint(directory, V4)
-
-
 def test_offline_beyond_tolerance_says_what_is_missing(tmp_path: Path) -> None:
     memory = Memory(tmp_path / "memory", copies=0)
     memory.write(V4, made_up_images(DEGREES, 4))
@@ -402,18 +347,3 @@ def test_offline_beyond_tolerance_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(PersistError, match="expected those of one job"):
         persist_offline([memory.job_dir("n1").path, other.job_dir("n0").path], tmp_path / "checkpoints")
     assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.process
-def test_a_version_without_a_template_says_so(memory: Memory, tmp_path: Path) -> None:
-    from reft.state import codec
-
-    images = made_up_images(DEGREES, 8)
-    broken = {}
-    for at, rank in images.items():
-        blob = {**codec.decode(rank.host), "template": b""}
-        broken[at] = type(rank)(rank.replicated, rank.owned, codec.encode(blob))
-    memory.write(V8, broken, slot=1)
-    with pytest.raises(PersistError, match="carries no checkpoint template"):
-        persist_offline([memory.job_dir(n).path for n in NODES], tmp_path / "checkpoints")
-    assert no_debris(tmp_path / "checkpoints")

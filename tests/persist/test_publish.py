@@ -96,16 +96,6 @@ def test_what_was_published_is_found_and_verified(tmp_path: Path) -> None:
     assert (marker["job_id"], marker["incarnation"], marker["step"]) == (JOB, 1, 4)
 
 
-def test_a_pointer_of_the_program_names_what_latest_names(tmp_path: Path) -> None:
-    for step in (4, 8):
-        work, info = prepare(tmp_path, Label(1, step))
-        work.pointers.mkdir()
-        (work.pointers / "newest.txt").write_text(str(step))
-        publish(work, info, 2)
-        assert latest_tag(tmp_path) == f"global_step{step}"
-        assert (tmp_path / "newest.txt").read_text() == str(step)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
 def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Path, phase: str) -> None:
@@ -191,14 +181,6 @@ def test_what_reft_did_not_write_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "global_step4" / "mine.pt").read_text() == "precious"
 
 
-def test_incomplete_working_directories_are_never_published(tmp_path: Path) -> None:
-    work, info = prepare(tmp_path, Label(1, 4))
-    (work.root / "mp_rank_00_model_states.pt").write_text("short")
-    with pytest.raises(PersistError, match="incomplete"):
-        publish(work, info, 2)
-    assert latest_persisted(tmp_path) is None
-
-
 def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     write(tmp_path, Label(1, 4))
     write(tmp_path, Label(1, 8))
@@ -218,19 +200,6 @@ def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) 
     assert latest_persisted(tmp_path) is None
     with pytest.raises(PersistError, match="no complete checkpoint"):
         verify_persisted(tmp_path)
-
-
-def test_labels_of_different_jobs_do_not_compare(tmp_path: Path) -> None:
-    write(tmp_path, Label(9, 90), job_id="old")
-    write(tmp_path, Label(1, 4), job_id="new")
-    assert latest_persisted(tmp_path, "new").job_id == "new"  # type: ignore[union-attr]
-    assert latest_persisted(tmp_path, "old").label == Label(9, 90)  # type: ignore[union-attr]
-    # Unknown job: the one that ``latest`` names.
-    assert latest_persisted(tmp_path).job_id == "new"  # type: ignore[union-attr]
-    (tmp_path / "latest").write_text("global_step90")
-    assert latest_persisted(tmp_path).job_id == "old"  # type: ignore[union-attr]
-    # P7: a job never takes another's.
-    assert latest_persisted(tmp_path, "third") is None
 
 
 def test_p7_the_checkpoint_of_another_job_is_not_replaced(tmp_path: Path) -> None:
@@ -273,9 +242,3 @@ def test_p5_a_torn_latest_is_no_obstacle(tmp_path: Path) -> None:
     write(tmp_path, Label(1, 8))
     assert latest_tag(tmp_path) == "global_step8"
     assert newest_incarnation(tmp_path, JOB) == 1
-
-
-def test_a_missing_directory_holds_nothing(tmp_path: Path) -> None:
-    assert latest_persisted(tmp_path / "none") is None
-    with pytest.raises(PersistError):
-        verify_persisted(tmp_path / "none")

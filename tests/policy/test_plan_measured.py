@@ -15,7 +15,7 @@ from reft import cli
 from reft.profile.result import Activity, ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
-from tests.policy.planning import FP16, QUICK, SMALL, Run, write
+from tests.policy.planning import FP16, QUICK, SMALL, Run
 from tests.profile.test_simulated import profile as profile_of
 
 STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
@@ -71,15 +71,12 @@ def test_measured_windows_replace_estimated_ones(run: Run, tmp_path: Path, profi
 def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
     path = tmp_path / "profile.json"
     profiled.save(path)
-    config = json.loads(Path(FP16).read_text())
-    config["reft"] = {"variant": "host"}
     unknown = tmp_path / "unknown.json"
     replace(profiled, bandwidth_bytes_per_sec=None).save(unknown)
     for arguments, says in (
         ((FP16, *SMALL, "--profile", str(path)), "the profile is of 4 pipeline stages and a tensor-parallel"),
         ((FP16, *STAGES, "--profile", str(unknown)), "without --without-snapshots"),
         ((FP16, *STAGES, "--profile", FP16), "--profile: found format None"),
-        ((write(tmp_path / "ds.json", config), *STAGES, "--profile", str(path)), "leave --profile out"),
     ):
         result = run(*arguments)
         assert result.code == cli.EXIT_WRONG_USE

@@ -171,7 +171,7 @@ def test_the_bound_tells_another_order_of_operations() -> None:
 def test_its_recipe_is_plain_data_and_says_that_a_device_differs() -> None:
     optimizer = FusedAdam([torch.nn.Parameter(torch.ones(3))], adam_w_mode=False)
     assert recipe_of(optimizer) == AdamRecipe(AdamKind.APEX_FUSED, decoupled=False)
-    said = why_inexact(AdamRecipe(AdamKind.APEX_FUSED, decoupled=True, on_device=True), 0)
+    said = why_inexact(AdamRecipe(AdamKind.APEX_FUSED, decoupled=True, on_device=True))
     assert said is not None
     assert "apex.optimizers.fused_adam.FusedAdam, steps on a device" in said
     assert "reft.ExactAdam" in said

@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import comb
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.grid import Degrees, Topology
-from reft.protect.codes import Scheme, make_code
 from reft.protect.survival import (
     Weibull,
     losses_within,
     node_survival,
     persist_interval_secs,
     protected_survival,
-    survival_curve,
-    survived_losses,
-    unprotected_survival,
 )
 
 HOUR = 3600.0
 
 
-def grid(pp: int, dp: int, tp: int = 1) -> Topology:
-    """One node per (pp, dp); tensor-parallel ranks share it."""
-    degrees = Degrees(pp, dp, tp)
-    return Topology(degrees, degrees.coordinates(), tuple(f"n{c.pp}.{c.dp}" for c in degrees.coordinates()))
-
-
 def test_published_values() -> None:
     one = {size: losses_within(size, 1) for size in (4, 8, 16)}
     assert protected_survival(0.97, 16, one[4]) == pytest.approx(0.9794, abs=5e-5)
-    assert unprotected_survival(0.97, 16) == pytest.approx(0.6143, abs=5e-5)
     assert protected_survival(0.99, 64, one[8]) == pytest.approx(0.9787, abs=5e-5)
-    assert unprotected_survival(0.99, 64) == pytest.approx(0.5256, abs=5e-5)
-    arc = survived_losses(make_code(Scheme.parse("arc"), range(8)))
-    assert protected_survival(0.99, 64, arc) == pytest.approx(0.9937, abs=5e-5)
     assert protected_survival(0.999, 64, one[16]) == pytest.approx(0.99952, abs=5e-6)
-
-
-@pytest.mark.parametrize(("text", "size"), [("aec", 5), ("rs:2", 6), ("rs:3", 5), ("arc+aec", 4)])
-def test_the_formula_is_exact_for_mds_codes_and_a_lower_bound_for_others(text: str, size: int) -> None:
-    scheme = Scheme.parse(text)
-    counted = survived_losses(make_code(scheme, range(size)))
-    formula = losses_within(size, scheme.copies + scheme.parities)
-    if scheme.copies:
-        assert all(c >= f for c, f in zip(counted, formula, strict=True))
-    else:
-        assert counted == formula
-
-
-def test_arc_survives_every_loss_without_ring_neighbours() -> None:
-    for size in range(3, 12):
-        apart = tuple(size * comb(size - j, j) // (size - j) if 2 * j <= size else 0 for j in range(size + 1))
-        assert survived_losses(make_code(Scheme.parse("arc"), range(size))) == apart
-
-
-def test_groups_on_shared_nodes_survive_less() -> None:
-    scheme = Scheme.parse("aec")
-    survived = survived_losses(make_code(scheme, range(4)), ["A", "A", "B", "C"])
-    assert survived == (1, 2, 0, 0)
 
 
 @settings(max_examples=50)
@@ -108,23 +67,6 @@ def test_the_published_form_of_the_weibull_law() -> None:
         Weibull(0)
 
 
-def test_the_curve_falls_and_protection_lies_above() -> None:
-    curve = survival_curve([0, HOUR, 24 * HOUR, 240 * HOUR], (Weibull(1e7),), 16, losses_within(4, 1))
-    assert curve[0].protected == curve[0].unprotected == 1
-    assert all(a.protected > b.protected for a, b in pairwise(curve))
-    assert all(p.protected > p.unprotected for p in curve[1:])
-
-
 def test_what_cannot_be_computed_is_refused() -> None:
     with pytest.raises(ValueError, match="15 nodes in groups of 4"):
         protected_survival(0.9, 15, losses_within(4, 1))
-    with pytest.raises(ValueError, match="at most 20"):
-        survived_losses(make_code(Scheme.parse("none"), range(21)))
-
-
-def test_losses_that_take_all_holders_are_not_survived() -> None:
-    """ARC of five survives the pairs that are no neighbours, unless something else lies on just that pair."""
-    code = make_code(Scheme.parse("arc"), range(5))
-    assert survived_losses(code, holders=[{0}])[:2] == (1, 4)
-    assert survived_losses(code)[2] == 5
-    assert survived_losses(code, holders=[{0, 2}])[2] == 4

@@ -92,8 +92,8 @@ SCENARIOS = {
 }
 
 
-MORE = ("messages", "forged_message", "connections")
-NOT_OVER_MPI = ("connections", "peer_killed")
+MORE = ("messages", "forged_message")
+NOT_OVER_MPI = ("peer_killed",)
 """Sockets are not counted there, and a rank that dies ends the MPI job."""
 
 

@@ -24,7 +24,7 @@ from reft.recover.inventory import Inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.transfer import make_moves
 
-from .fleet import JOB, NEW, Fleet, inventories, place
+from .fleet import JOB, Fleet, inventories, place
 
 SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState.WRITING
 
@@ -198,11 +198,3 @@ def test_misfits_problems_and_foreign_arenas_are_told_once(job):
     for label in alone.by_label:
         assert set(together.by_label[label]) == set(alone.by_label[label])
         assert together.holders(label) == alone.holders(label)
-
-
-def test_planning_takes_part_in_few_groups():
-    """A rank of an unmoved job takes part in its own group alone, however many there are."""
-    fleet = Fleet(place(Degrees(4, 2, 4), "replica"))
-    found = inventories(fleet.records(NEW))
-    _, ranks = survey(found, fleet.topology, frozenset())
-    assert all(len(parts) == 1 for parts, _, _ in ranks)

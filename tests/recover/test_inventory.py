@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reft.errors import AuthenticationError, TransferError
+from reft.errors import AuthenticationError
 from reft.grid import Coordinate, Degrees
 from reft.mac import authenticate, check_authentic
 from reft.memory.header import ArenaState
@@ -41,21 +41,6 @@ def test_p11_every_flipped_byte_and_every_other_secret_is_refused():
         check_authentic(message[:10], SECRET, purpose)
     with pytest.raises(AuthenticationError):  # another kind of message of the same job
         check_authentic(message, SECRET, b"reft-profile-1")
-
-
-def test_another_version_of_the_format_is_a_typed_error():
-    with pytest.raises(TransferError, match="same version of reft"):
-        Inventory.unpack(b"\x93\x01\x02")
-
-
-def test_large_tables_stay_small():
-    fleet = Fleet(place(Degrees(1, 2, 1), "single"), scale=500, block_bytes=64)
-    inventory = inventories(fleet.records(NEW))[0]
-    blocks = len(inventory.arenas[0].header.entries)
-    assert blocks > 7000
-    message = inventory.pack()
-    assert Inventory.unpack(message) == inventory
-    assert len(message) < 16 * blocks
 
 
 def test_take_inventory_lists_arenas_and_names_unreadable_ones(tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from reft.errors import LayoutError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
 from reft.recover.decide import offline_topology, plan_verified
-from reft.recover.inventory import close_arenas, close_behind, open_arenas, take_inventory
+from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
@@ -48,13 +46,6 @@ def assert_whole(plan, arenas, label):
             assert np.array_equal(image, FLEET.image(at, section, label))
 
 
-def test_every_image_is_read_back(memory):
-    plan, bad, arenas = planned(memory)
-    assert plan.label == NEW
-    assert not bad
-    assert_whole(plan, arenas, NEW)
-
-
 def test_p5_damage_is_found_and_repaired_from_the_next_source(memory):
     damage(memory / "n0" / "rank0-slot1.arena", Section.REPLICATED, member=0)
     plan, bad, arenas = planned(memory)
@@ -85,20 +76,6 @@ def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
     close_arenas(arenas)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
     assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
-
-
-def test_what_was_read_is_unmapped_by_another_thread(memory):
-    def is_mapped() -> bool:
-        return str(memory / "n0") in Path("/proc/self/maps").read_text()
-
-    arenas = open_arenas(memory / "n0", take_inventory(memory / "n0", "n0", SECRET), SECRET)
-    assert is_mapped()
-    close_behind(arenas)
-    deadline = time.monotonic() + 60.0
-    while is_mapped():
-        assert time.monotonic() < deadline, "the arenas stay mapped"
-        time.sleep(0.01)
-    close_arenas(arenas)  # again is no error
 
 
 def test_offline_topology_names_what_is_missing(memory):

@@ -80,30 +80,6 @@ def test_every_loss_within_the_tolerance_is_restored_bit_for_bit(tmp_path, dp, c
     assert fatal or survives + 1 >= dp, "no loss beyond the tolerance was fatal: it is not tight"
 
 
-def test_the_lost_blocks_of_a_stripe_are_decoded_by_one_member(tmp_path):
-    """What they are decoded from is brought together once."""
-    fleet = written(tmp_path, 5, 0, 2, block_bytes=128, scale=9)
-    plan, _, _ = recovered(fleet, tmp_path, ("n1", "n2"), tmp_path / "scratch")
-    readers = {}
-    for coordinate, rebuild in plan.rebuilds.items():
-        for parity in set().union(*(block.parities for block in rebuild.blocks)):
-            readers.setdefault(parity, set()).add(coordinate)
-    assert {len(found) for found in readers.values()} == {1}
-    assert len(plan.rebuilds) == 3, "every member that is left decodes a part"
-
-
-def test_p5_a_corrupt_block_is_decoded_where_nothing_is_lost(tmp_path):
-    fleet = written(tmp_path, 3, 0, 1)
-    with Arena.open(tmp_path / "n1" / "rank0-slot0.arena", SECRET, writable=True) as arena:
-        entry = next(e for e in arena.header().entries if e.key.section is Section.REPLICATED)
-        arena.data[entry.arena_offset] ^= 1
-    plan, images, bad = recovered(fleet, tmp_path, (), tmp_path / "scratch")
-    assert [source.node for source in bad] == ["n1"]
-    assert [block.key for rebuild in plan.rebuilds.values() for block in rebuild.blocks] == [entry.key]
-    for (at, section), image in images.items():
-        np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
-
-
 def test_p5_what_is_decoded_from_other_data_is_never_restored(tmp_path):
     """Every block matches its checksum, and yet the result is wrong: the version falls down the ladder."""
     fleet = written(tmp_path, 3, 0, 1)

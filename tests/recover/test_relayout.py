@@ -133,11 +133,6 @@ def assert_each_makes_each(form: str, olds: list[Degrees], news: list[Degrees]) 
             assert not wrong, (old.degrees, new.degrees, at, wrong)
 
 
-def test_what_is_stored_of_a_layout_comes_back() -> None:
-    held = layout_of(Degrees(2, 2, 2), "zero1").held[1, 1]
-    assert Held.decode(held.encode()) == held
-
-
 @pytest.mark.parametrize("change", ["start", "at", "count", "source", "lost", "twice"])
 def test_a_wrong_move_is_found(change: str) -> None:
     """What judges the plans finds each of these, in whichever move."""

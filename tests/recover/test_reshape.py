@@ -132,14 +132,6 @@ def test_a_block_is_taken_apart_as_the_pieces_say(block_bytes: int) -> None:
             np.testing.assert_array_equal(made, wanted)
 
 
-def test_host_state_is_its_own_where_there_was_such_a_member() -> None:
-    for old, new in product(range(1, MOST + 1), repeat=2):
-        resize = Resize(old, new)
-        for dp in range(new):
-            assert resize.is_new(dp) == (dp >= old)
-            assert resize.host_from(dp) == dp if dp < old else resize.host_from(dp) < old
-
-
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -319,11 +311,3 @@ def test_p7_other_stages_are_refused_by_name() -> None:
     assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
     assert f"reft persist --job {JOB}" in str(refused)
     assert "ds_to_universal" in str(refused)
-
-
-def test_p7_partitions_of_different_sizes_are_refused() -> None:
-    fleet = Fleet(place(Degrees(1, 3, 1), "single"))
-    degrees = Degrees(1, 2, 1)
-    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1"))
-    with pytest.raises(LayoutError, match="not of one size"):
-        resized(fleet, fleet.records(NEW), ("n2",), topology)

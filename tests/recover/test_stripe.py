@@ -49,15 +49,6 @@ def check(stripe: Stripe) -> None:
         assert np.array_equal(data, IMAGE[lost.start_bytes : lost.start_bytes + lost.nbytes])
 
 
-def test_blocks_of_the_same_parities_are_one_stripe() -> None:
-    """Two lost members share most stripes: read once for both."""
-    assert max(map(len, STRIPES)) == 2
-    for stripe in STRIPES:
-        assert len({lost.parities for lost in stripe}) == 1
-    reads = [lost.parities for stripe in STRIPES for lost in stripe[:1]]
-    assert len(set().union(*reads)) == sum(map(len, reads)), "no parity belongs to two stripes"
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None:
@@ -81,31 +72,6 @@ def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None
         check(stripe)
     if room_bytes:
         assert pool.take(room_bytes) is not None, "everything was given back"
-
-
-def test_p9_the_pool_is_bounded_and_used_again() -> None:
-    pool = Pool(1000)
-    first = pool.take(600)
-    assert first is not None
-    assert pool.take(600) is None
-    pool.give_back(first)
-    assert pool.take(600) is first
-    pool.give_back(first)
-    assert pool.take(700) is not None, "a free buffer of another length makes room"
-    assert pool.take(600) is None
-
-
-def test_p6_memory_that_is_not_there_is_no_room() -> None:
-    """An error between sends and receives would leave peers waiting."""
-    assert Pool(2**62).take(2**60) is None
-
-
-def test_a_term_that_arrives_twice_is_refused() -> None:
-    stripe = made(STRIPES[0], Pool(10**6))
-    key = min(stripe.keys)
-    stripe.add(key, LEFT[key], stays=True)
-    with pytest.raises(KeyError):
-        stripe.add(key, LEFT[key], stays=True)
 
 
 @pytest.mark.parametrize("most_bytes", [0, 2 * BLOCK_BYTES, 10**6])

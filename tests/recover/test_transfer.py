@@ -83,10 +83,6 @@ def restored(results, name, label=NEW):
     return results[name]
 
 
-def test_messages_of_any_length_arrive(results):
-    assert all(result["equal"] for result in results["messages"])
-
-
 def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
     """Block tables go from rank to rank: rank 1 gives rank 0 one that was changed on the way."""
     assert [result["error"] for result in results["forged_message"]] == [
@@ -95,16 +91,6 @@ def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
         None,
         None,
     ]
-
-
-def test_a_load_connects_a_rank_with_its_sharding_group_only(results):
-    """Two groups of two members: beside the tree's, a rank has a connection to one peer and not to three."""
-    assert [result["added"] for result in results["connections"]] == [1] * WORLD_SIZE
-
-
-def test_the_connections_of_a_load_end_with_it_and_are_made_anew(results):
-    assert [result["left"] for result in results["connections"]] == [0] * WORLD_SIZE
-    assert all(result["again"] for result in results["connections"])
 
 
 def test_nodes_serve_groups_that_none_of_their_ranks_belongs_to(results):

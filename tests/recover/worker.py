@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -250,11 +249,7 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     if name == "no_room_to_decode":
         with no_room_for_files() if rank == 1 else nullcontext():
             return attempt(me.recover)
-    before = control.sent
-    report = me.report(me.recover())
-    if name == "decoded":
-        report["sent"] = {what: n - before[what] for what, n in control.sent.items()}
-    return report
+    return me.report(me.recover())
 
 
 def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
@@ -349,30 +344,6 @@ def stranger(rank: int) -> dict[str, object]:
     return found
 
 
-def connections() -> int:
-    return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("tcp"))
-
-
-def added_connections(root: Path, rank: int) -> dict[str, object]:
-    """What a load adds to the connections of the control plane."""
-    name = "older_in_one_group"
-    control = ControlGroup(60.0, node=SCENARIOS[name].placement.nodes[rank], secret=SECRET)
-    before = connections()
-    me = Rank(root, name, control)
-    assert not isinstance(me.recover(), NotRecoverable)
-    added = connections() - before
-    control.gather_bytes(b"")  # nobody ends a pair before all have counted
-    control.end_pairs()
-    control.gather_bytes(b"")
-    left = connections() - before
-    control.gather_bytes(b"")
-    peer = rank ^ 1
-    told = control.swap({peer: b"from %d" % rank})
-    control.gather_bytes(b"")
-    control.leave()
-    return {"added": added, "left": left, "again": told[peer] == b"from %d" % peer}
-
-
 def main() -> None:
     root = Path(sys.argv[1])
     if OVER_MPI:
@@ -397,8 +368,6 @@ def main() -> None:
             results[name] = messages(control)
         elif name == "forged_message":
             results[name] = forged_message(rank)
-        elif name == "connections":
-            results[name] = added_connections(root, rank)
         elif name == "whole_plan_executed":
             results[name] = execute_whole(Rank(root, name, control))
         elif name in RESIZED:

@@ -107,17 +107,16 @@ def test_under_zero_1_each_rank_makes_a_part_of_the_optimizers_step():
     assert protected >= plain
 
 
-@pytest.mark.parametrize("variant", [v for v in Variant if v is not Variant.NONE])
-def test_a_plan_estimates_hardly_less_than_what_is_simulated(variant: Variant):
-    """Copies to the host, transfers to peers: overhead as a part of the step."""
+def test_a_plan_estimates_hardly_less_than_what_is_simulated():
+    """Overhead as a part of the step."""
     for training in (job for group in experiments() for job in group.trainings):
         plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
         pipeline = one_f_one_b(training.stages, training.micro_batches)
-        pace = PlannedPace(training, variant)
+        pace = PlannedPace(training)
         assert pace.step_secs == pytest.approx(plain.makespan_secs, rel=0.02)
         for part in (0.1, 0.5, 1.0):
             nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
-            true = simulate_copying(variant, training, plain, nbytes, pipeline).makespan_secs
+            true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
             found = pace.fit({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
             assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
 

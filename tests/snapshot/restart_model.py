@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 
-from reft.memory.commit import preferred_label
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import place_group
+from reft.recover.decide import preferred_label
 from reft.snapshot.committing.slots import Slots
 from tests.snapshot.version_model import NOBODY, Choose
 from tests.snapshot.version_search import Explorer, newest

@@ -12,7 +12,7 @@ import pytest
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.memory.slot_files import SlotFiles
+from reft.memory.arena_files import SlotFiles
 from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet

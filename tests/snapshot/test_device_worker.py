@@ -21,8 +21,7 @@ from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
-from reft.memory.slot_files import SlotFiles
+from reft.memory.arena_files import SlotFiles, scan
 from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet

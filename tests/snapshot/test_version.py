@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.memory.commit import preferred_label
 from reft.memory.header import ArenaState
 from reft.naming import Label
+from reft.recover.decide import preferred_label
 from reft.snapshot.committing.protocol import (
     Abort,
     Begin,

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from reft.memory.commit import preferred_label
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import Rung
+from reft.recover.decide import preferred_label
 from reft.snapshot.committing import version
 from reft.snapshot.committing.protocol import (
     Begin,

@@ -23,9 +23,8 @@ from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.jobdir import write_json
-from reft.memory.slot_files import SlotFiles
 from reft.naming import Label
 from reft.node.protection import (
     REQUEST_FILE,

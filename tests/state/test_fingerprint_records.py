@@ -10,8 +10,7 @@ import pytest
 
 from reft.engine.identity import Identity
 from reft.errors import FingerprintError
-from reft.memory.fingerprints import record_fingerprint
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import JobDir, record_fingerprint
 from reft.naming import Label
 from reft.state.fingerprint import Fingerprint
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.door import format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.authenticated import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import ENV_ETCD_PASSWORD

@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reft.control.door import door_key, format_endpoint, is_loopback, parse_endpoint
+from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import (
     ENV_ETCD_CACERT,
@@ -37,9 +37,9 @@ from reft.env import (
     ENV_ETCD_USER,
 )
 from reft.errors import AuthenticationError, ConfigError
+from reft.job.usage import ETCD_BACKEND
 from reft.mac import authenticate, check_authentic
 
-BACKEND = "etcd-v3"
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
 _ENVIRONMENT = {
@@ -116,7 +116,7 @@ def _members(endpoint: str) -> tuple[tuple[str, ...], bool]:
     given = [e.strip() for e in endpoint.split(",") if e.strip()]
     if not given:
         raise ConfigError(
-            f"--rdzv-backend {BACKEND} needs the members of the etcd cluster: --rdzv-endpoint "
+            f"--rdzv-backend {ETCD_BACKEND} needs the members of the etcd cluster: --rdzv-endpoint "
             f"HOST1:{DEFAULT_PORT},HOST2:{DEFAULT_PORT},HOST3:{DEFAULT_PORT}"
         )
     schemes = {next((s for s in _SCHEMES if e.startswith(s)), "") for e in given}
@@ -205,8 +205,8 @@ class EtcdLine:
             self.messages: Any = importlib.import_module("etcd3.etcdrpc")
         except (ImportError, TypeError) as error:  # TypeError: etcd3's own messages, under a newer protobuf
             raise ConfigError(
-                f"--rdzv-backend {BACKEND} needs PyPI's python3-etcd3 (not etcd3), which cannot be imported "
-                f"({type(error).__name__}: {error}): pip install 'reft-ckpt[etcd]', or pip install "
+                f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which cannot be "
+                f"imported ({type(error).__name__}: {error}): pip install 'reft-ckpt[etcd]', or pip install "
                 f"python3-etcd3"
             ) from error
         self.settings = settings
@@ -387,7 +387,7 @@ class EtcdStore(RendezvousStore):
 
     def __init__(self, line: EtcdLine, secret: bytes, run_id: str, *, timeout_secs: float = 30.0) -> None:
         self._line = line
-        self._secret = door_key(secret, "etcd")
+        self._secret = purpose_key(secret, "etcd")
         self._timeout_secs = timeout_secs
         self._run = run_id
         self._leases = _Leases(line)

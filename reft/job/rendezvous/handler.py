@@ -108,7 +108,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._last_round = -1
         self._told_to_leave = False
         self._was_spare = False
-        self._settles_at = float("-inf")
+        self._forgotten_until = float("-inf")
         self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
         """Ranks that nodes had in the round before which have left since, as they were told to."""
@@ -247,8 +247,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         if self._this_node in state.redundancy_list:
             self._was_spare = True
         elif self._was_spare:
-            self._was_spare, self._settles_at = False, now + self._alive_secs
-        return now < self._settles_at
+            self._was_spare, self._forgotten_until = False, now + self._alive_secs
+        return now < self._forgotten_until
 
     def _may_take_a_place(self, state: JobState) -> bool:
         """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that

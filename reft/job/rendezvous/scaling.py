@@ -14,7 +14,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -23,12 +23,10 @@ from reft.control.rendezvous_store import StoreError
 from reft.errors import AuthenticationError
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
-from reft.job.board import StatusBoard
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
 from reft.job.rendezvous.state import JobState, Scaling, member_of
-from reft.job.stop_signals import StopSignals
 from reft.memory.scale_orders import (
     ORDER_FILE,
     ScaleAnswer,
@@ -43,6 +41,10 @@ from reft.memory.scale_orders import (
 from reft.node.protection import read_record
 from reft.node.report import Board
 from reft.protect.codes import Scheme
+
+if TYPE_CHECKING:
+    from reft.job.board import StatusBoard
+    from reft.job.launch import StopSignals
 
 logger = logging.getLogger(__name__)
 

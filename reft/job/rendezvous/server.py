@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reft.control.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.authenticated import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import Journal, KeyValueServer
 from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
-from reft.memory.user_secret import user_secret
+from reft.memory.jobdir import user_secret
 from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class RendezvousServer:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
         port: port to listen on; 0 takes a free one.
-        secret: the user's; None: as :func:`reft.memory.user_secret.user_secret` finds it.
+        secret: the user's; None: as :func:`reft.memory.jobdir.user_secret` finds it.
         state_dir: directory that keeps what is stored, for a server that takes this one's place; None: memory
             alone.
 

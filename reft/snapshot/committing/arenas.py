@@ -14,7 +14,7 @@ from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
-from reft.memory.slot_files import SlotFiles
+from reft.memory.arena_files import SlotFiles
 from reft.naming import Label
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.copying.engine import CopyEngine

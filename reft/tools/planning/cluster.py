@@ -27,9 +27,6 @@ PCIE_5_X16 = 63.0 * GB
 LINK_EFFICIENCY = 0.8
 """Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
-PAGEABLE_SHARE = 0.39
-"""Bandwidth of a copy into memory that is not pinned against one that is: 2.3 against 5.9 GB/s in NVIDIA's
-"How to Optimize Data Transfers in CUDA C/C++" (developer blog, 2012)."""
 MEMORY_SHARE = 0.5
 """Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
 

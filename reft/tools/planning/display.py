@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from reft.policy.choose import GIB, Alternative, amount
 from reft.tools.planning.plan import JobPlan
-from reft.tools.planning.survival import HOUR, duration
 
 
 def show_plan(plan: JobPlan, console: Console) -> None:
@@ -21,7 +18,7 @@ def show_plan(plan: JobPlan, console: Console) -> None:
 
     order, rate = "-".join(plan.job.layout.order), plan.stages[0].bytes_per_sec
     say(
-        f"{plan.job.training.name}, {plan.survival.nodes} nodes, rank order {order}: a step takes "
+        f"{plan.job.training.name}, {plan.nodes} nodes, rank order {order}: a step takes "
         f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
         f"{rate / 1e9:.3g} GB/s ({plan.source})"
     )
@@ -32,13 +29,6 @@ def show_plan(plan: JobPlan, console: Console) -> None:
     for why, names in by_reason.items():
         say(f"not in the table: {', '.join(names)}: {why}", "dim")
     console.print(_stages(plan), markup=False)
-    console.print(_survival(plan), markup=False)
-    seen = plan.survival
-    say(
-        f"The first node of the job fails after about {duration(seen.job_failure_secs)}. For a survival of "
-        f"{seen.target:g} persist every {duration(seen.persist_secs)}; without protection it would be every "
-        f"{duration(seen.unprotected_secs)}."
-    )
     say(f"Snapshots {plan.why_rate}.")
     say(f"On storage {plan.storage.why}.")
     for failure in plan.job.cluster.failures:
@@ -112,21 +102,6 @@ def _stages(plan: JobPlan) -> Table:
             f"{s.window_bytes / 1e9:.3f}",
             _gb(s.load.to_host_bytes),
         )
-    return table
-
-
-def _survival(plan: JobPlan) -> Table:
-    points = plan.survival.curve()
-    table = numbers_table("probability that no state is lost, living on memory alone", "after")
-    for point in points:
-        table.add_column(duration(point.secs) if point.secs > HOUR else "1 h", justify="right", no_wrap=True)
-    rows: list[tuple[str, Any]] = [
-        (f"{plan.planned.name}{'' if plan.survival.exact else ', at least'}", lambda p: p.protected),
-        ("without", lambda p: p.unprotected),
-        ("one node", lambda p: p.node),
-    ]
-    for name, of in rows:
-        table.add_row(name, *(f"{of(point):.5f}" for point in points))
     return table
 
 

@@ -117,8 +117,10 @@ def plan_job(
         ConfigError: what the configuration asks for cannot be planned; says what to write.
     """
     block = parse_block(dict(part_of(config, BLOCK_NAME)))
-    if block.variant is Variant.NONE:
-        raise ConfigError('"variant": "none" takes no snapshots: there is nothing to plan')
+    if block.variant is not Variant.HAS:
+        raise ConfigError(
+            f'"variant" is "{block.variant}", which measurements alone need; write "has" to plan it'
+        )
     notes: list[str] = []
     half, owned = _bytes_of(config, layouting.pp, notes)
     if parameters is not None and not 0 < parameters < 1e15:

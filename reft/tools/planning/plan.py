@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, AUTO, ReftConfig, Variant
+from reft.config import AOR, AUTO, ReftConfig
 from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
@@ -20,7 +20,7 @@ from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace
-from reft.tools.planning.survival import StoragePlan, Survival, plan_storage, survival_of
+from reft.tools.planning.storage import StoragePlan, plan_storage
 
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
@@ -55,8 +55,11 @@ class JobPlan:
     planned: Alternative
     configured: str
     pace: PlannedPace
-    survival: Survival
     max_overhead: float
+
+    @property
+    def nodes(self) -> int:
+        return len(set(self.job.topology.nodes))
 
     @property
     def overhead(self) -> float:
@@ -90,16 +93,8 @@ class JobPlan:
     @cached_property
     def storage(self) -> StoragePlan:
         """How often versions go to storage, and why."""
-        job, training = self.job, self.job.training
-        state = training.tensor * sum(job.state_bytes(p) for p in range(training.stages))
-        return plan_storage(
-            job.block.persist,
-            job.cluster,
-            self.survival,
-            step_secs=self.pace.step_secs * (1 + self.overhead),
-            node_bytes=state / self.survival.nodes,
-            version_steps=self.version_steps,
-        )
+        step_secs = self.pace.step_secs * (1 + self.overhead)
+        return plan_storage(self.job, self.planned, step_secs, self.version_steps)
 
     @property
     def version_steps(self) -> int:
@@ -154,7 +149,7 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, labelled as estimated."""
-        job, training, seen = self.job, self.job.training, self.survival
+        job, training = self.job, self.job.training
         return {
             ESTIMATED: True,
             "well": not self.problems,
@@ -164,7 +159,7 @@ class JobPlan:
             "job": {
                 "model": training.model,
                 "cluster": job.cluster.name,
-                "nodes": seen.nodes,
+                "nodes": self.nodes,
                 "devices": training.devices,
                 **asdict(job.layout.degrees),
                 "rank_order": "-".join(job.layout.order),
@@ -212,15 +207,6 @@ class JobPlan:
                 }
                 for s in self.stages
             ],
-            "survival": {
-                "failures": [failure.model_dump() for failure in job.cluster.failures],
-                "exact": seen.exact,
-                "first_failure_secs": seen.job_failure_secs,
-                "target": seen.target,
-                "persist_interval_secs": seen.persist_secs,
-                "persist_interval_secs_without": seen.unprotected_secs,
-                "curve": [asdict(point) for point in seen.curve()],
-            },
         }
 
     def _alternative_json(self, alternative: Alternative) -> dict[str, Any]:
@@ -249,7 +235,6 @@ def make_plan(
     job: PlannedJob,
     *,
     tolerance: int | None = None,
-    target: float,
     protection: str | None = None,
     memory_bytes: int | None = None,
     max_overhead: float | None = None,
@@ -260,7 +245,6 @@ def make_plan(
     Args:
         job: what is planned.
         tolerance, protection, max_overhead: instead of the block's.
-        target: wished survival between two persisted checkpoints.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
         profile: measured windows, instead of estimated ones.
 
@@ -270,7 +254,7 @@ def make_plan(
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
-    pace = PlannedPace(job.training, Variant(block.variant.value), _measured(job, profile))
+    pace = PlannedPace(job.training, _measured(job, profile))
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
         recomputed = False
@@ -294,14 +278,12 @@ def make_plan(
     )
     name = f"{AUTO if configured is None else configured}{AOR if recomputed else ''}"
     planned = choice.chosen if configured is None else choice.of(name)
-    causes = [failure.weibull for failure in job.cluster.failures]
     return JobPlan(
         job=job,
         choice=choice,
         planned=planned,
         configured=name,
         pace=pace,
-        survival=survival_of(job.topology, planned, causes, target),
         max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
     )
 
@@ -309,8 +291,6 @@ def make_plan(
 def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | None:
     if profile is None:
         return None
-    if job.block.variant.value != Variant.HAS.value:
-        raise ConfigError(f'"variant": "{job.block.variant.value}" copies in no windows; leave --profile out')
     share = job.block.has.compute_share
     if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
         share = 1.0 if profile.method.clock == "device" else 0.0

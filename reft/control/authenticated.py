@@ -1,7 +1,7 @@
-"""Doors between hosts (TCP) and processes of a host (Unix): who does not prove that it knows the secret gets
-nothing (P11).
+"""Servers between hosts (TCP) and processes of a host (Unix): a client that does not prove that it knows the
+secret gets nothing (P11).
 
-A door listens on one address and speaks :class:`reft.control.wire.Channel`: before both sides have
+A server listens on one address and speaks :class:`reft.control.wire.Channel`: before both sides have
 proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
 """
 
@@ -92,24 +92,24 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
 
 def listen_locally(name: str) -> socket.socket:
     """Listen on the abstract Unix socket ``name``, which processes of this network namespace can reach;
-    :func:`knock` calls it ``@name``."""
+    :func:`connect_authenticated` calls it ``@name``."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
     listener.listen(_BACKLOG)
     return listener
 
 
-def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
-    """Connect to a door and prove the secret.
+def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
+    """Connect to a server and prove the secret.
 
     Args:
         endpoint: ``host:port``, or ``@name`` of a Unix socket.
         secret: the user's secret.
-        purpose: what the door is for; doors for something else do not open.
+        purpose: what the server is for; servers for something else refuse.
         timeout_secs: bounds connecting, the handshake, and later every read and write.
 
     Raises:
-        AuthenticationError: it is no door of ours, or has another secret.
+        AuthenticationError: it is no server of ours, or has another secret.
         OSError: nothing answers.
     """
     connection = _dial(endpoint, timeout_secs)
@@ -117,7 +117,7 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
         _keep_alive(connection)
         return Channel(
             connection,
-            door_key(secret, purpose),
+            purpose_key(secret, purpose),
             server=False,
             line=f"the {purpose} at {endpoint}",
             handshake_secs=timeout_secs,
@@ -138,7 +138,7 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
 
 
 _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Of all doors and of all who knocked."""
+"""Of all servers, and of their clients."""
 
 
 def _close_in_child() -> None:
@@ -170,13 +170,13 @@ def _open(endpoint: str, timeout_secs: float) -> socket.socket:
     return connection
 
 
-class Door:
+class AuthenticatedServer:
     """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
 
     Args:
-        listener: listening; the door closes it.
+        listener: listening; this closes it.
         secret: the user's secret.
-        purpose: as in :func:`knock`.
+        purpose: as in :func:`connect_authenticated`.
         serve: talks to one peer until it returns or raises EOFError or OSError; the channel is closed
             after it, unless it returns True: then it belongs to whoever it gave it to.
     """
@@ -186,7 +186,7 @@ class Door:
     ) -> None:
         self._listener = listener
         _SOCKETS.add(listener)
-        self._secret = door_key(secret, purpose)
+        self._secret = purpose_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
         self._lock = threading.Lock()
@@ -200,7 +200,7 @@ class Door:
         else:
             self.host, self.port = listener.getsockname()[:2]
             self.endpoint = format_endpoint(self.host, self.port)
-        self._thread = threading.Thread(target=self._accept, name=f"door of the {purpose}", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"server of the {purpose}", daemon=True)
         self._thread.start()
 
     def stop_listening(self) -> None:
@@ -295,8 +295,8 @@ class Door:
                 self._strangers -= 1
 
 
-def door_key(secret: bytes, purpose: str) -> bytes:
-    """A key of its own for every kind of door: a proof made for one opens no other."""
+def purpose_key(secret: bytes, purpose: str) -> bytes:
+    """A key of its own for every purpose: a proof made for one is none for another."""
     return derive_key(secret, b"reft-door", purpose.encode())
 
 
