@@ -465,8 +465,8 @@ def nodes_may_change() -> str:
 
 
 def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica of another degree, from those of a replica of the old one, without those that
-    do not go there, which :data:`LEFT` names."""
+    """The positions of a replica of another degree, from those of a replica of the old one, without those
+    that do not go there, which :data:`LEFT` names."""
     moved, lost, said = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
@@ -519,8 +519,8 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def why_bound(loader: Any, batch: int) -> str | None:
-    """Why the position in torch's ``loader`` may not go to another degree, and what to write, where a step has
-    ``batch`` samples; None: it does."""
+    """Why the position in torch's ``loader`` may not go to another degree, where a step has so many samples, and
+    what to write; None: it does."""
     dealt = dealt_by(loader)
     if dealt is not None and dealt.samples % batch == 0:
         return None
