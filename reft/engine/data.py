@@ -521,7 +521,6 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 def why_bound(loader: Any, batch: int) -> str | None:
     """Why the position in torch's ``loader`` may not go to another degree, and what to write; None: it does.
     ``batch``: samples of a step."""
-
     dealt = dealt_by(loader)
     if dealt is not None and dealt.samples % batch == 0:
         return None
