@@ -61,6 +61,9 @@ _PING_SECS = 5.0
 _DAEMON_END_SECS = 30.0
 _FORK_SECS = 30.0
 _LAST_WORDS_SECS = 1.0
+_START_SECS = 600.0
+_END_SECS = 300.0
+_LINGER_SECS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -366,11 +369,6 @@ def _abort(world: Any, code: int) -> NoReturn:
     world.Abort(code)
     # It does not return; where a library lets it, this process ends all the same.
     os._exit(code)
-
-
-_START_SECS = 600.0
-_END_SECS = 300.0
-_LINGER_SECS = 3600.0
 
 
 def make_parser() -> Parser:
