@@ -1,4 +1,4 @@
-"""``reft inspect``, ``verify``, ``persist``, ``clean``: the memory of a job, live or dead, without its processes."""
+"""``reft inspect``, ``verify``, ``persist``, ``clean``: a job's memory, without its processes."""
 
 from __future__ import annotations
 

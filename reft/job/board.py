@@ -75,11 +75,7 @@ class StatusBoard:
 
     Args:
         connect: makes a connection to the job's store that nobody else uses.
-        observer: of this node.
         is_spare: whether this node waits for a place.
-        job_id: the job.
-        node: this node's id.
-        path: the job's memory on this node.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ _MOST_STACK_CHARS = 16_000
 
 
 class Hangs:
-    """Of one node's trainers, in one round at a time.
-
-    Args:
-        node: this node's name.
-        job_dir: the job's memory on this node.
-    """
+    """Of one node's trainers, in one round at a time."""
 
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node

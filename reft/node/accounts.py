@@ -134,11 +134,7 @@ class Counts:
 
 
 class Accounts:
-    """Used by one thread.
-
-    Args:
-        path: the job's memory on this node.
-    """
+    """Used by one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
