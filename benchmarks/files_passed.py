@@ -33,8 +33,9 @@ passed: set[tuple[str, str]] = set()
 
 def _note(frame: FrameType, event: str, _: Any) -> None:
     code = frame.f_code
-    # Bodies of modules and classes, which are executed when they are imported, are not optimized code.
-    if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(FOLDERS):
+    # Not what is executed when modules are imported: bodies of modules and classes, tables made there.
+    made = code.co_flags & CO_OPTIMIZED and not code.co_qualname.startswith("<")
+    if event == "call" and made and code.co_filename.startswith(FOLDERS):
         passed.add((os.path.relpath(code.co_filename, ROOT), code.co_qualname))
 
 

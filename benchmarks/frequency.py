@@ -30,8 +30,8 @@ import numpy.typing as npt
 from results import machine, run_lines
 
 from reft.policy.storage_interval import (
+    Goals,
     StorageCosts,
-    Wishes,
     memory_losses_per_sec,
     storage_interval,
 )
@@ -135,7 +135,7 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
             costs = StorageCosts(options.step_secs, options.cost_part * write, write)
             lives = unit_lives * mtbf
             chosen = storage_interval(costs, mtbf)
-            allowed = storage_interval(costs, mtbf, Wishes(max_overhead=options.max_overhead))
+            allowed = storage_interval(costs, mtbf, Goals(max_overhead=options.max_overhead))
             tried = {*every_interval(costs, mtbf, options.intervals), chosen.steps, allowed.steps}
             found = {k: effective_training(costs, k, lives, options.restart_secs) for k in sorted(tried)}
             least = costs.cost_secs / (options.max_overhead * costs.step_secs) * (1 - 1e-9)

@@ -190,14 +190,14 @@ class PlainCopyWay(Way):
 def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
     from reft.engine import deepspeed_engine
-    from reft.engine.memory_rung import MemoryRung
+    from reft.engine.memory_restore import MemoryRestorer
     from reft.recover.complete import Completion
 
     for stage in ("begin", "take", "seal"):
         watch.watch(Completion, stage, _COMPLETING)
-    watch.watch(MemoryRung, "survey", "inventory_and_plan")
+    watch.watch(MemoryRestorer, "survey", "inventory_and_plan")
     watch.watch(deepspeed_engine, "restore_host_state", "host_state")
-    watch.watch(MemoryRung, "protect", "protect")
+    watch.watch(MemoryRestorer, "protect", "protect")
 
 
 class ReftWay(Way):

@@ -28,7 +28,7 @@ from megatron_patches.core.weave import MegatronWeaver
 from reft import log
 from reft.config_read import parse_block
 from reft.engine.engine import ClientState
-from reft.engine.memory_rung import MemoryRung
+from reft.engine.memory_restore import MemoryRestorer
 from reft.engine.restore import wrap_call
 from reft.engine.session import Session
 from reft.engine.start_checks import say_untried_device, warn
@@ -108,7 +108,7 @@ class MegatronProtection:
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
         self._engine = engine
-        self.memory = MemoryRung(session)
+        self.memory = MemoryRestorer(session)
         self.half_written = False
         """Whether a version turned out corrupt while it was restored: all of the state has to be loaded."""
         self._begun = self._stepped = self._said = False

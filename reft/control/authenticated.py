@@ -36,11 +36,7 @@ _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
 
 
 def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Split ``host[:port]``; IPv6 addresses are in brackets.
-
-    Raises:
-        ConfigError: the port is no number.
-    """
+    """Split ``host[:port]``; IPv6 addresses are in brackets. Raises ConfigError: the port is no number."""
     host, separator, port = endpoint.strip().rpartition(":")
     if not separator or port.endswith("]"):
         host, port = endpoint.strip(), str(default_port)
@@ -65,8 +61,6 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
     """Listen on the address that ``host`` resolves to on this machine, and on no other.
 
     Args:
-        host: name or address of this machine.
-        port: 0 takes a free one.
         option: what the user gave ``host`` with.
 
     Raises:
@@ -104,7 +98,6 @@ def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_se
 
     Args:
         endpoint: ``host:port``, or ``@name`` of a Unix socket.
-        secret: the user's secret.
         purpose: what the server is for; servers for something else refuse.
         timeout_secs: bounds connecting, the handshake, and later every read and write.
 
@@ -174,9 +167,6 @@ class AuthenticatedServer:
     """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
 
     Args:
-        listener: listening; this closes it.
-        secret: the user's secret.
-        purpose: as in :func:`connect_authenticated`.
         serve: talks to one peer until it returns or raises EOFError or OSError; the channel is closed
             after it, unless it returns True: then it belongs to whoever it gave it to.
     """

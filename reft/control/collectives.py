@@ -24,11 +24,8 @@ def network_errors(doing: str) -> Iterator[None]:
 
 
 def allgather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Bytes of every rank, in rank order, on every rank. Lengths may differ; empty ones cost nothing.
-
-    Raises:
-        TransferError: if a peer is gone.
-    """
+    """Bytes of every rank, in rank order, on every rank. Lengths may differ; empty ones cost nothing. Raises
+    TransferError: if a peer is gone."""
     with network_errors("an all-gather"):
         me, world_size = dist.get_rank(group), dist.get_world_size(group)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]

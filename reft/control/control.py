@@ -47,7 +47,7 @@ class Ballot:
             largest of all ranks).
         order: number of the newest order to switch protection that this rank knows of (result: the newest).
         late: the next votes will lag behind training here (result: anywhere).
-        rung: how far this rank would degrade the protection for want of memory (result: the farthest).
+        level: how far this rank would degrade the protection for want of memory (result: the farthest).
         persist_steps: how often versions should go to storage for this rank (result: the largest of all);
             0: as the block says.
         complains: something failed here that the peers have not heard of (result: anywhere).
@@ -59,7 +59,7 @@ class Ballot:
     interval_steps: int = 1
     order: int = 0
     late: bool = False
-    rung: int = 0
+    level: int = 0
     persist_steps: int = 0
     complains: bool = False
 

@@ -50,8 +50,6 @@ class KeyValueServer:
     """Serves a table to everybody who knows the secret.
 
     Args:
-        listener: listening socket; closed with the server.
-        secret: the user's secret.
         table: what it holds from the start.
         journal: keeps the table on disk, and has that of an earlier server.
     """
@@ -177,13 +175,7 @@ def _bytes(value: Any) -> bytes:
 
 
 class StoreRelay:
-    """Another store, for those on this host who speak to a :class:`KeyValueServer`.
-
-    Args:
-        listener: listening socket; closed with the relay.
-        secret: the user's secret.
-        store: that answers.
-    """
+    """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
 
     def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
         self._store = store
@@ -230,10 +222,7 @@ class KeyValueStore(RendezvousStore):
     connection broke.
 
     Args:
-        endpoint: ``host:port`` of the server.
-        secret: the user's secret.
         timeout_secs: for every request, and for the keys that :meth:`get` waits for.
-        prefix: put before every key.
     """
 
     def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
@@ -376,12 +365,7 @@ _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 
 class _HeldName:
     """Keeps a name at the rendezvous store for as long as this process lives. A connection that breaks is
-    made again at once, by a thread of its own.
-
-    Args:
-        dial: connects to the store.
-        name: to be known by.
-    """
+    made again at once, by a thread of its own."""
 
     def __init__(self, dial: Callable[[], Channel], name: str) -> None:
         self._dial = dial
@@ -440,7 +424,6 @@ class Journal:
 
     Args:
         directory: where it is kept; made if it is missing, for its user alone.
-        secret: the user's secret.
 
     Raises:
         ConfigError: the directory cannot be used, or another server uses it.

@@ -39,10 +39,8 @@ class Endpoint:
     """Where a rank takes connections.
 
     Attributes:
-        rank: whose it is.
         node: equal where a Unix socket leads there: one node, one network namespace.
         local: ``@name`` of the Unix socket.
-        remote: ``host:port``.
     """
 
     rank: int
@@ -59,25 +57,13 @@ class Endpoint:
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> Endpoint:
-        """What was packed.
-
-        Raises:
-            AuthenticationError: by one who has another secret.
-        """
+        """What was packed. Raises AuthenticationError: by one who has another secret."""
         return cls(*msgpack.unpackb(check_authentic(data, secret, _ENDPOINT)))
 
 
 class Reception:
-    """Takes in the connections of other ranks until it is closed.
-
-    Args:
-        rank: this rank.
-        node: the node that it runs on.
-        secret: what both sides prove.
-
-    Raises:
-        ConfigError: no address can be listened on.
-    """
+    """Takes in the connections of other ranks until it is closed. Raises ConfigError: no address can be
+    listened on."""
 
     def __init__(self, rank: int, node: str, secret: bytes) -> None:
         self._secret = secret
@@ -101,12 +87,6 @@ class Reception:
 
     def await_call(self, kind: str, rank: int, deadline: float, go_on: GoOn) -> Channel:
         """The connection that ``rank`` makes for ``kind``.
-
-        Args:
-            kind: what it is for.
-            rank: who calls.
-            deadline: of ``time.monotonic()``.
-            go_on: asked now and then; the wait ends when it says no.
 
         Raises:
             TimeoutError: it did not come.

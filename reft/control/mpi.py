@@ -24,11 +24,8 @@ _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 2e-5, 1e-3
 
 
 def load_mpi() -> Any:
-    """``mpi4py.MPI``, initialised.
-
-    Raises:
-        ConfigError: there is no mpi4py or no MPI library, or it may not be called by several threads.
-    """
+    """``mpi4py.MPI``, initialised. Raises ConfigError: there is no mpi4py or no MPI library, or it may not be
+    called by several threads."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -42,15 +39,7 @@ def load_mpi() -> Any:
 
 
 def require_threads(level: int, levels: Sequence[int]) -> None:
-    """Refuse an MPI that several threads may not call at once.
-
-    Args:
-        level: what ``MPI.Query_thread`` says.
-        levels: the values of the four levels, the lowest first.
-
-    Raises:
-        ConfigError: it is not the highest.
-    """
+    """Refuse an MPI that several threads may not call at once. Raises ConfigError: it is not the highest."""
     if level < levels[-1]:
         name = next((n for n, value in zip(_LEVELS, levels, strict=True) if value == level), str(level))
         raise ConfigError(
@@ -87,22 +76,15 @@ class Communicators:
     """Duplicates of one communicator, on which nothing else is done.
 
     A request for a duplicate cannot be taken back: what one attempt has waited for in vain, the next takes
-    up, so that the n-th of all ranks belong together.
-
-    Args:
-        parent: an intra-communicator of all ranks.
-    """
+    up, so that the n-th of all ranks belong together."""
 
     def __init__(self, parent: Any) -> None:
         self._parent = parent
         self._asked: tuple[Any, Any] | None = None
 
     def fresh(self, timeout_secs: float, go_on: GoOn) -> Any:
-        """The next duplicate. Collective.
-
-        Raises:
-            TransferError: not all ranks came in time, or ``go_on`` said no.
-        """
+        """The next duplicate. Collective. Raises TransferError: not all ranks came in time, or ``go_on`` said
+        no."""
         deadline, pauses = time.monotonic() + timeout_secs, Pauses()
         if self._asked is None:
             self._asked = self._parent.Idup()

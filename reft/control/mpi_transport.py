@@ -30,13 +30,7 @@ AHEAD = 2
 
 
 class Outgoing:
-    """What one peer gets.
-
-    Args:
-        communicator: of both.
-        peer: its rank there.
-        views: flat bytes, none of them empty.
-    """
+    """What one peer gets."""
 
     def __init__(self, communicator: Any, peer: int, views: Sequence[memoryview]) -> None:
         self._comm = communicator
@@ -78,13 +72,7 @@ class Outgoing:
 
 
 class Incoming:
-    """What one peer sends. What was taken and has no place yet waits here, also for the next exchange.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        communicator: of both.
-        peer: its rank there.
-    """
+    """What one peer sends. What was taken and has no place yet waits here, also for the next exchange."""
 
     def __init__(self, mpi: Any, communicator: Any, peer: int) -> None:
         self._mpi = mpi
@@ -158,13 +146,7 @@ _abandoned: list[Any] = []
 
 
 class MpiTransport:
-    """See :class:`reft.control.transport.Transport`.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        communicator: of all ranks, for this alone.
-        limits: of waiting.
-    """
+    """See :class:`reft.control.transport.Transport`."""
 
     def __init__(self, mpi: Any, communicator: Any, limits: Limits) -> None:
         self._mpi = mpi
@@ -339,11 +321,8 @@ class MpiTransport:
         self._require_all()
 
     def _require_all(self, call: int | None = None) -> None:
-        """See that nobody has left, or only such as have finished this collective.
-
-        Raises:
-            EOFError: somebody has.
-        """
+        """See that nobody has left, or only such as have finished this collective. Raises EOFError: somebody
+        has."""
         for rank, finished in self._left.items():
             if call is None or finished < call:
                 raise EOFError(f"{self._name(rank)} left")

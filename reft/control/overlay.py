@@ -37,12 +37,7 @@ class Store(Protocol):
 
 
 class Overlay:
-    """One rank's connections to the others: a :class:`~reft.control.transport.Transport` over sockets.
-
-    Attributes:
-        tree: for collectives.
-        peers: for bytes between pairs.
-    """
+    """One rank's connections to the others: a :class:`~reft.control.transport.Transport` over sockets."""
 
     def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
         self.tree = tree
@@ -74,14 +69,8 @@ def connect(
     """Connect this rank with the others. Collective.
 
     Args:
-        store: the same on all ranks.
-        prefix: of all keys; of this overlay alone.
-        rank: this rank.
-        world_size: all ranks.
         node: the node that this rank runs on; ranks of a node meet over Unix sockets.
-        secret: the same on all ranks.
         timeout_secs: to connect, and later for each collective and each exchange.
-        go_on: asked now and then; the wait ends when it says no.
         on_silence: told, beside the log, whose answer is missing for long in a collective or an exchange.
 
     Raises:
@@ -170,11 +159,7 @@ class _Joining:
             raise
 
     def go_on(self) -> bool:
-        """Whether to wait on.
-
-        Raises:
-            TransferError: another rank has given up.
-        """
+        """Whether to wait on. Raises TransferError: another rank has given up."""
         if time.monotonic() > self._hear_at:
             self._hear_at = time.monotonic() + _HEAR_SECS
             if self._store.check([self._key("failed")]):

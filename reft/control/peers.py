@@ -29,10 +29,7 @@ class Peers:
     """One rank's connections to those that it exchanges bytes with. Used by one thread.
 
     Args:
-        reception: where others connect.
-        endpoint_of: where a rank takes connections.
         watched: the connections whose end means that the exchange comes to nothing.
-        limits: of its transport.
     """
 
     def __init__(

@@ -152,19 +152,13 @@ class Transport(Protocol):
     limits: Limits
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The smallest of every entry (64 bits) over all ranks, on all ranks.
-
-        Raises:
-            TransferError: a rank is gone, silent, or in another collective.
-        """
+        """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError: a rank is
+        gone, silent, or in another collective."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, in rank order, on every rank. Lengths may differ.
-
-        Raises:
-            TransferError: a rank is gone, silent, or in another collective.
-        """
+        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises TransferError: a rank
+        is gone, silent, or in another collective."""
         ...
 
     def stream(

@@ -41,15 +41,7 @@ def children_of(index: int, size: int) -> range:
 
 
 class Tree:
-    """One rank's place in the tree. Used by one thread.
-
-    Args:
-        rank: this rank.
-        world_size: all ranks.
-        parent: connection to the parent; None at the root.
-        children: connections to the children.
-        limits: of its transport.
-    """
+    """One rank's place in the tree. Used by one thread."""
 
     def __init__(
         self,
@@ -73,11 +65,8 @@ class Tree:
         return self._children if self._parent is None else (self._parent, *self._children)
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The smallest of every entry over all ranks, on all ranks.
-
-        Raises:
-            TransferError: a rank is gone, silent, or in another collective.
-        """
+        """The smallest of every entry over all ranks, on all ranks. Raises TransferError: a rank is gone,
+        silent, or in another collective."""
 
         def merge(mine: list[int], theirs: list[int]) -> list[int]:
             return [min(pair) for pair in zip(mine, theirs, strict=True)]
@@ -86,11 +75,8 @@ class Tree:
         return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, in rank order, on every rank. Lengths may differ.
-
-        Raises:
-            TransferError: a rank is gone, silent, or in another collective.
-        """
+        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises TransferError: a rank
+        is gone, silent, or in another collective."""
 
         def merge(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
             return [mine[0] + theirs[0], mine[1] + theirs[1]]

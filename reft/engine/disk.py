@@ -1,4 +1,4 @@
-"""Checkpoints on disk, the last rung of the ladder: which there are, in what order, and which are sound.
+"""Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are sound.
 
 Rank 0 looks, all ranks hear what it found, and all read and check: each file of a checkpoint is compared
 with its checksum by one rank of the job before any rank loads any of it (P5). Whatever one rank finds
@@ -459,7 +459,7 @@ class _Look:
     host_state: dict[str, Any] | None = None
 
 
-class DiskRung:
+class DiskRestorer:
     """Looks at and checks what is on disk. Collective: all methods, on all ranks."""
 
     def __init__(

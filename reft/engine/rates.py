@@ -52,9 +52,9 @@ from reft.policy.rate import (
 )
 from reft.policy.storage_interval import (
     REPAIR_SECS,
+    Goals,
     NodeLosses,
     StorageCosts,
-    Wishes,
     learned_losses,
     memory_losses_per_sec,
     storage_interval,
@@ -195,20 +195,20 @@ class TierRate:
 
     # -- what follows from it --------------------------------------------------------------------------
 
-    def wish(self, windows: int = 1) -> int:
+    def wanted_interval(self, windows: int = 1) -> int:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
 
         Args:
             windows: how often one fits into the idle time, as planned.
         """
         with self._lock:
-            wanted = self._bounded(max(windows, self._wish()))
+            wanted = self._bounded(max(windows, self._wanted_interval()))
             news, self._news = self._news, None
         if news is not None:
             self._on_change(*news)
         return wanted
 
-    def _wish(self) -> int:
+    def _wanted_interval(self) -> int:
         if self.rate is None:
             self._profile()
         else:
@@ -426,7 +426,7 @@ class StorageRate(TierRate):
         best = storage_interval(
             StorageCosts(plain_secs, cost_secs, arrival_secs),
             self._mtbf(),
-            Wishes(
+            Goals(
                 survival_secs=inf if survival is None else self._carried(survival),
                 most_lost_steps=self._config.max_lost_steps,
             ),

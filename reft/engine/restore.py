@@ -20,9 +20,9 @@ from typing import Any
 
 from reft.config import Variant
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
+from reft.engine.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
 from reft.engine.identity import local_rank
-from reft.engine.memory_rung import MemoryRung
+from reft.engine.memory_restore import MemoryRestorer
 from reft.engine.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
 from reft.engine.start_checks import (
@@ -45,19 +45,19 @@ from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 logger = logging.getLogger(__name__)
 
 
-class OtherRung:
+class OtherLayoutRestorer:
     """Restores one session. Collective: all methods, on all ranks.
 
     Args:
         session: of the engine.
         engine: the engine.
-        memory: the rung of the own layout, which has the restored host state from here.
+        memory: the level of the own layout, which has the restored host state from here.
     """
 
-    def __init__(self, session: Session, engine: DeepSpeedEngine, memory: MemoryRung) -> None:
+    def __init__(self, session: Session, engine: DeepSpeedEngine, memory: MemoryRestorer) -> None:
         self._session = session
         self._engine = engine
-        self._rung = memory
+        self._level = memory
         self._memory: OtherMemory
         self._why_not: NotRecoverable | None = None
 
@@ -112,7 +112,7 @@ class OtherRung:
             if session.is_rank_zero:
                 logger.warning("the memory of job %s is left aside: %s", session.job_id, why)
             return False
-        self._rung.after_restore(state)
+        self._level.after_restore(state)
         moved: Counter[str] = Counter()
         for stats in self._memory.moved:
             moved.update(stats.bytes_from)
@@ -128,8 +128,8 @@ class OtherRung:
         # What the other layout left is kept until the first version of this one is committed (P3).
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         session.start(dict.fromkeys(held, label))
-        self._rung.protect()
-        self._rung.report(f"memory, {label} of {plan.degrees}", began)
+        self._level.protect()
+        self._level.report(f"memory, {label} of {plan.degrees}", began)
         return True
 
 
@@ -269,8 +269,8 @@ class Restorer:
     def __init__(self, session: Session, engine: DeepSpeedEngine) -> None:
         self._session = session
         self._engine = engine
-        self._memory = MemoryRung(session)
-        self._other = OtherRung(session, engine, self._memory)
+        self._memory = MemoryRestorer(session)
+        self._other = OtherLayoutRestorer(session, engine, self._memory)
         self._trains = False
         """Whether this process has begun to train."""
         self._resumed: Resumed | None = None
@@ -281,7 +281,9 @@ class Restorer:
         self._unprotected = False
         """Whether a checkpoint without reft's state was loaded: its program has yet to read its counters and
         random states from it."""
-        self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
+        self._disk = DiskRestorer(
+            session.control, session.coordinate, session.job_id, session.config.persist.dir
+        )
         self._first_step, self._advised = session.engine.global_steps, False
 
     # -- hooks ------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ class Restorer:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
         found = self._disk.find(call.directory)
-        self._outnumber(*found.checkpoints)
+        self._count_beyond(*found.checkpoints)
         sound = outcome = None
         other = self._other.survey(plan) if recovery.has_other_layouts else None
         if other is not None:
@@ -422,13 +424,13 @@ class Restorer:
     def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
         disk = sound.checkpoint
         self._check_identity(disk)
-        self._outnumber(disk)
+        self._count_beyond(disk)
         path, client_state = self._load_from_disk(
             original, disk.directory, disk.tag, call.options, sound.host_state
         )
         return self._has_resumed(path, client_state, disk)
 
-    def _outnumber(self, *checkpoints: DiskCheckpoint) -> None:
+    def _count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
         that memory, which was lost, does not. Equal on all ranks, as what was found is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
@@ -566,7 +568,7 @@ class Restorer:
         state = None if sound is None else sound.host_state
         if sound is not None:
             self._check_identity(sound.checkpoint)
-            self._outnumber(sound.checkpoint)
+            self._count_beyond(sound.checkpoint)
         result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
         if result[0] is None:
             return result

@@ -515,9 +515,9 @@ class Session:
         )
         watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped, complaints)
         if self.rates.memory is not None:
-            watchers.interval_wish = self.rates.memory.wish
+            watchers.wanted_interval = self.rates.memory.wanted_interval
         if self.rates.storage is not None:
-            watchers.persist_wish = self.rates.storage.wish
+            watchers.wanted_persist_interval = self.rates.storage.wanted_interval
         return watchers
 
     def _remake_memory(self) -> None:

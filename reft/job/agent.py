@@ -75,15 +75,8 @@ class ReftAgent(LocalElasticAgent):
     """Starts, watches and restarts the trainers of one node.
 
     Args:
-        spec: what to run; see TorchElastic.
-        options: of the launcher.
-        client: of the rendezvous.
-        info: this node, as it introduces itself to the others.
-        secret: the user's, for what nodes say to each other.
-        launcher: told of what happens, and asked.
         exits_dir: directory where trainers may leave why they ended.
         grace_secs: time for trainers to commit and end when the launcher was told to stop.
-        others: arguments of LocalElasticAgent.
     """
 
     def __init__(
@@ -176,11 +169,8 @@ class ReftAgent(LocalElasticAgent):
             raise FencedError(why)
 
     def run(self, role: str = "default") -> Any:
-        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace.
-
-        Raises:
-            FencedError: it was.
-        """
+        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace. Raises
+        FencedError: it was."""
         try:
             return super().run(role)
         except FencedError:
@@ -356,8 +346,7 @@ class ReftAgent(LocalElasticAgent):
         # versions of torch make it part of the keys under which trainers find each other.
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
         self._started_at = time.monotonic()
-        with self._launcher.starting_workers():
-            ids: dict[int, Any] = super()._start_workers(worker_group)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
         self._launcher.workers_started([int(pid) for pid in ids.values()])
         self._launcher.state_changed("running", round=self.agreement.round)
         return ids
@@ -512,7 +501,6 @@ class Trainers:
     """Looks at trainers from outside.
 
     Args:
-        processes: those of this round, by local rank.
         exits_dir: directory where trainers may leave why they ended.
     """
 
@@ -568,12 +556,7 @@ class Trainers:
         """Signal them, wait, and kill what is left of their process groups, once.
 
         A trainer that handles the signal is signalled alone: it finishes its step, for which it needs its
-        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group.
-
-        Args:
-            number: of the signal.
-            timeout_secs: between it and SIGKILL.
-        """
+        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group."""
         processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
         for process in processes:
             if process.poll() is None:

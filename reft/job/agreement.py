@@ -36,13 +36,9 @@ class NodeInfo:
     """What one agent brings into a round.
 
     Attributes:
-        node: node id.
         agent: unique id of the launcher process.
-        workers: trainers on this node.
         turn: how many ranks each node gets in its turn (:func:`deal_ranks`).
-        round: last round this agent took part in; 0 for a new agent.
-        members: agents of that round.
-        restarts_used: restarts the job had used up at that round.
+        round: last round this agent took part in, with its ``members`` and ``restarts_used``; 0: new agent.
         known_step: newest committed step that any node of that round knew of; -1: none.
         newest_step: the one that this node knows of now.
         incarnation: number of the newest start of the job that this node knows of.
@@ -94,8 +90,7 @@ class Agreement:
 
     Attributes:
         round: 1 for the first start of the trainers, one more after every restart.
-        members: agents of this round, by group rank.
-        nodes: node ids, by group rank.
+        members, nodes: agents and node ids of this round, by group rank.
         ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
         known_step: newest committed step that any of the nodes knows of; -1: none.

@@ -201,9 +201,7 @@ class Failure:
 
     Attributes:
         cause: REFUSED or SIZE as soon as one of them was, else OWN as soon as one failed by its own cause.
-        local_rank: the trainer that decided it.
         exit_code: what the launcher exits with if nothing restarts.
-        reason: for people.
     """
 
     cause: Cause

@@ -26,9 +26,6 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     """Write what the hostfile says, with ``--include``, ``--exclude`` and ``--num-gpus``, where torchrun's
     options say it, and the devices that are left of this node's into ``args.devices`` (None: all).
 
-    Args:
-        args: of :func:`reft.job.options.make_parser`; changed.
-
     Raises:
         ConfigError: this host is not in it, or is left out, or it contradicts other options.
     """
@@ -128,16 +125,8 @@ _PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 
 def apply_slurm(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
-    """Write what Slurm says where torchrun's options say it; what was given stands.
-
-    Args:
-        args: of :func:`reft.job.options.make_parser`; changed.
-        environ: of this process.
-
-    Raises:
-        ConfigError: this is no step of Slurm's, it has several tasks on a node, or more nodes are asked for
-            than it has.
-    """
+    """Write what Slurm says where torchrun's options say it; what was given stands. Raises ConfigError: this
+    is no step of Slurm's, it has several tasks on a node, or more nodes are asked for than it has."""
     if not args.slurm:
         return
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")

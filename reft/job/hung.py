@@ -59,9 +59,6 @@ class Hangs:
 
         Args:
             table: of the store, of this round.
-            index: of this node.
-            size: number of nodes.
-            pids: of this node's trainers.
             silent: a node of this round was struck out for its silence; the others may go on without it.
 
         Returns:

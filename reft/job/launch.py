@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import Enum, auto
 from types import FrameType
@@ -142,11 +141,7 @@ _WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
 class Launcher:
-    """One node of a job.
-
-    Args:
-        options: of ``reft launch``.
-    """
+    """One node of a job."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
@@ -243,9 +238,6 @@ class Launcher:
         """Why running trainers have to be ended; see :meth:`reft.job.hung.Hangs.judge`."""
         assert self._before is not None
         return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
-
-    def starting_workers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._warm is None else self._warm.starting()
 
     def workers_started(self, pids: list[int]) -> None:
         self._hangs.clear()

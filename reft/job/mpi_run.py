@@ -68,11 +68,7 @@ class Where:
     """What one process says of itself.
 
     Attributes:
-        node: name of its node.
-        kernel: what its host is known by.
-        pid: its own.
         secret: proves which secret it has, without saying it.
-        job_id: name of the job.
     """
 
     node: str
@@ -159,16 +155,8 @@ def check_together(told: Sequence[Where]) -> None:
 
 
 class Step:
-    """This process's part in a step.
-
-    Args:
-        options: of the command line.
-        transport: to all processes.
-        rank: of this one.
-
-    Raises:
-        ReftError, OSError: something does not fit, here or in another process.
-    """
+    """This process's part in a step. Raises ReftError, OSError: something does not fit, here or in another
+    process."""
 
     def __init__(self, options: argparse.Namespace, transport: Transport, rank: int) -> None:
         self._options = options
@@ -193,11 +181,8 @@ class Step:
         self._store: TrainerStore | None = None
 
     def prepare(self) -> None:
-        """Hold the node's memory, start its daemon, and say where torch's store is. Collective.
-
-        Raises:
-            ReftError, OSError: on all processes, if it failed in one.
-        """
+        """Hold the node's memory, start its daemon, and say where torch's store is. Collective. Raises
+        ReftError, OSError: on all processes, if it failed in one."""
         self._all_or_none(self._hold)
         endpoint = self._all_or_none(self._serve)[0].decode()
         self._all_or_none(lambda: self._relay(endpoint))

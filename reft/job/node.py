@@ -52,13 +52,7 @@ def default_node_id(memory_dir: Path) -> str:
 
 
 class NodeMemory:
-    """The job's memory directory on this node, held by one launcher at a time.
-
-    Args:
-        memory_dir: directory for the memory of all jobs on this node.
-        job_id: the job.
-        node: this node's id.
-    """
+    """The job's memory directory on this node, held by one launcher at a time."""
 
     def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
         self.memory_dir = memory_dir
@@ -71,9 +65,6 @@ class NodeMemory:
 
     def prepare(self, secret: bytes) -> JobDir:
         """Make the directory and hold it against other launchers, before any other node is met.
-
-        Args:
-            secret: the user's.
 
         Raises:
             JobInUseError: another launcher, or a job under plain torchrun, has the directory.
@@ -180,44 +171,17 @@ class NodeMemory:
             self._lock.close()
 
 
-class _Silence:
-    """For how long a daemon has not answered, counted in questions: this process may stand still itself."""
-
-    def __init__(self) -> None:
-        self._asked_at = 0.0
-        self._has_answered = False
-        self._unanswered = 0
-
-    def is_due(self) -> bool:
-        """Whether it is to be asked again."""
-        if time.monotonic() - self._asked_at < _ASK_SECS:
-            return False
-        self._asked_at = time.monotonic()
-        return True
-
-    def too_long(self, answered: bool, state: str) -> bool:
-        """Whether it hangs. ``state``: of its process."""
-        self._has_answered = self._has_answered or answered
-        self._unanswered = 0 if answered else self._unanswered + 1
-        if state == TRACED:
-            return False
-        return self._unanswered > (
-            _MOST_STOPPED if state == STOPPED else _MOST_UNANSWERED if self._has_answered else _MOST_AT_START
-        )
-
-
 class DaemonKeeper:
     """Starts the node daemon and starts the next one when it dies.
 
     Args:
-        job_dir: the job's memory on this node.
         told: takes what the daemon says its trainers are at.
     """
 
     def __init__(self, job_dir: JobDir, told: Callable[[Any], None]) -> None:
         self._job_dir = job_dir
         self._told_of_trainers = told
-        self._silence = _Silence()
+        self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
         self._process: subprocess.Popen[bytes] | None = None
         self.workers: tuple[int, ...] = ()
         self.incarnation = 0
@@ -279,7 +243,8 @@ class DaemonKeeper:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._told = ()
-            self._silence = _Silence()
+            # Counted in questions: this process may stand still itself.
+            self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait()
             # What it has said of trainers is true no more: nobody would take a suspicion back.
@@ -311,14 +276,20 @@ class DaemonKeeper:
 
     def _ask(self) -> None:
         """What the trainers are at; a daemon that does not answer for long is killed, and started anew."""
-        if not self._silence.is_due():
+        if time.monotonic() - self._asked_at < _ASK_SECS:
             return
+        self._asked_at = time.monotonic()
         answer = self.tell("trainers")
         if answer is not None:
             self._told_of_trainers(answer)
             self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
+        self._has_answered = self._has_answered or answer is not None
+        self._unanswered = 0 if answer is not None else self._unanswered + 1
         process = self._process
-        if process is not None and self._silence.too_long(answer is not None, process_state(process.pid)):
+        if process is None or (state := process_state(process.pid)) == TRACED:
+            return
+        most = _MOST_UNANSWERED if self._has_answered else _MOST_AT_START
+        if self._unanswered > (_MOST_STOPPED if state == STOPPED else most):
             logger.warning(
                 "the node daemon (process %d) does not answer: it is stopped or hangs", process.pid
             )

@@ -47,17 +47,9 @@ class LaunchOptions:
 
     Attributes:
         config: torchrun's part.
-        entrypoint: program to start.
         script: the training script; None for a module, or another program.
-        arguments: its arguments.
-        memory_dir: directory for the memory of all jobs on this node.
-        node: this node's id.
-        node_declared: somebody gave it, and thereby says that the node fails by itself.
-        job_id: name of the job's memory.
+        node_declared: somebody gave the node's id, and thereby says that the node fails by itself.
         block_file: holds the ``reft`` block; None where the DeepSpeed JSON does.
-        dry_run: end before the first step.
-        daemon: start the node daemon.
-        keep_memory: do not remove the memory after a good end, nor where no version was taken.
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
         stop_secs: time for trainers to end when a round is over.
         free_restarts: restarts because of lost peers, without progress in between.
@@ -127,11 +119,8 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def options_of(args: argparse.Namespace) -> LaunchOptions:
-    """Complete what :func:`make_parser`, or a parser made of it, has parsed.
-
-    Raises:
-        ConfigError: something does not fit together; says what to write.
-    """
+    """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError: something
+    does not fit together; says what to write."""
     apply_hostfile(args)
     apply_slurm(args)
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
@@ -155,6 +144,10 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         raise ConfigError(f"these options cannot be used: {error}") from error
     _complete_rendezvous_conf(config)
     entrypoint, arguments = _program(args)
+    block_file = Path(args.block).absolute() if args.block else None
+    if block_file is not None:
+        parse_block(read_block(block_file))  # refused here, before any trainer starts
+    has_device = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     return LaunchOptions(
         config=config,
         entrypoint=entrypoint,
@@ -164,7 +157,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         node=args.node_id or default_node_id(memory_dir),
         node_declared=bool(args.node_id),
         job_id=job_id,
-        block_file=_block_file(args),
+        block_file=block_file,
         dry_run=args.dry_run,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,
@@ -174,7 +167,8 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         restarts_renew=restarts_renew,
         rank_turn=args.rank_order,
         devices=args.devices,
-        warm=_is_warm(args),
+        # Processes with a device have not been forked from anywhere yet: it is for the user to say.
+        warm=not args.no_python and (not has_device if args.warm is None else args.warm),
         preload=tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload])),
     )
 
@@ -287,13 +281,6 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
         conf.setdefault("last_call_timeout", 10)
 
 
-def _is_warm(args: argparse.Namespace) -> bool:
-    if args.no_python or args.warm is False:
-        return False
-    # Processes with a device have not been forked from anywhere yet: it is for the user to say.
-    return bool(args.warm) or not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
-
-
 def _memory_dir(args: argparse.Namespace) -> Path:
     if not str(args.memory_dir):
         raise ConfigError("--memory-dir is empty; write a directory on tmpfs, such as /dev/shm/reft")
@@ -311,19 +298,6 @@ def _memory_dir(args: argparse.Namespace) -> Path:
             f"that is no link to itself"
         ) from error
     return Path(args.memory_dir).absolute()
-
-
-def _block_file(args: argparse.Namespace) -> Path | None:
-    """Looked at here, before any trainer starts.
-
-    Raises:
-        ConfigError: it cannot be read, or the block is wrong.
-    """
-    if not args.block:
-        return None
-    path = Path(args.block).absolute()
-    parse_block(read_block(path))
-    return path
 
 
 def _job_id(args: argparse.Namespace) -> str:

@@ -41,7 +41,6 @@ class TrainerStore:
     """The store of one round, served or relayed.
 
     Args:
-        port: where this node's trainers connect, on loopback.
         incarnation: number of the start of the job whose trainers meet here.
     """
 
@@ -68,8 +67,6 @@ class TrainerStore:
 
         Args:
             store: the agents' own, with the round's prefix.
-            secret: the user's secret.
-            group_rank: of this node; 0 serves.
             nodes: of this round; a single one serves itself alone.
             local_addr: ``--local-addr``; None: the address that the rendezvous sees.
             incarnation: number of this start of the job: those of another one are refused.

@@ -24,8 +24,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,25 @@ class WarmTrainers:
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
         self._modules, self._environ = tuple(modules), dict(environ)
         self._told: set[str] = set()
         self._starts = 0
         self._start()
+        # TorchElastic's trainers are forked where they can be.
+        outer: Any = self
+
+        class TrainerPopen(ForkingPopen):
+            def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
+                found: socket.socket | None = outer._server_for(env)
+                return found
+
+            def failed(self, error: ForkError) -> None:
+                outer._tell(str(error))
+
+        torch_handler: Any = subprocess_handler
+        torch_handler.Popen = TrainerPopen
 
     def _start(self) -> None:
         self._starts += 1
@@ -176,27 +191,6 @@ class WarmTrainers:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        """While it lasts, TorchElastic's trainers are forked where they can be."""
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as handler
-
-        torch_handler: Any = handler
-        outer, original = self, torch_handler.Popen
-
-        class TrainerPopen(ForkingPopen):
-            def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
-                return outer._server_for(env)
-
-            def failed(self, error: ForkError) -> None:
-                outer._tell(str(error))
-
-        torch_handler.Popen = TrainerPopen
-        try:
-            yield
-        finally:
-            torch_handler.Popen = original
 
     def _server_for(self, env: Mapping[str, str]) -> socket.socket | None:
         code = self._process.poll()

@@ -181,7 +181,7 @@ class StorageCosts:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Goals:
     """What the interval has to keep to.
 
     Attributes:
@@ -203,7 +203,7 @@ class StorageInterval:
     Attributes:
         steps: k.
         because: what decided.
-        best_steps: without the wishes.
+        best_steps: without the goals.
         overhead: part of the training time that it costs.
         most_lost_steps: when memory fails, at most.
         kept: whether every wish is kept; where two exclude each other the bound on lost steps wins over the
@@ -224,7 +224,7 @@ class StorageInterval:
         )
 
 
-def storage_interval(costs: StorageCosts, mtbf_secs: float, wishes: Wishes | None = None) -> StorageInterval:
+def storage_interval(costs: StorageCosts, mtbf_secs: float, goals: Goals | None = None) -> StorageInterval:
     """The interval between two checkpoints on storage.
 
     The best for the failures, but no longer than survival and the bound on lost steps allow, no shorter than
@@ -233,33 +233,33 @@ def storage_interval(costs: StorageCosts, mtbf_secs: float, wishes: Wishes | Non
     Args:
         costs: as measured.
         mtbf_secs: of what memory does not survive; infinite: never.
-        wishes: to keep to.
+        goals: to keep to.
     """
-    wishes = wishes or Wishes()
+    goals = goals or Goals()
     step = costs.step_secs
     writing = _up((costs.write_secs - costs.cost_secs) / step)
     best = _best_steps(costs, mtbf_secs)
     steps, because = best, Because.FAILURES
     for limit, reason in (
-        (wishes.survival_secs / step, Because.SURVIVAL),
-        ((wishes.most_lost_steps or inf) / 2, Because.BOUND),
+        (goals.survival_secs / step, Because.SURVIVAL),
+        ((goals.most_lost_steps or inf) / 2, Because.BOUND),
     ):
         if limit < steps:
             steps, because = max(1, int(limit)), reason
-    if wishes.max_overhead is not None:
-        least = _up(costs.cost_secs / (wishes.max_overhead * step))
+    if goals.max_overhead is not None:
+        least = _up(costs.cost_secs / (goals.max_overhead * step))
         if least > steps and because is not Because.BOUND:
             steps, because = least, Because.OVERHEAD
-            if wishes.most_lost_steps and most_lost_steps(steps) > wishes.most_lost_steps:
-                steps, because = max(1, wishes.most_lost_steps // 2), Because.BOUND
+            if goals.most_lost_steps and most_lost_steps(steps) > goals.most_lost_steps:
+                steps, because = max(1, goals.most_lost_steps // 2), Because.BOUND
     if writing > steps:
         steps, because = writing, Because.WRITING
     steps = int(min(steps, _MOST_STEPS))
     overhead = costs.cost_secs / (steps * step)
     kept = (
-        (wishes.max_overhead is None or overhead <= wishes.max_overhead * (1 + _PRECISION))
-        and (wishes.most_lost_steps is None or most_lost_steps(steps) <= wishes.most_lost_steps)
-        and (steps * step <= max(step, wishes.survival_secs))
+        (goals.max_overhead is None or overhead <= goals.max_overhead * (1 + _PRECISION))
+        and (goals.most_lost_steps is None or most_lost_steps(steps) <= goals.most_lost_steps)
+        and (steps * step <= max(step, goals.survival_secs))
     )
     return StorageInterval(
         steps, because, int(min(best, _MOST_STEPS)), overhead, most_lost_steps(steps), kept

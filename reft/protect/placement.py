@@ -192,11 +192,11 @@ LEAST_ARENAS = 2
 CALM_SECS = 10.0
 _MOST_CALMS = 64
 _ROOM_AFTER_RISE = 1.5
-"""A rung up must leave so many margins free, so that it is not given up at once."""
+"""A level up must leave so many margins free, so that it is not given up at once."""
 
 
 @dataclass(frozen=True)
-class Rung:
+class Level:
     """One way to keep versions.
 
     Attributes:
@@ -211,11 +211,11 @@ class Rung:
         return f"{self.scheme} with {self.arenas} versions"
 
 
-def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[Rung, ...]:
+def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[Level, ...]:
     """From what is wanted down to the least."""
-    rungs = [Rung(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
+    levels = [Level(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
     least = min(arenas, LEAST_ARENAS)
-    return (*rungs, *(Rung(s, least) for s in (scheme, *_cheaper(scheme, members))))
+    return (*levels, *(Level(s, least) for s in (scheme, *_cheaper(scheme, members))))
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
@@ -234,9 +234,9 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 
 
 class MemoryWatch:
-    """Which rung one rank wishes for, from how much memory its node has left.
+    """Which level one rank wishes for, from how much memory its node has left.
 
-    Down at once when less than the margin is free, a rung at a time. Up when the next rung would leave half
+    Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
     as much again as the margin, and has for a while; that while doubles whenever what came back had to be
     given up again.
 
@@ -251,28 +251,30 @@ class MemoryWatch:
         self._calm_since: float | None = None
         self._rose_at: float | None = None
 
-    def wish(self, rung: int, rungs: int, free_bytes: int, growth: Callable[[], int], now: float) -> int:
-        """The rung to be on.
+    def wanted_level(
+        self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
+    ) -> int:
+        """The level to be on.
 
         Args:
-            rung: the one in force; 0 is what is wanted.
-            rungs: of the ladder.
+            level: the one in force; 0 is what is wanted.
+            levels: of the ladder.
             free_bytes: memory of the node that nobody has taken.
-            growth: bytes that the node would take for the next rung up.
+            growth: bytes that the node would take for the next level up.
             now: seconds of a monotonic clock.
         """
         if free_bytes < self.margin_bytes:
             self._calm_since = None
-            return min(rung + 1, rungs - 1)
-        if rung == 0 or free_bytes - growth() < _ROOM_AFTER_RISE * self.margin_bytes:
+            return min(level + 1, levels - 1)
+        if level == 0 or free_bytes - growth() < _ROOM_AFTER_RISE * self.margin_bytes:
             self._calm_since = None
-            return rung
+            return level
         if self._calm_since is None:
             self._calm_since = now
-        return rung - 1 if now - self._calm_since >= self._calm.pause else rung
+        return level - 1 if now - self._calm_since >= self._calm.pause else level
 
     def moved(self, before: int, after: int, now: float) -> None:
-        """All ranks are on another rung."""
+        """All ranks are on another level."""
         self._calm_since = None
         if after < before:
             self._rose_at = now

@@ -133,7 +133,7 @@ class Fetch:
         start_bytes: offset in the section's image.
         nbytes: length.
         checksum: xxh3_64 of the bytes, taken when they were copied.
-        kind: rung of the ladder.
+        kind: level of the ladder.
         node: node that holds the source.
         arena: file name of the arena on that node.
         arena_offset: offset in the arena's data region.

@@ -87,7 +87,7 @@ def _rebuild_fetches(
 
 
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """The highest rung that has the block for a coordinate on ``node``, and the nodes to choose from.
+    """The highest level that has the block for a coordinate on ``node``, and the nodes to choose from.
 
     Later kinds go below COPY; only they need more than one node per block.
     """

@@ -98,8 +98,8 @@ class SnapshotWorker:
         self.copier = copying.copier
         self.votes = Votes(
             control,
-            lambda: watchers.interval_wish(copying.advised_interval_steps),
-            watchers.persist_wish,
+            lambda: watchers.wanted_interval(copying.advised_interval_steps),
+            watchers.wanted_persist_interval,
             watchers.complaints,
         )
         self.sealer = Sealer(
@@ -351,11 +351,11 @@ class SnapshotWorker:
             relayout=ballot.relayout,
             holds_up=ballot.late,
             order=ballot.order,
-            rung=ballot.rung,
+            level=ballot.level,
         )
         if not (verdict.ok or verdict.relayout or state.head.idle):
             self.votes.gave_up(label.step)
-        self.switch.hear(verdict.order, verdict.rung)
+        self.switch.hear(verdict.order, verdict.level)
         if state.task is Task.VOTE_SEALED:
             self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
         return Voted(verdict.ok, verdict.relayout)
@@ -364,13 +364,13 @@ class SnapshotWorker:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
         switch = self.switch
         try:
-            order, rung = switch.newest_order(), switch.wish(self.layout, self.arenas)
+            order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
             # Memory may be reserved after this version, before the next vote.
-            late = state.staged or self.arenas.unsettled or switch.would_change(order, rung)
-            return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, rung=rung)
+            late = state.staged or self.arenas.unsettled or switch.would_change(order, level)
+            return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, level=level)
         except Exception as error:
             self._complaints.tell("this rank cannot tell how it is", error)
-            return Ballot(ok=False, order=switch.record.number, rung=switch.rung)
+            return Ballot(ok=False, order=switch.record.number, level=switch.level)
 
     def _seal(self, request: SnapshotRequest) -> Event:
         filling = self._filling

@@ -220,7 +220,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "copy": _once(Copier, "copy", _LOST),
     "what to vote": _once(SchemeSwitch, "wish", _LOST),
     "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
-    "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "interval_wish", _raising(_LOST)),
+    "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(Filling, "hash_rest", _LOST),
@@ -278,7 +278,7 @@ def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
     """The job goes back while a rate is agreed for steps to come; later one rank alone hears of a rate."""
     me = Rank(rank, root)
     assert me.take(100)
-    rarely = mock.patch.object(me.worker.watchers, "interval_wish", return_value=3)
+    rarely = mock.patch.object(me.worker.watchers, "wanted_interval", return_value=3)
     with rarely:
         assert me.take(101)
         me.incarnation += 1

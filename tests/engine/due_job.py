@@ -50,7 +50,7 @@ def main(root: Path) -> dict[str, Any]:
     session.rates.storage.rate = Rate(life["stored"] or 10**6, Why.REMEMBERED)
     while engine.global_steps < life["until"]:
         wished = max(int(step) for step in life["wishes"] if int(step) <= engine.global_steps)
-        session.worker.watchers.interval_wish = lambda windows, k=life["wishes"][str(wished)]: k
+        session.worker.watchers.wanted_interval = lambda windows, k=life["wishes"][str(wished)]: k
         train(engine, engine.global_steps + 1)
         assert session.worker.drain(60)  # every vote is known, whatever the machine does
     if not life["stored"]:

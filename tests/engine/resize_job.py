@@ -25,7 +25,7 @@ from torch import nn
 import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
-from reft.engine.memory_rung import MemoryRung
+from reft.engine.memory_restore import MemoryRestorer
 from reft.recover.inventory import take_inventory
 from tests.engine.images import images_of
 from tests.engine.ranks import be_a_rank, mse
@@ -147,12 +147,12 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
 def interrupted(root: Path, case: str) -> None:
     """A start that fails when the state is restored, and not protected yet."""
 
-    def fail(self: MemoryRung) -> None:
+    def fail(self: MemoryRestorer) -> None:
         raise InterruptedError
 
     engine = make({**config(CASES[case]), "reft": block(root, case)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryRung, "protect", fail)
+        patch.setattr(MemoryRestorer, "protect", fail)
         with pytest.raises(InterruptedError):
             engine.load_checkpoint(str(root / "none"))
     session_of(engine).close()

@@ -53,7 +53,7 @@ class SimulatedRanks:
                     rate.begun(request.label.step, request.done.is_set)
                 self.taken.append(self.step)
                 self._under_way.append((request, self.now + self.commit_secs))
-            self._agreed = [*self._agreed[1:], max(rate.wish() for rate in self.rates)]
+            self._agreed = [*self._agreed[1:], max(rate.wanted_interval() for rate in self.rates)]
         return (len(self.taken) - before) * self.cost / steps
 
     def _commit(self) -> None:
@@ -68,8 +68,8 @@ class SimulatedRanks:
                 request.follow(Version(request.label, stage=Stage.COMMITTED), done=True)
 
     @property
-    def wish(self) -> int:
-        return max(rate.wish() for rate in self.rates)
+    def wanted_interval(self) -> int:
+        return max(rate.wanted_interval() for rate in self.rates)
 
 
 def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
@@ -158,7 +158,7 @@ def test_the_bound_on_rolled_back_steps_is_kept_whatever_it_costs(most: int) -> 
     told = ranks.rates[0].to_json()
     assert told["lost_most"] <= told["most_lost_steps"] <= most
     assert "the bound on lost steps" in told["why"]
-    assert ranks.rates[0].wish(windows=50) == most // 2
+    assert ranks.rates[0].wanted_interval(windows=50) == most // 2
 
 
 def test_a_fixed_interval_on_storage_finds_a_version_whenever_one_is_due() -> None:

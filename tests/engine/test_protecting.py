@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reft.config_read import parse_block
-from reft.engine.memory_rung import MemoryRung
+from reft.engine.memory_restore import MemoryRestorer
 from reft.engine.start_checks import what_is_protected
 from reft.grid import Degrees
 from reft.naming import Label
@@ -33,7 +33,7 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
         config=SimpleNamespace(commit_timeout_secs=0.1),
         stats=SimpleNamespace(last_error="a peer is silent"),
     )
-    protecting = threading.Thread(target=MemoryRung(session).protect, daemon=True)
+    protecting = threading.Thread(target=MemoryRestorer(session).protect, daemon=True)
     protecting.start()
     protecting.join(LONG / 2)
     assert not protecting.is_alive(), "training waits for a commit that does not come"
@@ -98,7 +98,7 @@ FAILURE = r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)"
 def test_a_recovery_says_in_a_line_what_failed_and_what_was_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MemoryRung(restarted(tmp_path)).report("memory, step 7", time.perf_counter())
+    MemoryRestorer(restarted(tmp_path)).report("memory, step 7", time.perf_counter())
     (record,) = caplog.records
     assert re.search(rf"resumed at step 7 from memory, step 7 in \d\.\d\d s, {FAILURE}", record.message)
 
@@ -106,7 +106,7 @@ def test_a_recovery_says_in_a_line_what_failed_and_what_was_resumed(
 def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MemoryRung(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
+    MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
     (record,) = caplog.records
     assert re.search(
         rf"the job begins anew: nothing was committed and .* on storage, {FAILURE}", record.message

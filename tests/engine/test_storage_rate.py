@@ -65,7 +65,7 @@ class SimulatedJob:
                 self.under_way = None
                 self.rate.answered({"persisted": [1, self.written[-1]], "failing": False})
             before = self.rate.rate
-            due = self.rate.committed(Label(1, self.step), self.rate.wish())
+            due = self.rate.committed(Label(1, self.step), self.rate.wanted_interval())
             if self.rate.rate is not before:
                 self.overheads.append(self.rate.rate.overhead or 0.0)
             if due and not self.under_way:
@@ -85,23 +85,23 @@ def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> Non
     """And the rate comes back when that ends."""
     job = SimulatedJob(max_overhead=0.035)
     job.run(600)
-    alone = job.rate.wish()
+    alone = job.rate.wanted_interval()
     job.slowdown, job.write_secs = 1.4, 30.0
     job.run(4000)
-    loaded, overheads = job.rate.wish(), job.overheads[-3:]
+    loaded, overheads = job.rate.wanted_interval(), job.overheads[-3:]
     assert loaded >= 4 * alone
     assert all(0 < o <= 0.035 for o in overheads)
     assert job.rate.to_json()["why"]
     job.slowdown, job.write_secs = 1.1, 4.0
     job.run(20 * loaded)
-    assert job.rate.wish() <= loaded // 2
+    assert job.rate.wanted_interval() <= loaded // 2
     assert job.overheads[-1] <= 0.035
 
 
 def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None:
     job = SimulatedJob(mtbf_secs=inf, max_lost_steps=90)
     job.run(400)
-    assert job.rate.wish() == 45
+    assert job.rate.wanted_interval() == 45
     assert job.rate.to_json()["most_lost_steps"] == 90
     assert "no more steps than this" in job.rate.to_json()["why"]
 
@@ -112,7 +112,7 @@ def test_the_wished_survival_makes_it_write_where_failures_do_not() -> None:
         mtbf_secs=inf, survival=0.999, carried_secs=lambda wished: 70.0 if wished == 0.999 else inf
     )
     job.run(400)
-    assert job.rate.wish() == 70
+    assert job.rate.wanted_interval() == 70
     assert "wished probability" in job.rate.to_json()["why"]
 
 
@@ -127,7 +127,7 @@ def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:
 def test_an_interval_has_a_snapshot_at_its_end() -> None:
     job = SimulatedJob(every=7)
     job.run(3000)
-    assert job.rate.wish() % 7 == 0
+    assert job.rate.wanted_interval() % 7 == 0
     assert len(job.wrote) > 3
 
 
@@ -136,11 +136,11 @@ def test_a_failing_storage_teaches_nothing() -> None:
     job.run(49)
     job.write_secs = inf
     job.run(500)
-    before = job.rate.wish()
+    before = job.rate.wanted_interval()
     job.rate.answered({"persisted": None, "failing": True})
     job.rate.answered({"persisted": [1, 500], "failing": False})
     job.run(1)
-    assert job.rate.wish() == before == 50
+    assert job.rate.wanted_interval() == before == 50
 
 
 def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> None:
@@ -150,20 +150,20 @@ def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> No
     answer = {"persisted": None, "failing": True, "overtaken": [1, 50]}
     job.rate.answered(answer)
     job.rate.answered(answer)
-    assert job.rate.wish() == 100  # once for each
+    assert job.rate.wanted_interval() == 100  # once for each
     assert "newer versions" in job.rate.to_json()["why"]
     job.rate.answered(answer | {"overtaken": [1, 100]})
-    assert job.rate.wish() == 150  # the bound
+    assert job.rate.wanted_interval() == 150  # the bound
     job.under_way = None
     job.run(3000)
-    assert job.rate.wish() < 150  # and back, when storage keeps up again
+    assert job.rate.wanted_interval() < 150  # and back, when storage keeps up again
 
 
 def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes() -> None:
     job = SimulatedJob()
     job.write_secs = inf
     job.run(2000)
-    assert job.rate.wish() == 50
+    assert job.rate.wanted_interval() == 50
     assert [step for step in range(2001, 2101) if job.rate.committed(Label(1, step), 30)] == [
         2010,
         2040,
@@ -198,7 +198,7 @@ def test_training_that_becomes_much_slower_for_good_is_measured_anew() -> None:
         if step % 50 == 10:
             rate.answered({"persisted": [1, step - 10], "failing": False})
         rate.committed(Label(1, step), 50)
-        rate.wish()
+        rate.wanted_interval()
     assert told[-1] == 30.0
 
 

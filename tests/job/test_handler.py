@@ -21,12 +21,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import (
     JobState,
-    Scaling,
     decode_state,
-    encode_state,
 )
 from tests.job.store_nodes import (
     SECRET,
@@ -41,60 +38,6 @@ from tests.job.store_nodes import (
 )
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
-
-nodes = st.builds(_NodeDesc, st.text(max_size=5), st.integers(0, 9), st.integers(0, 9))
-times = st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1), timezones=st.just(UTC))
-
-numbers = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-SIZES = st.builds(
-    Sizes,
-    fitting=numbers,
-    refused=numbers,
-    scheme=st.sampled_from(["", "arc"]),
-    members=st.lists(st.tuples(st.text(max_size=5), st.integers(0, 9), st.integers(0, 9)), max_size=3).map(
-        tuple
-    ),
-    domains=numbers,
-    groups=st.lists(numbers, max_size=3).map(tuple),
-)
-
-
-@st.composite
-def states(draw: st.DrawFn) -> JobState:
-    state = JobState()
-    state.round = draw(st.integers(0, 100))
-    state.complete, state.closed = draw(st.booleans()), draw(st.booleans())
-    state.deadline = draw(st.none() | times)
-    state.participants = draw(st.dictionaries(nodes, st.integers(0, 9), max_size=3))
-    state.wait_list = draw(st.sets(nodes, max_size=3))
-    state.redundancy_list = draw(st.sets(nodes, max_size=3))
-    state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
-    state.seats.update(draw(st.dictionaries(nodes, times, max_size=3)))
-    state.leaving.update(draw(st.sets(nodes, max_size=3)))
-    if draw(st.booleans()):
-        state.sizes = draw(SIZES)
-    if draw(st.booleans()):
-        numbers = draw(st.tuples(*[st.integers(0, 9)] * 3))
-        state.scaling = Scaling(*numbers, draw(st.lists(st.text(max_size=3), max_size=2).map(tuple)))
-    return state
-
-
-def same(a: JobState, b: JobState) -> bool:
-    """To the microsecond; times are numbers on the way."""
-    x, y = dict(vars(a)), dict(vars(b))
-    close = [(x.pop("deadline"), y.pop("deadline"))]
-    keys = []
-    for name in ("last_heartbeats", "seats"):
-        left, right = x.pop(name), y.pop(name)
-        keys.append(left.keys() == right.keys())
-        close += [(left[n], right[n]) for n in left]
-    near = all(p == q or abs(p - q) < timedelta(milliseconds=1) for p, q in close)
-    return x == y and all(keys) and near
-
-
-@given(states())
-def test_the_state_survives_the_way_through_the_store(state: JobState) -> None:
-    assert same(decode_state(encode_state(state)), state)
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"{}", b"[]", b'{"round": "x"}', b"\x80\x04N."]))

@@ -11,13 +11,13 @@ from reft.protect.placement import MemoryWatch, ladder
 
 
 @pytest.mark.parametrize("members", range(1, 10))
-def test_every_rung_costs_less_and_promises_no_more(members: int) -> None:
+def test_every_level_costs_less_and_promises_no_more(members: int) -> None:
     for scheme in (Scheme(), *schemes_for(members, 4)):
-        rungs = ladder(scheme, 4, members)
-        assert (rungs[0].scheme, rungs[0].arenas) == (scheme, 4)
-        assert [(r.scheme, r.arenas) for r in rungs[1:3]] == [(scheme, 3), (scheme, 2)]
-        assert (rungs[-1].scheme, rungs[-1].arenas) == (Scheme(), 2)
-        for above, below in pairwise(rungs[2:]):
+        levels = ladder(scheme, 4, members)
+        assert (levels[0].scheme, levels[0].arenas) == (scheme, 4)
+        assert [(r.scheme, r.arenas) for r in levels[1:3]] == [(scheme, 3), (scheme, 2)]
+        assert (levels[-1].scheme, levels[-1].arenas) == (Scheme(), 2)
+        for above, below in pairwise(levels[2:]):
             assert below.arenas == 2
             assert below.scheme.why_no_room(members) is None
             assert below.scheme.share(members) < above.scheme.share(members)
@@ -38,52 +38,55 @@ def test_every_rung_costs_less_and_promises_no_more(members: int) -> None:
     ],
 )
 def test_tolerance_is_given_up_last(scheme: str, arenas: int, members: int, expected: list[str]) -> None:
-    assert [str(rung.scheme) for rung in ladder(Scheme.parse(scheme), arenas, members)] == expected
+    assert [str(level.scheme) for level in ladder(Scheme.parse(scheme), arenas, members)] == expected
 
 
-def test_above_the_size_of_the_field_several_parities_are_no_rung() -> None:
-    assert [str(rung.scheme) for rung in ladder(Scheme(2), 2, 256)][:3] == ["arc:2", "arc+aec", "rs:2"]
-    assert [str(rung.scheme) for rung in ladder(Scheme(2), 2, 300)] == [
+def test_above_the_size_of_the_field_several_parities_are_no_level() -> None:
+    assert [str(level.scheme) for level in ladder(Scheme(2), 2, 256)][:3] == ["arc:2", "arc+aec", "rs:2"]
+    assert [str(level.scheme) for level in ladder(Scheme(2), 2, 300)] == [
         *("arc:2", "arc+aec", "arc", "aec", "none")
     ]
 
 
 class _Node:
-    """A node whose versions take 30 more bytes for every rung up, and neighbours that take what they like."""
+    """A node whose versions take 30 more bytes for every level up, and neighbours that take what they like."""
 
-    def __init__(self, rungs: int = 4, margin: int = 20) -> None:
-        self.watch, self.rungs = MemoryWatch(margin), rungs
-        self.rung, self.others, self.now = 0, 0, 0.0
+    def __init__(self, levels: int = 4, margin: int = 20) -> None:
+        self.watch, self.levels = MemoryWatch(margin), levels
+        self.level, self.others, self.now = 0, 0, 0.0
         self.changes: list[tuple[float, int]] = []
 
     def run(self, secs: int, others: int) -> None:
         self.others = others
         for _ in range(secs):
             self.now += 1.0
-            free = 200 - self.others - 30 * (self.rungs - self.rung)
-            wish = self.watch.wish(self.rung, self.rungs, free, lambda: 30, self.now)
-            assert abs(wish - self.rung) <= 1
-            if wish != self.rung:
-                self.watch.moved(self.rung, wish, self.now)
-                self.rung = wish
+            free = 200 - self.others - 30 * (self.levels - self.level)
+            wish = self.watch.wanted_level(self.level, self.levels, free, lambda: 30, self.now)
+            assert abs(wish - self.level) <= 1
+            if wish != self.level:
+                self.watch.moved(self.level, wish, self.now)
+                self.level = wish
                 self.changes.append((self.now, wish))
 
 
-def test_down_at_once_a_rung_at_a_time_and_up_after_a_calm() -> None:
+def test_down_at_once_a_level_at_a_time_and_up_after_a_calm() -> None:
     node = _Node()
     node.run(10, others=60)  # leaves just the margin
     assert node.changes == []
     node.run(10, others=61)
     assert node.changes == [(11.0, 1)]
     node.run(10, others=150)
-    assert [rung for _, rung in node.changes] == [1, 2, 3]  # the last is not enough, but all there is
+    assert [level for _, level in node.changes] == [1, 2, 3]  # the last is not enough, but all there is
     node.changes.clear()
     node.run(60, others=55)
-    assert [rung for _, rung in node.changes] == [2, 1]  # all of it would leave less than half as much again
+    assert [level for _, level in node.changes] == [
+        2,
+        1,
+    ]  # all of it would leave less than half as much again
     assert node.changes[0][0] - 31.0 >= 10.0
     assert node.changes[1][0] - node.changes[0][0] >= 10.0
     node.run(60, others=0)
-    assert node.rung == 0
+    assert node.level == 0
 
 
 def test_what_comes_and_goes_comes_back_ever_later() -> None:
@@ -91,9 +94,9 @@ def test_what_comes_and_goes_comes_back_ever_later() -> None:
     waits = []
     for _ in range(5):
         node.run(2, others=80)
-        assert node.rung == 1
+        assert node.level == 1
         began = node.now
-        while node.rung:
+        while node.level:
             node.run(1, others=0)
         waits.append(node.now - began)
     assert waits == sorted(waits)

@@ -1,4 +1,4 @@
-"""How often state belongs on storage: the formulas against each other, against draws, and the wishes kept."""
+"""How often state belongs on storage: the formulas against each other, against draws, and the goals kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reft.node.history import Round
 from reft.policy.storage_interval import (
     DAY_SECS,
     Because,
+    Goals,
     StorageCosts,
-    Wishes,
     best_interval_secs,
     daly_interval_secs,
     effective_part,
@@ -141,7 +141,7 @@ def test_a_clock_that_went_back_makes_no_negative_time() -> None:
 def test_wishes_are_kept_or_it_is_said(
     costs: StorageCosts, mtbf: float, overhead: float | None, bound: int | None
 ) -> None:
-    found = storage_interval(costs, mtbf, Wishes(overhead, most_lost_steps=bound))
+    found = storage_interval(costs, mtbf, Goals(overhead, most_lost_steps=bound))
     assert found.steps >= 1
     assert found.most_lost_steps == 2 * found.steps
     # Never more often than storage can take it.
@@ -173,8 +173,8 @@ def test_without_wishes_no_whole_number_of_steps_is_better(costs: StorageCosts, 
 def test_why_an_interval_is_what_it_is() -> None:
     costs = StorageCosts(step_secs=1.0, cost_secs=2.0, write_secs=20.0)
 
-    def because(mtbf: float = 10_000.0, **wishes: float) -> tuple[int, Because]:
-        found = storage_interval(costs, mtbf, Wishes(**wishes))
+    def because(mtbf: float = 10_000.0, **goals: float) -> tuple[int, Because]:
+        found = storage_interval(costs, mtbf, Goals(**goals))
         return found.steps, found.because
 
     assert because() == (199, Because.FAILURES)

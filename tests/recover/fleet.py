@@ -238,14 +238,14 @@ def check_plan(
     records: Iterable[ArenaRecord],
     bad: Collection[tuple[str, str, BlockKey]] = (),
 ) -> None:
-    """Every fetch is a real, good block of the plan's version by the best rung, and they tile the images."""
+    """Every fetch is a real, good block of the plan's version by the best level, and they tile the images."""
     stored = {
         (r.node, r.path, e.key): (r, e)
         for r in records
         if r.header.label == plan.label
         for e in r.header.entries
     }
-    # Owners and nodes of every usable block, to judge the rung that was chosen.
+    # Owners and nodes of every usable block, to judge the level that was chosen.
     holders: dict[tuple[int, int, BlockKey], set[tuple[str, bool]]] = {}
     for (node, name, key), (r, e) in stored.items():
         if (node, name, key) not in bad:
@@ -264,7 +264,7 @@ def check_plan(
                 entry.checksum,
                 entry.arena_offset,
             )
-            assert fetch.kind == expected_rung(
+            assert fetch.kind == expected_level(
                 fetch, topology.node_of(at), holders[fetch.pp, fetch.tp, fetch.key]
             )
         for section in STATE_SECTIONS:
@@ -277,7 +277,7 @@ def check_plan(
     assert sum(plan.bytes_from.values()) == sum(f.nbytes for fs in plan.fetches.values() for f in fs)
 
 
-def expected_rung(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]) -> str:
+def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]) -> str:
     if any(n == node for n, _ in holders):
         assert fetch.node == node
         return "local"

@@ -1,6 +1,6 @@
 """What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
 
-Which rung is tried, and whether the ranks move to it, says the real
+Which level is tried, and whether the ranks move to it, says the real
 :class:`~reft.snapshot.committing.switching.InForce`; which slots are given up, the real :meth:`Slots.given_up`; which
 arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
 :class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from reft.protect.placement import Rung
+from reft.protect.placement import Level
 from reft.snapshot.committing.protocol import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
 from reft.snapshot.committing.switching import InForce
 from tests.snapshot.version_model import (
@@ -46,8 +46,8 @@ class Keeps:
         layout: under which versions are written; None: to be agreed on.
         count: versions that it means to hold.
         unused: slots that it has given up.
-        before: versions that it held before it tried a rung; None: it tries none.
-        tried: that rung.
+        before: versions that it held before it tried a level; None: it tries none.
+        tried: that level.
         made: slots whose arenas it has made anew for that.
         changes: that it has heard of.
     """
@@ -81,37 +81,39 @@ class SwitchingRank(OneRank):
         now = keeps.in_force
         for text, voted in super().voting(rank):
             assert voted.cast is not None
-            for order, rung in self._wishes(keeps) if voted.cast.ok or not rank.state.approves else ():
-                ballot = replace(voted.cast, order=order, rung=rung)
-                yield f"{text}, order {order}, rung {rung}", replace(voted, cast=ballot)
+            for order, level in (
+                self._wanted_leveles(keeps) if voted.cast.ok or not rank.state.approves else ()
+            ):
+                ballot = replace(voted.cast, order=order, level=level)
+                yield f"{text}, order {order}, level {level}", replace(voted, cast=ballot)
             if rank.state.approves and not voted.cast.ok:
-                yield text, replace(voted, cast=replace(voted.cast, order=now.order, rung=now.rung))
+                yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
-        """Orders that this rank may know of, and rungs that it may wish for."""
+        """Orders that this rank may know of, and levels that it may wish for."""
         now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
-        orders, rungs = {now.heard_order}, {now.rung}
+        orders, levels = {now.heard_order}, {now.level}
         if keeps.layout is not None:
-            rungs.add(now.heard_rung)
+            levels.add(now.heard_level)
         if keeps.changes < self.rules.changes:
             orders.add(min(now.order + 1, len(self.ladders) - 1))
             if keeps.layout is not None:
-                rungs |= {max(0, now.rung - 1), min(last, now.rung + 1)}
-        return set(product(orders, rungs))
+                levels |= {max(0, now.level - 1), min(last, now.level + 1)}
+        return set(product(orders, levels))
 
     def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
         task = cast[0][1].task if cast else None
         if task is Task.LAYOUT:
-            for rung in range(max(len(ladder) for ladder in self.ladders)):
-                yield Verdict(Voted(True), rung=rung), [r for r, _ in cast]
+            for level in range(max(len(ladder) for ladder in self.ladders)):
+                yield Verdict(Voted(True), level=level), [r for r, _ in cast]
             return
         for voted, ranks in super().results(cast):
             assert isinstance(voted, Voted)
             heard = [(r, r.cast) for r in ranks if r.cast is not None]
-            for order, rung in {(b.order, c.rung) for _, b in cast for _, c in cast}:
-                may = [r for r, ballot in heard if ballot.order <= order and ballot.rung <= rung]
+            for order, level in {(b.order, c.level) for _, b in cast for _, c in cast}:
+                may = [r for r, ballot in heard if ballot.order <= order and ballot.level <= level]
                 if may:
-                    yield Verdict(voted, order, rung), may
+                    yield Verdict(voted, order, level), may
 
     def hears(self, rank: Rank, result: Voted | Verdict) -> Iterator[Move]:
         assert isinstance(result, Verdict)
@@ -120,12 +122,12 @@ class SwitchingRank(OneRank):
         rank = replace(rank, cast=None, result=None)
         match rank.state.task:
             case Task.LAYOUT:
-                yield from self._laid_out(rank, result.rung)
+                yield from self._laid_out(rank, result.level)
             case Task.SWITCH:
                 failed = [not mine.ok, not result.voted.ok]
                 yield text, self._tried(rank, keeps.in_force.moves(failed))
             case _:
-                now = keeps.in_force.heard(result.order, result.rung)
+                now = keeps.in_force.heard(result.order, result.level)
                 new = now.due and not keeps.in_force.due
                 keeps = replace(keeps, in_force=now, changes=keeps.changes + new)
                 yield from self._effects(text, replace(rank, keeps=keeps), result.voted)
@@ -150,10 +152,10 @@ class SwitchingRank(OneRank):
     def laying_out(self, rank: Rank) -> Iterator[Move]:
         yield "agrees on a layout", replace(rank, cast=Ballot(rank.state.head.label, Task.LAYOUT, True))
 
-    def _laid_out(self, rank: Rank, rung: int) -> Iterator[Move]:
-        """The first rung that every node has memory for, or the last: any."""
+    def _laid_out(self, rank: Rank, level: int) -> Iterator[Move]:
+        """The first level that every node has memory for, or the last: any."""
         ladder = self.ladders[rank.keeps.wanted]
-        found = ladder[min(rung, len(ladder) - 1)]
+        found = ladder[min(level, len(ladder) - 1)]
         keeps = replace(rank.keeps, in_force=rank.keeps.in_force.now_on(ladder.index(found)))
         after = self._use(replace(rank, keeps=replace(keeps, layout=found.scheme)), found.arenas)
         for text, reserved in self._reserved(after):
@@ -201,21 +203,21 @@ class SwitchingRank(OneRank):
         elif now.ordered:
             yield f"follows order {now.heard_order}", self._followed(rank)
         else:
-            yield "has no layout to change", _now(rank, now.now_on(now.rung))
+            yield "has no layout to change", _now(rank, now.now_on(now.level))
 
     def _targets(self, keeps: Keeps) -> Sequence[int]:
         return keeps.in_force.targets(len(self.ladders[keeps.wanted]))
 
-    def _rung(self, keeps: Keeps) -> Rung:
+    def _level(self, keeps: Keeps) -> Level:
         ordered = keeps.in_force.ordered
         return self.ladders[keeps.in_force.heard_order if ordered else keeps.wanted][keeps.tried]
 
     def _try(self, rank: Rank, tried: int) -> Iterator[Move]:
         keeps = replace(rank.keeps, tried=tried, before=len(rank.files) - len(rank.keeps.unused))
-        rung = self._rung(keeps)
-        unused = rank.state.slots.given_up(rung.arenas, keeps.unused)
-        keeps = replace(keeps, unused=unused, count=rung.arenas)
-        yield f"tries {rung}, gives up {sorted(unused)}", replace(rank, keeps=keeps)
+        level = self._level(keeps)
+        unused = rank.state.slots.given_up(level.arenas, keeps.unused)
+        keeps = replace(keeps, unused=unused, count=level.arenas)
+        yield f"tries {level}, gives up {sorted(unused)}", replace(rank, keeps=keeps)
 
     def _trying(self, rank: Rank) -> Iterator[Move]:
         keeps: Keeps = rank.keeps
@@ -240,15 +242,15 @@ class SwitchingRank(OneRank):
         if moves:
             if keeps.in_force.ordered:
                 return self._followed(replace(rank, keeps=over))
-            layout = self._rung(keeps).scheme
+            layout = self._level(keeps).scheme
             return _now(replace(rank, keeps=replace(over, layout=layout)), keeps.in_force.now_on(keeps.tried))
         back = self._use(replace(rank, keeps=over), keeps.before)
         if keeps.in_force.ordered:
             return _now(back, keeps.in_force.followed(keeps.in_force.heard_order))
         left = [target for target in self._targets(keeps) if target > keeps.tried]
-        if left and keeps.in_force.heard_rung > keeps.in_force.rung:
+        if left and keeps.in_force.heard_level > keeps.in_force.level:
             return next(after for _, after in self._try(back, left[0]))
-        return _now(back, keeps.in_force.now_on(keeps.in_force.rung))
+        return _now(back, keeps.in_force.now_on(keeps.in_force.level))
 
     def _followed(self, rank: Rank) -> Rank:
         keeps: Keeps = rank.keeps

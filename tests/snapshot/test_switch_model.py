@@ -3,11 +3,11 @@ again, orders, arenas that cannot be had, in every order of events and with a cr
 
 Exhaustive within these bounds, for 3 groups x 4 ranks:
 
-- memory short: 2 versions, 3 rungs (three arenas, two, another scheme), any errors, one change: 311 windows with
+- memory short: 2 versions, 3 levels (three arenas, two, another scheme), any errors, one change: 311 windows with
   47,947 states of a rank;
 - orders: 2 versions, two schemes of two arenas, any errors, one change, and an interruption: 630 windows, 75,925
   states (``long``; 107 and 14,109 without the interruption);
-- both: 3 versions, two schemes of two rungs each, two changes, arenas that cannot be had and no other errors: 714
+- both: 3 versions, two schemes of two levels each, two changes, arenas that cannot be had and no other errors: 714
   windows, 39,923 states (``long``).
 
 A stop is explored with 2 ranks and 4 steps: 41,044 states of the whole job.
@@ -21,7 +21,7 @@ import pytest
 
 from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
-from reft.protect.placement import Rung
+from reft.protect.placement import Level
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.switching import InForce
 from tests.snapshot import stop_model
@@ -29,12 +29,12 @@ from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer
 
 COPY, PARITY = Scheme(1), Scheme(0, 1)
-SHORT = ((Rung(COPY, 3), Rung(COPY, 2), Rung(PARITY, 2)),)
-ORDERS = ((Rung(COPY, 2),), (Rung(PARITY, 2),))
-BOTH = ((Rung(COPY, 3), Rung(COPY, 2)), (Rung(PARITY, 3), Rung(PARITY, 2)))
+SHORT = ((Level(COPY, 3), Level(COPY, 2), Level(PARITY, 2)),)
+ORDERS = ((Level(COPY, 2),), (Level(PARITY, 2),))
+BOTH = ((Level(COPY, 3), Level(COPY, 2)), (Level(PARITY, 3), Level(PARITY, 2)))
 
 
-def rules(ladders: tuple[tuple[Rung, ...], ...], **others: object) -> Rules:
+def rules(ladders: tuple[tuple[Level, ...], ...], **others: object) -> Rules:
     return Rules(**{"ladders": ladders, "slots": Slots.make(ladders[0][0].arenas), "meetings": 0, **others})
 
 
@@ -46,9 +46,9 @@ def explored(rules: Rules) -> Explorer:
 
 
 def kept(explorer: Explorer) -> set[tuple[int, int]]:
-    """Orders and rungs in force on ranks that have committed a version under them."""
+    """Orders and levels in force on ranks that have committed a version under them."""
     return {
-        (rank.keeps.in_force.order, rank.keeps.in_force.rung)
+        (rank.keeps.in_force.order, rank.keeps.in_force.level)
         for window in explorer.windows
         for rank in window.ranks
         if any(h.state is ArenaState.COMMITTED and h.layout == rank.keeps.layout for h in rank.files)

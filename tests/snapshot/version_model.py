@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.protect.placement import Rung
+from reft.protect.placement import Level
 from reft.recover.decide import preferred_label
 from reft.snapshot.committing import version
 from reft.snapshot.committing.protocol import (
@@ -90,7 +90,7 @@ class Rules:
         slots: this rank's arenas at the start.
         step: the transition system.
         choose: which recoverable version is restored.
-        ladders: per order, the first being in force at the start, its rungs; none: what a rank keeps does not
+        ladders: per order, the first being in force at the start, its levels; none: what a rank keeps does not
             change.
         changes: most changes of what is kept that a rank hears of.
         short: whether arenas may not be had.
@@ -108,7 +108,7 @@ class Rules:
     slots: Slots = field(default_factory=lambda: Slots.make(2))
     step: Callable[[State, Event], Next] = version.step
     choose: Choose = preferred_label
-    ladders: tuple[tuple[Rung, ...], ...] = ()
+    ladders: tuple[tuple[Level, ...], ...] = ()
     changes: int = 1
     short: bool = True
     in_force: InForce = field(default_factory=InForce)
@@ -121,7 +121,7 @@ class Ballot:
     ok: bool
     relayout: bool = False
     order: int = 0
-    rung: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Verdict:
 
     voted: Voted
     order: int = 0
-    rung: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -437,7 +437,7 @@ def say(what: Ballot | Voted | Verdict | Met) -> str:
     match what:
         case Met(after, committed):
             return f"they go on after {after}, {committed or 'nothing'} is committed"
-        case Verdict(voted, order, rung):
-            return f"{say(voted)}, order {order}, rung {rung}"
+        case Verdict(voted, order, level):
+            return f"{say(voted)}, order {order}, level {level}"
         case Ballot() | Voted():
             return "that the layout is old" if what.relayout else ("yes" if what.ok else "no")

@@ -73,7 +73,7 @@ class Rank:
         keeping: Keeping = Keeping(),  # noqa: B008
         pacer: Any = None,
         *,
-        persist_wish: Callable[[], int] = lambda: 0,
+        wanted_persist_interval: Callable[[], int] = lambda: 0,
     ) -> None:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
@@ -105,7 +105,7 @@ class Rank:
                 FaultPlan(faults, self.at),
                 on_commit=lambda label: self.agreed.append((label.step, self.worker.votes.persist_steps)),
                 on_skip=lambda step, cause: self.skips.append((step, cause)),
-                persist_wish=persist_wish,
+                wanted_persist_interval=wanted_persist_interval,
             ),
             switch=SchemeSwitch(
                 self.control,
@@ -318,7 +318,7 @@ def scenario_persist(rank: int, root: Path) -> dict[str, object]:
     """Every rank has a wish of its own for the interval on storage, and changes it when it likes."""
     wishes = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
     wish = [0]
-    me = Rank(rank, root, persist_wish=lambda: wish[0])
+    me = Rank(rank, root, wanted_persist_interval=lambda: wish[0])
     for step in range(1, 9):
         wish[0] = wishes.get(step, wish[0])
         me.step(step)

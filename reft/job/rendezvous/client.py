@@ -246,7 +246,6 @@ class RendezvousClient:
     """The rendezvous of one job, seen from one node.
 
     Args:
-        options: of ``reft launch``.
         secret: the user's; who does not know it, meets nobody (P11).
 
     Raises:

@@ -58,12 +58,9 @@ class EtcdSettings:
 
     Attributes:
         endpoints: ``host:port`` of its members, at least one.
-        tls: speak TLS.
-        user: etcd's user; None where its authentication is off.
-        password: of that user.
+        user, password: None where etcd's authentication is off.
         ca_cert: file with the certificates that sign the members'; None: those that gRPC comes with.
-        cert: file with this client's certificate, where etcd asks for one.
-        key: file with its key.
+        cert, key: files of this client, where etcd asks for them.
     """
 
     endpoints: tuple[str, ...]
@@ -76,11 +73,8 @@ class EtcdSettings:
 
     @classmethod
     def of(cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]) -> EtcdSettings:
-        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes first.
-
-        Raises:
-            ConfigError: something is missing or does not fit together; says what to write.
-        """
+        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes first. Raises
+        ConfigError: something is missing or does not fit together; says what to write."""
         if "password" in conf:
             raise ConfigError(
                 f"--rdzv-conf password=... would show it to everybody on this host, in /proc: set "
@@ -175,6 +169,12 @@ _ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "CANCELLED", "UNKN
 """Codes of gRPC after which another member is asked."""
 
 
+_WHEN_FULL = (
+    ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl defrag, "
+    "etcdctl alarm disarm"
+)
+
+
 class RefusedError(StoreError):
     """etcd answers, and says no.
 
@@ -184,20 +184,15 @@ class RefusedError(StoreError):
     """
 
     def __init__(self, member: str, code: str, details: str) -> None:
-        super().__init__(f"etcd at {member} refuses: {details or code}{_advice(details)}")
+        full = "database space exceeded" in details
+        super().__init__(f"etcd at {member} refuses: {details or code}{_WHEN_FULL if full else ''}")
         self.code = code
         self.details = details
 
 
 class EtcdLine:
-    """Connections to the members of one cluster. Safe to use from several threads.
-
-    Args:
-        settings: of the cluster.
-
-    Raises:
-        ConfigError: ``python3-etcd3`` is not installed, or a certificate cannot be used.
-    """
+    """Connections to the members of one cluster. Safe to use from several threads. Raises ConfigError:
+    ``python3-etcd3`` is not installed, or a certificate cannot be used."""
 
     def __init__(self, settings: EtcdSettings) -> None:
         try:
@@ -226,9 +221,6 @@ class EtcdLine:
         """One request, which may be done twice where an answer was lost.
 
         Args:
-            service: of etcd's protocol, as ``KV``.
-            method: of the service, as ``Range``.
-            request: its message.
             deadline: on the monotonic clock, whatever the members do.
 
         Raises:
@@ -350,15 +342,6 @@ def _read(path: Path | None) -> bytes | None:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _advice(details: str) -> str:
-    if "database space exceeded" in details:
-        return (
-            ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl "
-            "defrag, etcdctl alarm disarm"
-        )
-    return ""
-
-
 ROOT = "reft/"
 """Before every key in etcd."""
 RUN_LEASE_SECS = 60
@@ -377,8 +360,6 @@ class EtcdStore(RendezvousStore):
     """A client of an etcd cluster.
 
     Args:
-        line: to the cluster.
-        secret: the user's.
         run_id: the run, on whose lease its keys hang.
         timeout_secs: for the keys that :meth:`get` waits for; a request has 10 s of it at most.
     """
@@ -394,7 +375,8 @@ class EtcdStore(RendezvousStore):
         self._run_lease: int | None = _number_of(self._secret + run_id.encode())
         self._own_lease = _number_of(os.urandom(_NONCE_BYTES))
         self._names = _Names()
-        self._health = _Health(min(_ANSWER_SECS, timeout_secs))
+        self._answer_secs = min(_ANSWER_SECS, timeout_secs)
+        self._health = {"in doubt": False}  # of all views
         self._writing = threading.Lock()
 
     @classmethod
@@ -429,7 +411,7 @@ class EtcdStore(RendezvousStore):
                 pass
 
     def peek(self, key: str) -> bytes | None:
-        with self._health.asking() as deadline:
+        with self._asking() as deadline:
             name = self._name(key)
             return self._open(name, self._read(name, deadline).sealed)
 
@@ -445,7 +427,7 @@ class EtcdStore(RendezvousStore):
                     return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        with self._health.asking() as deadline:
+        with self._asking() as deadline:
             names = [self._name(k) for k in keys] or [ROOT.encode()]
             counts: list[int] = []
             for at in range(0, len(names), _MOST_OPERATIONS):
@@ -480,7 +462,7 @@ class EtcdStore(RendezvousStore):
 
     def hold(self, name: str, secs: float) -> None:
         key, held = self._name(name), self._names.held
-        with self._health.asking() as deadline:
+        with self._asking() as deadline:
             if self._run_lease is not None:
                 self._leases.keep(self._run_lease, RUN_LEASE_SECS, deadline)
             if not self._leases.keep(self._own_lease, max(2, math.ceil(secs)), deadline):
@@ -493,7 +475,7 @@ class EtcdStore(RendezvousStore):
 
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
-        with self._health.asking() as deadline:
+        with self._asking() as deadline:
             request = self._line.messages.RangeRequest(key=first, range_end=_end_of(first))
             answer = self._line.ask("KV", "Range", request, deadline)
         found = {bytes(kv.key): bytes(kv.value) for kv in answer.kvs}
@@ -556,9 +538,22 @@ class EtcdStore(RendezvousStore):
         return sha256(self._secret + name).digest()
 
     @contextmanager
+    def _asking(self) -> Iterator[float]:
+        """For one request: its deadline on the monotonic clock, earlier while the cluster does not answer."""
+        secs = min(self._answer_secs, _DOUBT_SECS) if self._health["in doubt"] else self._answer_secs
+        try:
+            yield time.monotonic() + secs
+        except RefusedError:
+            raise
+        except StoreError:
+            self._health["in doubt"] = True
+            raise
+        self._health["in doubt"] = False
+
+    @contextmanager
     def _write(self) -> Iterator[float]:
         """One at a time, in the order in which they were asked for."""
-        with self._health.asking() as deadline:
+        with self._asking() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise StoreError(f"the etcd cluster at {self.endpoint} has not taken an earlier write yet")
             try:
@@ -670,27 +665,6 @@ class _Leases:
     def forget(self, lease: int) -> None:
         """It is not there any more."""
         self._kept.pop(lease, None)
-
-
-class _Health:
-    """How long a request may take: less while the cluster does not answer."""
-
-    def __init__(self, answer_secs: float) -> None:
-        self._answer_secs = answer_secs
-        self._in_doubt = False
-
-    @contextmanager
-    def asking(self) -> Iterator[float]:
-        """For one request; its deadline on the monotonic clock."""
-        secs = min(self._answer_secs, _DOUBT_SECS) if self._in_doubt else self._answer_secs
-        try:
-            yield time.monotonic() + secs
-        except RefusedError:
-            raise
-        except StoreError:
-            self._in_doubt = True
-            raise
-        self._in_doubt = False
 
 
 def _held(found: Any) -> _Held:

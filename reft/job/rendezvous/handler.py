@@ -76,15 +76,7 @@ class _Context(_RendezvousContext):
 
 
 class StoreRendezvous(DynamicRendezvousHandler):
-    """Elastic rendezvous of one node over reft's store.
-
-    Args:
-        store: of the job.
-        parameters: as ``torchrun`` makes them.
-
-    Raises:
-        ValueError: a parameter cannot be used.
-    """
+    """Elastic rendezvous of one node over reft's store. Raises ValueError: a parameter cannot be used."""
 
     _state_holder: StateHolder
     _op_executor: RendezvousExecutor
@@ -530,11 +522,6 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
     """TorchElastic's, which looks once a second: gathering takes several looks, one after the other, while
     the whole job waits. This one looks more often where there are not hundreds of nodes to do so. A round
     is complete with as many nodes as were asked for, and as fit the job (:mod:`reft.job.rendezvous.sizes`).
-
-    Args:
-        node: this node.
-        holder: its view of the shared state.
-        settings: of the rendezvous.
     """
 
     _state_holder: StateHolder

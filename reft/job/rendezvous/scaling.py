@@ -63,10 +63,6 @@ class Scaler:
     """One launcher's part. Looks while the trainers run.
 
     Args:
-        handler: of the rendezvous.
-        options: of the launcher.
-        path: the job's memory on this node.
-        board: of the job.
         signals: one of them asks this node to leave.
     """
 
@@ -387,9 +383,6 @@ def leave_next(
     down to a number that fits; () where there is none. Pure.
 
     Args:
-        wanted: nodes that the job is to have.
-        first: ids of the nodes that leave before any other.
-        now: what is judged by.
         survived: losses, whichever they are; None: as now.
     """
     survived = (now.tolerance or 0) if survived is None else survived

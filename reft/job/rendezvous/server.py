@@ -51,7 +51,6 @@ class RendezvousServer:
     Args:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
-        port: port to listen on; 0 takes a free one.
         secret: the user's; None: as :func:`reft.memory.jobdir.user_secret` finds it.
         state_dir: directory that keeps what is stored, for a server that takes this one's place; None: memory
             alone.

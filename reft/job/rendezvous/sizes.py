@@ -79,7 +79,6 @@ class Sizes:
         others can recover the version without them, else such that they can; () where none are known.
 
         Args:
-            number: how many.
             first: ranks that are among them.
         """
         everyone = frozenset(range(len(self.members)))
@@ -158,11 +157,8 @@ def sizes_of_job(
     """What the newest version tells.
 
     Args:
-        fitting: numbers of nodes that fit.
         nodes: ids of the nodes of this round, by group rank.
         holders: node id and failure domain of whoever holds each rank's part of the version.
-        degrees: of the version.
-        scheme: its protection.
     """
     groups = set()
     for pp in range(degrees.pp):
@@ -189,9 +185,6 @@ def why_not(
     """Why a job cannot train on so many nodes; "" where it can, as far as is known.
 
     Args:
-        nodes: how many.
-        workers: trainers of each.
-        degrees: of the newest version.
         size: what else decides about the degree; None: not known.
         parities: the protection that was asked for by name and keeps parities; None: another.
         asked: somebody asks for so many, although the job could keep those that it has.

@@ -98,11 +98,7 @@ def encode_state(state: JobState) -> bytes:
 
 
 def decode_state(data: bytes) -> JobState:
-    """Read what :func:`encode_state` wrote.
-
-    Raises:
-        RendezvousStateError: it is something else.
-    """
+    """Read what :func:`encode_state` wrote. Raises RendezvousStateError: it is something else."""
     try:
         fields = json.loads(data)
         deadline = fields["deadline"]
@@ -187,13 +183,7 @@ class StateHolder(_RendezvousStateHolder):
     After a gap in its own view (this process or the store stood still) it gives the others the time
     again in which a living node beats: their silence may have been its own. In a store that keeps leases, a
     lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time, too,
-    to show itself again.
-
-    Args:
-        store: of the job.
-        node: this node.
-        settings: of the rendezvous.
-    """
+    to show itself again."""
 
     def __init__(self, store: RendezvousStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
         self.store = store
@@ -309,12 +299,7 @@ class StateHolder(_RendezvousStateHolder):
 
 
 class IncarnationRecord:
-    """Safe to use from several threads.
-
-    Args:
-        store: of the job.
-        job_id: the job.
-    """
+    """Safe to use from several threads."""
 
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store

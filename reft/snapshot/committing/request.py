@@ -94,9 +94,9 @@ class Watchers:
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.
         complaints: of what nobody foresaw.
-        interval_wish: asked in every vote how often versions should be taken, given how often one fits into
+        wanted_interval: asked in every vote how often versions should be taken, given how often one fits into
             the idle time.
-        persist_wish: asked in every vote how often versions should go to storage; 0: as the block says.
+        wanted_persist_interval: the same of versions that go to storage; 0: as the block says.
     """
 
     stats: SnapshotStats
@@ -104,8 +104,8 @@ class Watchers:
     on_commit: Callable[[Label], None] = lambda label: None
     on_skip: Callable[[int, str], None] = lambda step, cause: None
     complaints: Complaints = field(default_factory=Complaints)
-    persist_wish: Callable[[], int] = lambda: 0
-    interval_wish: Callable[[int], int] = lambda windows: windows
+    wanted_persist_interval: Callable[[], int] = lambda: 0
+    wanted_interval: Callable[[int], int] = lambda windows: windows
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ memory.
 
 An order (:mod:`reft.node.protection`) on any node travels in the votes of the versions, and so does how far
 each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has left; every
-rank hears the newest order and the lowest rung from the same vote. Once that version is through the
+rank hears the newest order and the lowest level from the same vote. Once that version is through the
 protocol the worker threads, and only they,
 
 1. agree on the order's text and check that the scheme suits the group and that its arenas fit on every node;
@@ -39,7 +39,7 @@ from reft.node.protection import (
     Refusal,
     parse_order,
 )
-from reft.protect.placement import CALM_SECS, MemoryWatch, Rung, ladder, tolerance
+from reft.protect.placement import CALM_SECS, Level, MemoryWatch, ladder, tolerance
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.layout import GroupLayout, layout_under
 
@@ -138,42 +138,42 @@ class InForce:
 
     Attributes:
         order: number of the last order that was carried out or refused.
-        rung: how far down the ladder what is in force is; 0 is what is wanted.
+        level: how far down the ladder what is in force is; 0 is what is wanted.
         heard_order: number of the newest order that a vote named.
-        heard_rung: the rung that the last vote named.
+        heard_level: the level that the last vote named.
     """
 
     order: int = 0
-    rung: int = 0
+    level: int = 0
     heard_order: int = 0
-    heard_rung: int = 0
+    heard_level: int = 0
 
     @classmethod
     def at_start(cls, order: int) -> InForce:
-        """On the first rung, with no vote yet."""
+        """On the first level, with no vote yet."""
         return cls(order=order, heard_order=order)
 
-    def heard(self, order: int, rung: int) -> InForce:
-        """A vote named this order and this rung, on all ranks the same."""
-        return replace(self, heard_order=max(self.heard_order, order), heard_rung=rung)
+    def heard(self, order: int, level: int) -> InForce:
+        """A vote named this order and this level, on all ranks the same."""
+        return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
 
-    def would_change(self, order: int, rung: int) -> bool:
-        """Whether a vote with this order and rung has a change follow."""
-        return order > self.order or rung != self.rung
+    def would_change(self, order: int, level: int) -> bool:
+        """Whether a vote with this order and level has a change follow."""
+        return order > self.order or level != self.level
 
     @property
     def due(self) -> bool:
         """Whether something is to be changed now; all ranks say the same after the same vote."""
-        return self.would_change(self.heard_order, self.heard_rung)
+        return self.would_change(self.heard_order, self.heard_level)
 
     @property
     def ordered(self) -> bool:
-        """Whether what is due is an order: it goes before a rung."""
+        """Whether what is due is an order: it goes before a level."""
         return self.heard_order > self.order
 
-    def targets(self, rungs: int) -> Sequence[int]:
-        """Rungs to try, until all ranks move: up one alone, down past those that cannot be reserved."""
-        return (self.heard_rung,) if self.heard_rung < self.rung else range(self.heard_rung, rungs)
+    def targets(self, levels: int) -> Sequence[int]:
+        """Levels to try, until all ranks move: up one alone, down past those that cannot be reserved."""
+        return (self.heard_level,) if self.heard_level < self.level else range(self.heard_level, levels)
 
     def moves(self, failed: Sequence[bool]) -> bool:
         """Whether the ranks use what they have tried: all of them do, or none.
@@ -187,13 +187,13 @@ class InForce:
         """An order was carried out, or refused."""
         return replace(self, order=order, heard_order=order)
 
-    def now_on(self, rung: int) -> InForce:
-        """All ranks are on this rung."""
-        return replace(self, rung=rung, heard_rung=rung)
+    def now_on(self, level: int) -> InForce:
+        """All ranks are on this level."""
+        return replace(self, level=level, heard_level=level)
 
-    def resync(self, order: int, rungs: int) -> InForce:
+    def resync(self, order: int, levels: int) -> InForce:
         """The ranks have come together again. How far down the ladder is found out anew with the layout."""
-        return self.followed(order).now_on(min(self.rung, rungs - 1))
+        return self.followed(order).now_on(min(self.level, levels - 1))
 
 
 @dataclass(frozen=True)
@@ -244,19 +244,19 @@ class SchemeSwitch:
         self._ladder = self._ladder_of(record)
         self._in_force = InForce.at_start(record.number)
         self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
-        self._wish = 0
+        self._wanted_level = 0
         self._looked = 0.0
         self._settled = False
         self._look_failed = False
         self._above: GroupLayout | None = None
 
     @property
-    def rung(self) -> int:
+    def level(self) -> int:
         """How far down the ladder what is in force is."""
-        return self._in_force.rung
+        return self._in_force.level
 
     @property
-    def wanted(self) -> Rung:
+    def wanted(self) -> Level:
         """What is kept if there is memory."""
         return self._ladder[0]
 
@@ -267,8 +267,8 @@ class SchemeSwitch:
         order = self._orders.newest() if self._orders is not None else None
         return max(self.record.number, order.number if order is not None else 0)
 
-    def wish(self, layout: GroupLayout | None, arenas: ArenaSet) -> int:
-        """The rung that this rank would be on, by the memory its node has left: what it says in a vote.
+    def wanted_level(self, layout: GroupLayout | None, arenas: ArenaSet) -> int:
+        """The level that this rank would be on, by the memory its node has left: what it says in a vote.
         Looked at now and then, and only once a version is committed under what is in force: what the last
         change gave back is not free before."""
         now = time.monotonic()
@@ -276,32 +276,32 @@ class SchemeSwitch:
             self._looked = now
             try:
                 room = Room.of(arenas, layout, arenas.count)
-                self._wish = self._watch.wish(
-                    self.rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
+                self._wanted_level = self._watch.wanted_level(
+                    self.level, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
                 )
             except OSError as error:
                 # Whether versions can be taken is another question, which the arenas answer.
                 if not self._look_failed:
                     logger.warning("the node's memory cannot be looked at: %s", error)
                 self._look_failed = True
-        return self._wish
+        return self._wanted_level
 
     def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
-        """What this node would take for the next rung up, as far as one rank can tell."""
-        rung = self._ladder[self.rung - 1]
+        """What this node would take for the next level up, as far as one rank can tell."""
+        level = self._ladder[self.level - 1]
         if self._above is None:
-            self._above = self._under(layout, rung)
-        room = Room.of(arenas, self._above, rung.arenas)
+            self._above = self._under(layout, level)
+        room = Room.of(arenas, self._above, level.arenas)
         node = self._topology.nodes[self._control.rank]
         return room.growth_bytes * len(self._topology.local_ranks(node))
 
-    def hear(self, order: int, rung: int) -> None:
-        """A vote named this order and this rung, on all ranks the same."""
-        self._in_force = self._in_force.heard(order, rung)
+    def hear(self, order: int, level: int) -> None:
+        """A vote named this order and this level, on all ranks the same."""
+        self._in_force = self._in_force.heard(order, level)
 
-    def would_change(self, order: int, rung: int) -> bool:
-        """Whether a vote with this order and rung has a change follow."""
-        return self._in_force.would_change(order, rung)
+    def would_change(self, order: int, level: int) -> bool:
+        """Whether a vote with this order and level has a change follow."""
+        return self._in_force.would_change(order, level)
 
     @property
     def due(self) -> bool:
@@ -325,25 +325,25 @@ class SchemeSwitch:
             self._ladder = self._ladder_of(newest)
             self._on_change(newest)
         self._in_force = self._in_force.resync(newest.number, len(self._ladder))
-        self._wish = self.rung
+        self._wanted_level = self.level
         self._settled = False
         self._above = None
 
     def fit(self, label: Label, layout: GroupLayout, arenas: ArenaSet) -> GroupLayout:
-        """A new layout, planned for what is wanted: take the first rung that every node has memory for, or
+        """A new layout, planned for what is wanted: take the first level that every node has memory for, or
         the last. Collective; nothing is reserved yet."""
         cause = None
-        for rung in self._ladder:
-            found = self._under(layout, rung)
+        for level in self._ladder:
+            found = self._under(layout, level)
             short = agree_on_room(
                 self._control,
                 self._topology,
-                Room.told(arenas, found, rung.arenas, self._keeping.margin_bytes),
+                Room.told(arenas, found, level.arenas, self._keeping.margin_bytes),
             )
             if short is None:
                 break
-            cause = cause or f"{rung} {short}"
-        if self._now_on(self._ladder.index(rung), arenas):
+            cause = cause or f"{level} {short}"
+        if self._now_on(self._ladder.index(level), arenas):
             self._publish(label, cause)
         return found
 
@@ -372,9 +372,9 @@ class SchemeSwitch:
         if self._in_force.ordered:
             return self._follow_order(label, layout, arenas, before_record)
         if layout is None:
-            self._in_force = self._in_force.now_on(self.rung)
+            self._in_force = self._in_force.now_on(self.level)
             return layout
-        return self._change_rung(label, layout, arenas, before_record)
+        return self._change_level(label, layout, arenas, before_record)
 
     def _follow_order(
         self,
@@ -392,7 +392,7 @@ class SchemeSwitch:
         except ConfigError as error:
             cause = str(error)
         else:
-            cause, new = self._move(Rung(scheme, self._keeping.versions), layout, arenas)
+            cause, new = self._move(Level(scheme, self._keeping.versions), layout, arenas)
         before_record()
         self._in_force = self._in_force.followed(order.number)
         if cause is None:
@@ -408,37 +408,37 @@ class SchemeSwitch:
             self._on_change(self.record)
         return new or layout
 
-    def _change_rung(
+    def _change_level(
         self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
     ) -> GroupLayout:
-        """Go down, past rungs that cannot be reserved; or up, since there is room again on every node, it
+        """Go down, past levels that cannot be reserved; or up, since there is room again on every node, it
         seems."""
-        down = self._in_force.heard_rung > self.rung
+        down = self._in_force.heard_level > self.level
         degraded = self.record.degraded
         why = self._why_short(layout, arenas) if down else degraded.cause if degraded is not None else None
-        new, target = None, self.rung
+        new, target = None, self.level
         for target in self._in_force.targets(len(self._ladder)):
             _, new = self._move(self._ladder[target], layout, arenas)
             if new is not None:
                 break
         before_record()
-        if self._now_on(target if new is not None else self.rung, arenas):
+        if self._now_on(target if new is not None else self.level, arenas):
             self._publish(label, why)
         return new or layout
 
     def _move(
-        self, rung: Rung, layout: GroupLayout | None, arenas: ArenaSet
+        self, level: Level, layout: GroupLayout | None, arenas: ArenaSet
     ) -> tuple[str | None, GroupLayout | None]:
-        """Reserve what a rung needs; all ranks do, or none. Returns why not, or the new layout."""
+        """Reserve what a level needs; all ranks do, or none. Returns why not, or the new layout."""
         if layout is None:
             return None, None
-        new = self._under(layout, rung)
-        room = Room.told(arenas, new, rung.arenas, self._keeping.margin_bytes)
+        new = self._under(layout, level)
+        room = Room.told(arenas, new, level.arenas, self._keeping.margin_bytes)
         cause = agree_on_room(self._control, self._topology, room)
         if cause is not None:
             return cause, None
         before = arenas.count
-        arenas.use(rung.arenas)
+        arenas.use(level.arenas)
         problem = arenas.reserve(new)
         failed = [bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])]
         if self._in_force.moves(failed):
@@ -457,38 +457,38 @@ class SchemeSwitch:
             f"reft.memory_margin_bytes wants {margin / 2**20:.1f} MiB to stay free"
         )
 
-    def _now_on(self, rung: int, arenas: ArenaSet) -> bool:
-        """This is the rung in force, on all ranks; returns whether it is another one."""
-        before = self.rung
-        arenas.use(self._ladder[rung].arenas)
-        self._watch.moved(before, rung, time.monotonic())
-        self._in_force, self._wish = self._in_force.now_on(rung), rung
+    def _now_on(self, level: int, arenas: ArenaSet) -> bool:
+        """This is the level in force, on all ranks; returns whether it is another one."""
+        before = self.level
+        arenas.use(self._ladder[level].arenas)
+        self._watch.moved(before, level, time.monotonic())
+        self._in_force, self._wanted_level = self._in_force.now_on(level), level
         self._settled = False
         self._above = None
-        return rung != before
+        return level != before
 
     def _publish(self, label: Label, cause: str | None) -> None:
         """Note what is in force since the version after ``label``, and why it is not what is wanted."""
-        rung = self._ladder[self.rung]
+        level = self._ladder[self.level]
         degraded = None
-        if self.rung:
-            degraded = Degradation(str(rung.scheme), rung.arenas, cause or "", label.step)
+        if self.level:
+            degraded = Degradation(str(level.scheme), level.arenas, cause or "", label.step)
         self.record = replace(
             self.record,
             step=label.step,
             incarnation=label.incarnation,
-            tolerance=tolerance(self._topology, rung.scheme.copies, rung.scheme.parities),
+            tolerance=tolerance(self._topology, level.scheme.copies, level.scheme.parities),
             degraded=degraded,
         )
         self._on_change(self.record)
 
-    def _ladder_of(self, record: ProtectionRecord) -> tuple[Rung, ...]:
+    def _ladder_of(self, record: ProtectionRecord) -> tuple[Level, ...]:
         return ladder(record.parsed, self._keeping.versions, self._topology.degrees.dp)
 
     @staticmethod
-    def _under(layout: GroupLayout, rung: Rung) -> GroupLayout:
-        same = layout.plan.placement.scheme == rung.scheme
-        return layout if same else layout_under(layout, rung.scheme)
+    def _under(layout: GroupLayout, level: Level) -> GroupLayout:
+        same = layout.plan.placement.scheme == level.scheme
+        return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> Order:
         order = self._orders.newest() if self._orders is not None else None

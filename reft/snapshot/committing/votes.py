@@ -51,7 +51,7 @@ class Votes:
     Args:
         control: carries the ballots.
         advised_interval: how often this rank could take versions.
-        persist_wish: how often they should go to storage; 0: as the block says.
+        wanted_persist_interval: how often they should go to storage; 0: as the block says.
         complaints: told where a wish cannot be found out: it is advice, and the last agreed number stays.
             The peers hear of all complaints with the next vote (P6).
     """
@@ -60,12 +60,12 @@ class Votes:
         self,
         control: WorkerControl,
         advised_interval: Callable[[], int],
-        persist_wish: Callable[[], int],
+        wanted_persist_interval: Callable[[], int],
         complaints: Complaints,
     ) -> None:
         self._control = control
         self._advised_interval = advised_interval
-        self._persist_wish = persist_wish
+        self._wanted_persist_interval = wanted_persist_interval
         self._complaints = complaints
         self.persist_steps = 0
         """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
@@ -113,7 +113,7 @@ class Votes:
         relayout: bool = False,
         holds_up: bool = False,
         order: int = 0,
-        rung: int = 0,
+        level: int = 0,
     ) -> Ballot:
         """Vote on a version. Collective.
 
@@ -123,13 +123,13 @@ class Votes:
             relayout: its state has another shape than planned.
             holds_up: before the next vote, this rank has more to do than seal the version.
             order: number of the newest order to switch protection that this rank knows of.
-            rung: how far it would degrade the protection for want of memory.
+            level: how far it would degrade the protection for want of memory.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
-        step, interval_steps = version.step, self._wished(self._advised_interval, self._interval[1])
-        persist_steps = self._wished(self._persist_wish, self.persist_steps)
+        step, interval_steps = version.step, self._wanted(self._advised_interval, self._interval[1])
+        persist_steps = self._wanted(self._wanted_persist_interval, self.persist_steps)
         unheard = self._complaints.unheard()
         verdict = self._control.vote(
             Ballot(
@@ -141,7 +141,7 @@ class Votes:
                 interval_steps=interval_steps,
                 order=order,
                 late=may_lag(holds_up, step=step, newest_step=self.newest_step, late=self.late),
-                rung=rung,
+                level=level,
                 persist_steps=persist_steps,
                 complains=bool(unheard),
             ),
@@ -171,9 +171,9 @@ class Votes:
         causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
         say({rank: said for rank, said in causes.items() if said})
 
-    def _wished(self, wish: Callable[[], int], agreed: int) -> int:
+    def _wanted(self, wanted: Callable[[], int], agreed: int) -> int:
         try:
-            return wish()
+            return wanted()
         except Exception as error:
             self._complaints.tell(f"a rate cannot be computed, {agreed} stays", error)
             return agreed

@@ -12,9 +12,9 @@ from reft.config import PersistConfig
 from reft.policy.choose import Alternative
 from reft.policy.storage_interval import (
     REPAIR_SECS,
+    Goals,
     StorageCosts,
     StorageInterval,
-    Wishes,
     memory_losses_per_sec,
     storage_interval,
     whole_interval,
@@ -108,7 +108,7 @@ def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, versio
     stages = range(job.training.stages)
     write_secs = job.training.tensor * sum(job.state_bytes(p) for p in stages) / nodes / speed
     costs = StorageCosts(step_secs, COST_PART * write_secs, write_secs)
-    found = storage_interval(costs, mtbf, Wishes(config.max_overhead, carried, config.max_lost_steps))
+    found = storage_interval(costs, mtbf, Goals(config.max_overhead, carried, config.max_lost_steps))
     auto_steps = whole_interval(found.steps, version_steps)
     if (most := config.max_lost_steps) is not None:
         auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)

@@ -1,4 +1,4 @@
-"""A session's memory as a rung of the ladder: what is recovered from it is whole and protected again on
+"""A session's memory as a level of the ladder: what is recovered from it is whole and protected again on
 every node before the first step, and what recovery reads is not overwritten until then (P3). The same for
 every engine."""
 
@@ -155,7 +155,7 @@ class ClientStateView(dict[str, Any]):
         )
 
 
-class MemoryRung:
+class MemoryRestorer:
     """Restores one session from memory.
 
     Attributes:

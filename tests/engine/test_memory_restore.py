@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.memory_rung import MemoryRung
+from reft.engine.memory_restore import MemoryRestorer
 from reft.recover.plan import NotRecoverable
 
 DEVICE = SimpleNamespace(type="cpu")
@@ -41,15 +41,15 @@ def test_a_restore_collects_no_garbage_and_lets_it_be_collected_afterwards(fails
     def note(phase: str, info: dict[str, int]) -> None:
         collections.append(info["generation"])
 
-    rung: Any = MemoryRung(SESSION)  # type: ignore[arg-type]
+    level: Any = MemoryRestorer(SESSION)  # type: ignore[arg-type]
     recovery = Recovery(RuntimeError("broken off") if fails else NotRecoverable(()))
     gc.callbacks.append(note)
     try:
         if fails:
             with pytest.raises(RuntimeError, match="broken off"):
-                rung.restore(recovery)
+                level.restore(recovery)
         else:
-            rung.restore(recovery)
+            level.restore(recovery)
     finally:
         gc.callbacks.remove(note)
     assert len(recovery.made) == 200_000
