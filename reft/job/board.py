@@ -37,6 +37,7 @@ from reft.node.report import (
     Signal,
     newest_start,
     place,
+    read_board,
     scheme_of,
     tolerance_now,
     updated_row,
@@ -107,7 +108,9 @@ class StatusBoard:
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
         self._watch = SpeedWatch()
-        self._accounts = Accounts(path)
+        before = read_board(path)
+        row = before.row(node) if before is not None else None
+        self._accounts = Accounts(path, row.report.counts if row is not None else None)
         self._memory_told: set[str] = set()
         self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
