@@ -48,7 +48,6 @@ wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
 
 docs: venv  ## the documentation site, in build/site
 	$(BIN)/python -m pip install -q -e '.[docs]' --no-build-isolation
-	$(BIN)/python -m tests.docs.support
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 clock: venv  ## from git clone to the first survived loss of a node, by the commands of docs/quickstart.md

@@ -130,7 +130,7 @@ def pipeline_command(
 
 
 def _check_figures(*paths: Path | None) -> None:
-    from reft.tools.drawing import check_figure
+    from reft.tools.profile.figure import check_figure
 
     for path in paths:
         if path is not None:

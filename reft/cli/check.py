@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from reft.control.rendezvous_store import StoreError
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import user_secret
-from reft.tools.check import MEASURES, Checked, Settings, check_nodes
+from reft.tools.check import MEASURES, check_nodes
 
 
 def check_command(
@@ -54,43 +54,40 @@ def check_command(
             f"all reach, and write --rdzv-endpoint HOST:29400"
         )
     logging.getLogger("torch").setLevel(logging.ERROR)
-    settings = Settings(nnodes, node_id or socket.gethostname(), factor, secs, timeout)
     secret = user_secret()
     server = None if rdzv_endpoint else KeyValueServer(listen("127.0.0.1", 0), secret)
     endpoint = rdzv_endpoint if server is None else f"127.0.0.1:{server.port}"
     store = KeyValueStore(endpoint, secret, prefix=f"reft-check/{rdzv_id}/")
     try:
-        checked = check_nodes(store, settings)
+        found = check_nodes(
+            store, nnodes, node_id or socket.gethostname(), factor=factor, secs=secs, timeout_secs=timeout
+        )
     except StoreError as error:
         raise ReftError(f"the rendezvous at {endpoint} does not answer: {error}") from error
     finally:
         store.close()
         if server is not None:
             server.close()
-    _show(checked, as_json=as_json)
-    if not checked.verdict.well:
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _show(found, Console())
+    if not found["well"]:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _show(checked: Checked, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(checked.to_json(), indent=2))
-        return
+def _show(found: dict[str, Any], console: Console) -> None:
     table = Table("node", "matmul TFLOP/s", "memory GB/s", "to device GB/s", "all-reduce 1", "2, in ms")
-    for index, name in enumerate(checked.names):
-        alone = checked.alone.get(index)
-        cells = ["no answer"] * 3
-        if alone is not None:
-            scaled = zip(MEASURES, (1e12, 1e9, 1e9), strict=True)
-            cells = [f"{alone[of] / unit:.3g}" if of in alone else "" for of, unit in scaled]
-        took = [secs.get(index, "") for _, secs in checked.rounds]
-        rounds = ["failed" if t is None else f"{t * 1e3:.3g}" if isinstance(t, float) else "" for t in took]
-        table.add_row(escape(name), *cells, *rounds)
-    console = Console()
+    for node in found["nodes"]:
+        alone = node["alone"] or {}
+        scaled = zip(MEASURES, (1e12, 1e9, 1e9), strict=True)
+        cells = [f"{alone[of] / unit:.3g}" if of in alone else "" for of, unit in scaled]
+        rounds = ["" if took is None else f"{took * 1e3:.3g}" for took in node["all_reduce_secs"]]
+        table.add_row(escape(node["node"]), *cells, *rounds)
     console.print(table)
-    for name, why in checked.verdict.bad.items():
-        console.print(f"[bold red]bad:[/] {escape(name)}: {escape('; '.join(why))}")
-    for said in checked.verdict.unclear:
+    for bad in found["bad"]:
+        console.print(f"[bold red]bad:[/] {escape(bad['node'])}: {escape('; '.join(bad['reasons']))}")
+    for said in found["unclear"]:
         console.print(f"[bold yellow]not clear which:[/] {escape(said)}")
-    if checked.verdict.well:
+    if found["well"]:
         console.print("[green]all nodes are well[/]")

@@ -46,8 +46,7 @@ def config_command(
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     """Print what a configuration and a script say of the job; whether reft takes it."""
     from reft.config_read import read_object
-    from reft.engine.findings import Finding, Severity, config_findings
-    from reft.engine.script_look import ScriptLook
+    from reft.engine.preflight import Finding, ScriptLook, Severity, config_findings
 
     block = None
     findings: list[Finding] = []

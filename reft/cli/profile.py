@@ -167,7 +167,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before the job runs, not after it."""
-    from reft.tools.drawing import check_figure, check_folder
+    from reft.tools.profile.figure import check_figure, check_folder
 
     for option, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None and str(path) != "-":

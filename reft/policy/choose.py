@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Protocol
 
 from reft.config import AOR
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
-from reft.policy.pace import Fit, Pace
 from reft.protect.codes import Scheme
 from reft.protect.placement import fatal
 
@@ -57,6 +57,36 @@ class Situation:
     def owns(self) -> bool:
         """Whether ranks have partitions that no peer holds."""
         return any(s.owned_bytes for s in self.sections)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A prediction for a snapshot in every step.
+
+    Attributes:
+        overhead: part of the step that is added.
+        in_windows: part of the bytes that is copied while devices wait, on the stage where it is least.
+        left_over_secs: how long the optimizer waits for copies, on the stage that waits longest.
+        source: where it comes from.
+    """
+
+    overhead: float
+    in_windows: float
+    left_over_secs: float
+    source: str
+
+    @property
+    def fits(self) -> bool:
+        """The optimizer never waits."""
+        return self.left_over_secs <= 0
+
+
+class Pace(Protocol):
+    """Knows what copying costs the step."""
+
+    def fit(self, loads: Mapping[int, Load]) -> Fit:
+        """Predict the step with the busiest rank of every stage, by stage."""
+        ...
 
 
 @dataclass(frozen=True)

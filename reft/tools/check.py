@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -47,110 +46,70 @@ Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 """Who reduced together, and each node's seconds; None: it failed; missing: it has not answered."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a check is made.
-
-    Attributes:
-        nodes: that take part. node: this one's name.
-        factor: how many times as slow as the median of the others a node, or a pair, has to be.
-        secs: of every measure. timeout_secs: for which the others are waited for, in each turn.
-    """
-
-    nodes: int
-    node: str
-    factor: float = 1.5
-    secs: float = 1.0
-    timeout_secs: float = 60.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of all nodes: why each bad one is, by name, and what cannot be told: which of two it is."""
-
-    bad: Mapping[str, Sequence[str]]
-    unclear: Sequence[str] = ()
-
-    @property
-    def well(self) -> bool:
-        return not self.bad and not self.unclear
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What came out: the nodes' names, and by index what each measured alone, and in the two rounds."""
-
-    names: Sequence[str]
-    alone: Mapping[int, Mapping[str, float]]
-    rounds: Sequence[Round]
-    verdict: Verdict
-
-    def to_json(self) -> dict[str, Any]:
-        nodes = [
-            {
-                "node": name,
-                "alone": self.alone.get(n),
-                "all_reduce_secs": [secs.get(n) for _, secs in self.rounds],
-            }
-            for n, name in enumerate(self.names)
-        ]
-        bad = [{"node": name, "reasons": list(why)} for name, why in self.verdict.bad.items()]
-        return {"nodes": nodes, "well": self.verdict.well, "bad": bad, "unclear": list(self.verdict.unclear)}
-
-
-def check_nodes(store: RendezvousStore, settings: Settings) -> Checked:
-    """One node's part.
+def check_nodes(
+    store: RendezvousStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
+) -> dict[str, Any]:
+    """One node's part; what came out, as JSON.
 
     Args:
         store: of this check alone.
-        settings: the same on all nodes but for the name.
+        nodes: that take part. name: of this one.
+        factor: how many times as slow as the median of the others a node, or a pair, has to be.
+        secs: of every measure. timeout_secs: for which the others are waited for, in each turn.
 
     Raises:
         ConfigError: all nodes of this check have come already: it is an earlier one's place.
         StoreError: the rendezvous store does not answer.
     """
     index = store.add("joined", 1) - 1
-    if index >= settings.nodes:
+    if index >= nodes:
         raise ConfigError(
-            f"{settings.node} is node {index + 1} of a check of {settings.nodes}: an earlier check was made "
+            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made "
             f"under this id, or --nnodes is too small; give every check another --rdzv-id"
         )
 
     def tell(what: str, value: Any) -> None:
         store.set(f"{what}/{index}", json.dumps(value))
 
-    def gather(what: str, nodes: Sequence[int]) -> dict[int, Any]:
+    def gather(what: str, of: Sequence[int]) -> dict[int, Any]:
         """What the nodes told, of those who did in time."""
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + settings.timeout_secs
-        while len(found) < len(nodes) and time.monotonic() < deadline:
-            for node in set(nodes) - found.keys():
+        deadline = time.monotonic() + timeout_secs
+        while len(found) < len(of) and time.monotonic() < deadline:
+            for node in set(of) - found.keys():
                 if (data := store.peek(f"{what}/{node}")) is not None:
                     found[node] = json.loads(data)
-            time.sleep(_POLL_SECS if len(found) < len(nodes) else 0)
+            time.sleep(_POLL_SECS if len(found) < len(of) else 0)
         return dict(sorted(found.items()))
 
-    def reduce(name: str, wanted: Sequence[Pair]) -> Round:
+    def reduce(turn: str, wanted: Sequence[Pair]) -> Round:
         """All reduce in pairs, those that the first node wanted."""
-        _, held = store.compare_set(f"pairs{name}", None, json.dumps(wanted).encode())
+        _, held = store.compare_set(f"pairs{turn}", None, json.dumps(wanted).encode())
         pairs = [tuple(pair) for pair in json.loads(held or b"[]")]
         for number, pair in enumerate(pairs):
             if index in pair:
-                secs = _reduce(
-                    store, f"meet/{name}.{number}", pair.index(index), len(pair), settings.timeout_secs
-                )
-                tell(f"reduced{name}", secs)
-        return pairs, gather(f"reduced{name}", [n for pair in pairs for n in pair])
+                took = _reduce(store, f"meet/{turn}.{number}", pair.index(index), len(pair), timeout_secs)
+                tell(f"reduced{turn}", took)
+        return pairs, gather(f"reduced{turn}", [n for pair in pairs for n in pair])
 
-    tell("name", settings.node)
-    known = gather("name", range(settings.nodes))
+    tell("name", name)
+    known = gather("name", range(nodes))
     # Together: what others of the same host do shows in what each can do.
-    tell("alone", measure_alone(settings.secs))
+    tell("alone", measure_alone(secs))
     alone = gather("alone", list(known))
-    names = [str(known.get(n, f"node {n} of {settings.nodes}")) for n in range(settings.nodes)]
+    names = [str(known.get(n, f"node {n} of {nodes}")) for n in range(nodes)]
     first = reduce("1", first_pairs(list(alone)))
     rounds = (first, reduce("2", second_pairs(list(alone), first[1])))
-    return Checked(names, alone, rounds, judge(names, alone, rounds, settings.factor))
+    bad, unclear = judge(names, alone, rounds, factor)
+    return {
+        "nodes": [
+            {"node": names[n], "alone": alone.get(n), "all_reduce_secs": [took.get(n) for _, took in rounds]}
+            for n in range(nodes)
+        ],
+        "well": not bad and not unclear,
+        "bad": [{"node": node, "reasons": reasons} for node, reasons in bad],
+        "unclear": unclear,
+    }
 
 
 # -- measures ---------------------------------------------------------------------------------------------
@@ -255,9 +214,12 @@ def second_pairs(nodes: Sequence[int], first: Mapping[int, float | None]) -> lis
 
 def judge(
     names: Sequence[str], alone: Mapping[int, Mapping[str, float]], rounds: Sequence[Round], factor: float
-) -> Verdict:
-    """Who is ``factor`` times as slow as the median of the others, alone or in a pair of every round. Who is
-    missing in ``alone`` has not answered."""
+) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """The bad nodes, by name, each with its reasons, and what cannot be told: which of two it is.
+
+    Bad is who is ``factor`` times as slow as the median of the others, alone or in a pair of every round, or
+    has not answered: who is missing in ``alone``.
+    """
     reasons: dict[int, list[str]] = {n: [] for n in range(len(names))}
     for node, why in reasons.items():
         if node not in alone:
@@ -280,7 +242,7 @@ def judge(
             reasons[together[0]].append(said)
         elif together and not any(reasons[node] for node in together):
             unclear.append(f"one of {', '.join(names[n] for n in together)}: {said}")
-    return Verdict({names[n]: why for n, why in reasons.items() if why}, unclear)
+    return [(names[n], why) for n, why in reasons.items() if why], unclear
 
 
 def _slow(pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float) -> dict[int, str]:

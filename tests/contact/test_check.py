@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from reft import cli
-from reft.engine.findings import Finding, Severity, config_findings
+from reft.engine.preflight import Finding, ScriptLook, Severity, config_findings
 from reft.engine.restore import what_to_write
-from reft.engine.script_look import ScriptLook
 from reft.errors import ConfigError
 
 ON = {"enabled": True}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.support import ROOT
 from tests.machine import free_port
+from tests.wheel import ROOT
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 

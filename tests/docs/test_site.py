@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.support import ROOT
+from tests.wheel import ROOT
 
 pytest.importorskip("mkdocs", reason="needs the extra docs: make docs installs it")
 pytest.importorskip("material", reason="needs the extra docs: make docs installs it")

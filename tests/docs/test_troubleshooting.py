@@ -1,4 +1,5 @@
-"""Every message that docs/troubleshooting.md quotes is one that reft says."""
+"""Every message that docs/troubleshooting.md and docs/support.md quote is one that reft says; tests that the pages name
+exist."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.support import ROOT
+from tests.wheel import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE)
+SUPPORT = (ROOT / "docs" / "support.md").read_text()
+REFUSED = re.findall(r"^\| (.+?) \|", SUPPORT.partition("## Refused")[2].partition("\n## ")[0], re.MULTILINE)[
+    2:
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +37,18 @@ def literals(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("message", [*MESSAGES, *REFUSED])
 def test_a_quoted_message_is_said(said: str, message: str) -> None:
-    missing = [part for part in message.split("…") if part.strip() not in said]
+    parts = message.replace("`", "").replace("*", "").split("…")
+    missing = [part for part in parts if part.strip() not in said.replace("`", "").replace("*", "")]
     assert missing == [], "reft does not say this (any more): change docs/troubleshooting.md"
 
 
 def test_the_page_has_messages() -> None:
-    assert len(MESSAGES) >= 20
+    assert min(len(MESSAGES), len(REFUSED)) >= 20
+    for page in (ROOT / "docs").glob("*.md"):
+        named = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", page.read_text())
+        assert [path for path in named if not (ROOT / path).exists()] == [], page.name
 
 
 def test_messages_name_extras_that_exist(said: str) -> None:

@@ -8,18 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from reft.config import AOR, AUTO, ReftConfig
-from reft.engine.findings import Finding, Severity, block_findings
+from reft.engine.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Load
-from reft.policy.pace import WindowPace, measured_pace
 from reft.policy.rate import Costs, Frequency, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.pace import ESTIMATED, PlannedPace
+from reft.tools.planning.pace import ESTIMATED, PlannedPace, WindowPace, measured_pace
 from reft.tools.planning.storage import StoragePlan, plan_storage
 
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
