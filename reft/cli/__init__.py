@@ -53,7 +53,7 @@ COMMANDS = {
     "scale": Command("reft.cli.scale", "scale_command", "have a running job go to another number of nodes"),
     "inspect": Command("reft.cli.memory", "inspect_command", "versions in memory, recoverable or why not"),
     "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),
-    "persist": Command("reft.cli.job", "persist_command", "write the newest version in memory to disk"),
+    "persist": Command("reft.cli.memory", "persist_command", "write the newest version in memory to disk"),
     "clean": Command("reft.cli.memory", "clean_command", "remove the memory of dead jobs"),
     "version": Command("reft.cli.config", "version_command", "print the version"),
 }

@@ -1,4 +1,4 @@
-"""``reft inspect``, ``verify`` and ``clean``: the memory of a live or dead job, without its processes."""
+"""``reft inspect``, ``verify``, ``persist``, ``clean``: a job's memory, without its processes."""
 
 from __future__ import annotations
 
@@ -70,6 +70,43 @@ def clean_command(
     left_alone = [r for r in results if r.failed or (job is not None and not (r.removed or r.planned))]
     if left_alone:
         raise typer.Exit(EXIT_NOT_WELL)
+
+
+def persist_command(
+    out: Annotated[Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")],
+    memory_dir: MemoryDirs = None,
+    job: Job = None,
+    keep: Annotated[int, typer.Option(min=1, help="newest checkpoints of the job to keep there")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
+
+    Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
+    """
+    from reft.recover.offline import persist_offline
+
+    screen = Console(stderr=True)
+    result = persist_offline(
+        find_memory(memory_dir, job),
+        out,
+        keep=keep,
+        progress=lambda progress: screen.print(f"  {progress}", markup=False, highlight=False),
+    )
+    info = result.checkpoint
+    facts = {
+        "checkpoint": str(info.path),
+        "tag": info.tag,
+        "step": info.label.step,
+        "bytes_from": result.plan.bytes_from,
+        "corrupt_blocks_replaced": result.corrupt_blocks,
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        load = f"engine.load_checkpoint({str(info.directory)!r})"
+        typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
+        if result.corrupt_blocks:
+            typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:

@@ -39,6 +39,7 @@ from reft.node.stragglers import STEP_PARTS
 from reft.policy.advice import advise, situation
 
 _OLD_SECS = 10.0
+_ENDED_WELL = "it ended well"
 _MOST_RANKS = 16
 _STYLES = {
     Signal.HEALTHY: "green",
@@ -215,7 +216,7 @@ def _end(paths: Sequence[Path]) -> str:
             return rounds[-1].ended
     states = list(map(_launcher_says, paths))
     if "ended well" in states:
-        return "it ended well"
+        return _ENDED_WELL
     return "its launcher was told to end" if "ended" in states else "its processes are gone"
 
 
@@ -253,11 +254,13 @@ def _looks(looker: _Looker, interval_secs: float) -> Iterator[dict[str, Any]]:
             time.sleep(interval_secs)
         try:
             told = looker.look()
+            # Its memory is about to be removed.
+            told["well"] = told["well"] or told["ended"] == _ENDED_WELL
         except (ReftError, OSError):
             if all(path.is_dir() for path in looker.paths):
                 raise
             # Its memory is removed when a job has ended well.
-            ended = "it ended well, and its memory was removed"
+            ended = f"{_ENDED_WELL}, and its memory was removed"
             told = {**told, "state": "ended", "ended": ended, "well": True}
         yield told
 

@@ -37,6 +37,7 @@ from reft.node.report import (
     Signal,
     newest_start,
     place,
+    read_board,
     scheme_of,
     tolerance_now,
     updated_row,
@@ -75,11 +76,7 @@ class StatusBoard:
 
     Args:
         connect: makes a connection to the job's store that nobody else uses.
-        observer: of this node.
         is_spare: whether this node waits for a place.
-        job_id: the job.
-        node: this node's id.
-        path: the job's memory on this node.
     """
 
     def __init__(
@@ -111,7 +108,9 @@ class StatusBoard:
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
         self._watch = SpeedWatch()
-        self._accounts = Accounts(path)
+        before = read_board(path)
+        row = before.row(node) if before is not None else None
+        self._accounts = Accounts(path, row.report.counts if row is not None else None)
         self._memory_told: set[str] = set()
         self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)

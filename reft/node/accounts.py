@@ -2,30 +2,23 @@
 
 The effective training time ratio is 1 - lost / elapsed. Lost are: the time in which no step was made (start,
 recoveries), the steps that were made again after a rollback, what snapshots held up training, and what
-stragglers cost. Steps are counted once, however often they were made. Each node's launcher keeps the accounts
-in the memory of the job, which outlives it.
+stragglers cost. Steps are counted once, however often they were made. Each launcher has the accounts in its
+node's report, whose copy in the memory of the job outlives it.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from pydantic import TypeAdapter
-
-from reft.memory.jobdir import STATUS_FILE, read_json, write_json
+from reft.memory.jobdir import STATUS_FILE, read_json
 from reft.node.history import read_history
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.stragglers import Straggler
 
-logger = logging.getLogger(__name__)
-
-COUNTS_FILE = "counts.json"
-_WRITE_SECS = 5.0
 _MOST_SECS = 60.0
 """Between two looks: what is longer was spent asleep, and nobody knows on what."""
 
@@ -134,27 +127,21 @@ class Counts:
 
 
 class Accounts:
-    """Used by one thread.
+    """Used by one thread. ``known``: the counts of a launcher before this one."""
 
-    Args:
-        path: the job's memory on this node.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: Counts | None = None) -> None:
         self._path = path
-        self._counts: Counts | None = None
+        self._counts = known or Counts(began_unix_secs=time.time())
         self._looked = time.monotonic()
-        self._written = 0.0
         self._pid = 0
         self._step_secs = 0.0
         self._stalls = 0
-        self._told = False
 
     def look(self, slow: Sequence[Straggler]) -> Counts:
         """Take another look at the node. ``slow``: who is slow now."""
         now = time.monotonic()
         elapsed, self._looked = min(_MOST_SECS, now - self._looked), now
-        counts = self._recall() if self._counts is None else self._counts
+        counts = self._counts
         pages = read_pages(self._path)
         page = next(filter(_trains, pages[:1]), None)
         if page is not None and page.pid != self._pid:
@@ -178,24 +165,7 @@ class Accounts:
                 straggler_secs=max((s.cost_secs for s in slow), default=0.0),
             )
         self._counts = counts
-        if now - self._written > _WRITE_SECS and self._path.is_dir():
-            self._written = now
-            self._write(counts)
         return counts
-
-    def _recall(self) -> Counts:
-        try:
-            return TypeAdapter(Counts).validate_python(read_json(self._path / COUNTS_FILE))
-        except (ValueError, RecursionError):
-            return Counts(began_unix_secs=time.time())
-
-    def _write(self, counts: Counts) -> None:
-        try:
-            write_json(self._path / COUNTS_FILE, asdict(counts))
-        except OSError as error:
-            if not self._told:
-                logger.warning("the job's counts cannot be written: %s", error)
-            self._told = True
 
     def _stalled(self) -> float:
         """Seconds that training waited for versions since the last look: of each version the median."""

@@ -65,8 +65,6 @@ class DaemonClient:
     """The trainer's line to its node's daemon.
 
     Args:
-        job_dir: the job's memory directory on this node.
-        secret: the job's secret.
         incarnation: number of this start of the job; the daemon refuses older ones than its launcher's.
     """
 
@@ -107,9 +105,7 @@ class DaemonClient:
         """A version was committed by all ranks.
 
         Args:
-            label: the version.
             coordinate: of this rank.
-            stats: its counters.
             unprotected: memory has become too short to survive the loss of a node.
             due: it goes to storage, as the ranks agreed.
         """

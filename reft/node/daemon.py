@@ -63,7 +63,6 @@ class Daemon:
     """The daemon of one node.
 
     Args:
-        job_dir: the job's memory on this node.
         launcher_pid: process whose end ends the daemon; 0: none.
         linger_secs: how long it stays while nobody holds the job's memory; 0: for ever.
         persist: writes one version to storage; see :mod:`reft.storage.persister`.

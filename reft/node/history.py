@@ -28,7 +28,6 @@ def note(job_dir: Path, event: str, **facts: Any) -> None:
     """Append a line. One that cannot be written is lost, and nothing else happens (P6).
 
     Args:
-        job_dir: the job's memory on this node.
         event: STARTED, RESUMED, STEPPED or ENDED.
         facts: fields of :class:`Round`.
     """

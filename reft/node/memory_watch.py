@@ -242,7 +242,6 @@ class MemoryWatch:
     """Looks at the memory of a node's trainers, without asking anybody. Used by one thread.
 
     Args:
-        path: the job's memory on this node.
         limits: what limits the memory of a process, as :func:`reft.memory.free_memory.bounds`.
     """
 

@@ -80,7 +80,6 @@ def values(board: Board | None, node: str, status: Mapping[str, Any], now: float
         board: of the job; None where no launcher writes one.
         node: this node.
         status: what its daemon knows.
-        now: seconds since 1970.
     """
     if board is not None:
         yield from _of_job(summary(board, now), node)
@@ -164,7 +163,6 @@ class MetricsServer:
     """Serves the metrics of one node, if the block asks for it.
 
     Args:
-        job_dir: the job's memory on this node.
         status: what the node's daemon knows.
     """
 

@@ -79,8 +79,6 @@ class NodeObserver:
     """One node, looked at again and again by one thread.
 
     Args:
-        path: the job's memory on this node.
-        node: its id.
         domain: what fails as one with it.
         has_daemon: a daemon is kept there.
     """

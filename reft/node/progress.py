@@ -309,7 +309,6 @@ class ProgressPage:
     """A trainer's page, for writing. Where it cannot be made the trainer is not watched, which is said (P6).
 
     Args:
-        job_dir: the job's memory on this node.
         local_rank, rank: of this trainer.
         patience: see :class:`reft.config.ReftConfig`.
     """

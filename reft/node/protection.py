@@ -206,11 +206,7 @@ def resume(
 
 
 class OrderWatch:
-    """Looks for a new order, at the cost of one ``stat`` while there is none.
-
-    Args:
-        job_dir: the job's directory on this node.
-    """
+    """Looks for a new order, at the cost of one ``stat`` while there is none."""
 
     def __init__(self, job_dir: Path) -> None:
         self._path = job_dir / REQUEST_FILE

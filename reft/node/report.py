@@ -231,7 +231,6 @@ def updated_row(
         report: the newest.
         elapsed_secs: since the last look, as far as the keeper itself did not stand still.
         offline_after_secs: a node is OFFLINE when nothing was heard of it for longer.
-        now: seconds since 1970.
     """
     heard = before is None or report.number != before.report.number
     silent = 0.0 if before is None or heard else before.silent_secs + elapsed_secs
@@ -316,7 +315,6 @@ def summary(board: Board, now: float) -> dict[str, Any]:
     """The job, for people and programs.
 
     Args:
-        board: of the job.
         now: seconds since 1970; ages are counted to it.
     """
     rows = sorted(board.rows, key=lambda r: r.report.node)

@@ -34,11 +34,7 @@ class _Seen:
 
 
 class CommitWatch:
-    """May be asked by several threads.
-
-    Args:
-        job_dir: the job's memory on this node.
-    """
+    """May be asked by several threads."""
 
     def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir

@@ -93,7 +93,6 @@ def plan_kept(
         group: the sharding group's (pp, tp).
         sources: what it has of the version.
         records: its arenas of the version.
-        topology: placement of the new incarnation.
 
     Returns:
         Per newcomer the blocks that it does not restore itself; empty where the version cannot be completed.
@@ -135,9 +134,7 @@ class Completion:
         plan: of its sharding group.
         at: the newcomer.
         how: how this incarnation stores versions.
-        node: where it runs.
         stored: of any arena of the group that holds the version.
-        secret: the job's secret.
     """
 
     def __init__(

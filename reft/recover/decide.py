@@ -117,7 +117,6 @@ def judge(
     """What each version has in one sharding group.
 
     Args:
-        group: its (pp, tp).
         records: arenas of its members, of any version.
         sizes: versions that any rank of the job holds whole, with the members that the group had then.
         bad: (node, arena, key) of blocks not to use.

@@ -156,8 +156,6 @@ class Summary:
         """Inverse of :meth:`encode`.
 
         Args:
-            body: the bytes.
-            topology: placement of the running incarnation.
             known: labels met so far, shared by all summaries of a job.
         """
         node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)

@@ -113,7 +113,6 @@ def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
     Args:
         job_dir: the node's directory of the job; a missing one is an empty inventory.
         node: id of the node as the running incarnation knows it.
-        secret: the job's secret.
     """
     arenas: list[ArenaRecord] = []
     problems: list[str] = []
@@ -159,7 +158,6 @@ def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> di
     Args:
         job_dir: directory the inventory was taken from.
         inventory: what was found there.
-        secret: the job's secret.
     """
     arenas: dict[tuple[str, str], Arena] = {}
     for record in inventory.arenas:
@@ -207,7 +205,6 @@ def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> fr
     Args:
         label: version the arenas have to hold.
         fetches: blocks to check; one that several coordinates need is read once.
-        arenas: the arenas of this node.
     """
     current: dict[tuple[str, str], bool] = {}
     bad: set[BlockSource] = set()

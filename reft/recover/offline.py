@@ -61,7 +61,6 @@ def persist_offline(
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
         directory: where to write, in a directory of the job's name, whose ``latest`` is switched.
         keep: newest checkpoints of the job to keep there.
-        progress: told what happens.
 
     Raises:
         PersistError: if the directories are not one job's, or it cannot be written.

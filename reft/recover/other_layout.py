@@ -46,11 +46,7 @@ class OtherMemory:
     """Memory of this job in layouts with other stages or slices. Collective: all methods, on all ranks.
 
     Args:
-        topology: placement of the running incarnation.
-        control: connections to all ranks.
-        job_id: the job.
         job_dir: this node's directory of the job.
-        secret: the job's secret.
         window_bytes, faults: see :func:`~reft.recover.transfer.execute`.
     """
 

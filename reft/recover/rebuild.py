@@ -225,7 +225,6 @@ class Decoder:
         at: decodes its part of it, which may be nothing.
         directory: for the arena.
         node: where that is.
-        secret: the job's secret.
         kept_bytes: most memory for blocks from other nodes that wait until all that are read together are
             there. With less than a few stripes' worth decoding is slower.
     """
@@ -284,8 +283,6 @@ class Decoder:
         """A verified block has arrived. Several threads may bring blocks at once.
 
         Args:
-            fetch: which block.
-            data: its bytes.
             stays: whether they may be read until :meth:`close`, as those received in their room do anyway; if
                 not, they are copied, or used at once.
         """
@@ -381,11 +378,8 @@ def rebuild_offline(
     """Decode everything on this machine, where all arenas can be read.
 
     Args:
-        plan: with rebuilds.
-        arenas: of all nodes.
         directory: for the decoded arenas.
         node: name to plan with for what is in ``directory``.
-        secret: the job's secret.
 
     Returns:
         The inventory of ``directory``, and the corrupt sources met: plan again without them.

@@ -252,11 +252,7 @@ class Recovery:
     """One recovery, on one rank. Made on all ranks with equal arguments, but for the directory.
 
     Args:
-        topology: placement of the running incarnation.
-        control: connections to all ranks.
-        job_id: the job.
         job_dir: this node's directory of the job.
-        secret: the job's secret.
         completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
             of it; None: it is not completed. Given on all ranks or on none.
         resizable: whether a version that was written at another data-parallel degree may be restored.

@@ -29,7 +29,6 @@ def plan_group(
     Args:
         needs: the blocks that each of them needs.
         sources: what the group has of the version, without gaps.
-        topology: placement of the new incarnation.
         layout: the group's layout hash.
     """
     return plan_fetches(needs, topology), _choose_decoders([*needs], sources, topology, layout)

@@ -21,12 +21,7 @@ class BrokenOffError(ReftError, RuntimeError):
 
 
 class Exchange:
-    """One rank's part in the stages.
-
-    Args:
-        topology: placement of the running incarnation.
-        control: connections to all ranks.
-    """
+    """One rank's part in the stages."""
 
     def __init__(self, topology: Topology, control: ControlGroup) -> None:
         self._topology = topology
@@ -140,11 +135,7 @@ class _Finding:
 
 
 class Ledger:
-    """The sources refused so far; of one sharding group the same on all ranks that take part in it.
-
-    Args:
-        exchange: how the ranks talk.
-    """
+    """The sources refused so far; of one sharding group the same on all ranks that take part in it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

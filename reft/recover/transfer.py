@@ -294,7 +294,6 @@ def execute(
 
     Args:
         plans: of one version: this rank's own sharding group first, then those it sends for besides.
-        control: connections to all ranks.
         arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
         copy: gets them before that; by default they are only hashed.

@@ -112,7 +112,6 @@ class Assembler:
         Args:
             work: where their parts are, and the files appear.
             coordinates: whose.
-            secret: the job's.
             idle_secs: give up when nothing has been written there for so long.
             stop: set to give up.
 

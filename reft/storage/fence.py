@@ -69,7 +69,6 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 
     Args:
         directory: the job's directory; it exists.
-        job_id: the job.
         incarnation: number of this start.
         alone: nobody else may have claimed the directory with this number.
 
@@ -113,8 +112,6 @@ class Switch:
     """Files that are ready to take the place of others.
 
     Args:
-        directory: where they lie.
-        job_id: the job.
         writer: the start of the job that made them.
         ready: the files, and whose place they take.
     """
@@ -151,8 +148,6 @@ def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], b
     """Remove files that were to replace others, and have not.
 
     Args:
-        directory: where they lie.
-        job_id: the job.
         doomed: whether those of a start and a version go.
 
     Raises:

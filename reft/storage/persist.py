@@ -162,11 +162,7 @@ def persist_label(
     only while they are read.
 
     Args:
-        job_dir: the job's memory on this node.
-        label: the version.
-        config: for ``persist`` and ``faults``.
         stop: set to give up.
-        progress: told what happens.
         assembler: makes the files; None starts a process for this version only.
 
     Returns:

@@ -93,7 +93,6 @@ class Persister:
     """The daemon's writer.
 
     Args:
-        job_dir: the job's memory on this node.
         persist: writes one version, raises PersistError, ArenaError or OSError.
     """
 
@@ -368,7 +367,6 @@ class Persister:
         written in between do checkpoints become stale.
 
         Args:
-            label: the version.
             message: why.
             gone: memory does not hold it any more; else a trainer has its lock for the moment.
         """

@@ -192,7 +192,6 @@ def remove_checkpoint(path: Path, label: Label | None = None) -> None:
     removal is neither taken for a checkpoint nor left for good.
 
     Args:
-        path: the directory.
         label: of the version to remove: another one, which has taken its name meanwhile, gets it back.
     """
     try:

@@ -213,7 +213,6 @@ class StagedImages:
     """The images of one coordinate, read from the image files of its sharding group.
 
     Args:
-        work: the working directory.
         coordinate: whose owned and host sections are read.
         parts: records of every member of its sharding group, by dp.
 

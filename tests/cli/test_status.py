@@ -233,6 +233,14 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
         assert watch.returncode == EXIT_NOT_WELL
 
 
+def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(ended(tmp_path).path / "launcher.json", {"state": "ended well"})
+    assert main(ask(tmp_path, "--watch", "--json")) == EXIT_WELL
+    assert json.loads(capsys.readouterr().out)["ended"] == "it ended well"
+
+
 @pytest.mark.process
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     job = running(tmp_path, "a")

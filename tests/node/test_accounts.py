@@ -92,7 +92,7 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     facts = {"nodes": ["a"], "failures": ["x"], "lost": [], "joined": [], "newest_step": 8}
     note(tmp_path, STARTED, round=2, gathering_secs=None, **facts)
     note(tmp_path, RESUMED, source="memory", step=8, secs=0.5)
-    second = Accounts(tmp_path)
+    second = Accounts(tmp_path, look(first, 0.0))
     look(second)
     again = make_steps(tmp_path, 9, 10)
     seen = look(second)
@@ -103,9 +103,3 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     assert (seen.newest_step, seen.samples) == (14, 48)
     assert seen.recovering_secs == 20
     again.close()
-
-
-def test_p6_counts_that_cannot_be_read_begin_anew(tmp_path: Path) -> None:
-    (tmp_path / accounts.COUNTS_FILE).write_text('{"began_unix_secs": "x"}')
-    assert Accounts(tmp_path).look(()).newest_step is None
-    assert Accounts(tmp_path / "gone").look(()).newest_step is None
