@@ -27,11 +27,11 @@ import msgpack
 
 from reft.backoff import Backoff
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated
+from reft.control.mac import authenticate, check_authentic
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.control.wire import Channel
 from reft.durable import whole_file
 from reft.errors import AuthenticationError, ConfigError
-from reft.mac import authenticate, check_authentic
 
 logger = logging.getLogger(__name__)
 

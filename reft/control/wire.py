@@ -21,8 +21,8 @@ from typing import Any
 
 import msgpack
 
+from reft.control.mac import MAC_BYTES, derive_key, is_same, mac
 from reft.errors import AuthenticationError
-from reft.mac import MAC_BYTES, derive_key, is_same, mac
 
 SOCKET_NAME = "daemon.sock"
 MAX_FRAME_BYTES = 16 * 2**20

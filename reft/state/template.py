@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from reft.blocks import Section
 from reft.errors import PersistError, UnsupportedStateError
+from reft.protect.blocks import Section
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
+from reft.control.mac import authenticate, check_authentic
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import (
     ENV_ETCD_CACERT,
@@ -38,7 +39,6 @@ from reft.env import (
 )
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.usage import ETCD_BACKEND
-from reft.mac import authenticate, check_authentic
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
