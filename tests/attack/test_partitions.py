@@ -13,9 +13,9 @@ import pytest
 from reft.grid import Degrees
 from reft.job.exits import EX_FENCED
 from reft.storage.persisted import job_directory, latest_tag, read_marker
+from tests.attack.netns import STORE, NetCluster, needs_namespaces
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
-from tests.job.netns import STORE, NetCluster, needs_namespaces
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 
