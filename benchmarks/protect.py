@@ -33,9 +33,9 @@ import numpy as np
 from common import MIB, progress
 from results import estimate, machine, run_lines
 
-from reft.blocks import BlockKey
 from reft.errors import ConfigError
 from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
+from reft.protect.blocks import BlockKey
 from reft.protect.coded_blocks import BlockCode, CodedSection
 from reft.protect.codes import Code, Scheme, make_code
 from reft.protect.solve import compiled_run

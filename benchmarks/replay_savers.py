@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from reft.blocks import ALIGNMENT_BYTES
+from reft.protect.blocks import ALIGNMENT_BYTES
 from reft.snapshot.plan import shard_cuts
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.scheduling.windows import Window

@@ -190,7 +190,7 @@ class PlainCopyWay(Way):
 def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
     from reft.engine import deepspeed_engine
-    from reft.engine.memory_restore import MemoryRestorer
+    from reft.engine.load.memory import MemoryRestorer
     from reft.recover.complete import Completion
 
     for stage in ("begin", "take", "seal"):
@@ -216,7 +216,7 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.engine.restore import LoadCall, Restorer
+        from reft.engine.load.restore import LoadCall, Restorer
 
         rank = self.rank
         _watch_parts(rank.watch)

@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from reft.data.passes import raw_iterator
+from reft.engine.checks.start import warn
 from reft.engine.data import nodes_may_change
-from reft.engine.restore import wrap_call
-from reft.engine.start_checks import warn
+from reft.engine.load.restore import wrap_call
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.rng import capture_host_rng, restore_host_rng
 

@@ -27,11 +27,11 @@ from megatron_patches.core.support import check_release
 from megatron_patches.core.weave import MegatronWeaver
 from reft import log
 from reft.config_read import parse_block
+from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState
-from reft.engine.memory_restore import MemoryRestorer
-from reft.engine.restore import wrap_call
+from reft.engine.load.memory import MemoryRestorer
+from reft.engine.load.restore import wrap_call
 from reft.engine.session import Session
-from reft.engine.start_checks import say_untried_device, warn
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome

@@ -33,7 +33,7 @@ from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from megatron_patches.core.support import PROGRAM_RELEASES, check_release
 from reft import log
 from reft.config_read import parse_block, read_block
-from reft.engine.restore import bind, wrap_call
+from reft.engine.load.restore import bind, wrap_call
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from reft.control.mac import derive_key
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, ConfigError
-from reft.mac import derive_key
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from reft.control.mac import authenticate, check_authentic
 from reft.control.overlay import carrier, shared_secret
 from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.mac import authenticate, check_authentic
 from reft.naming import Label
 
 SOCKETS, MPI = "sockets", "mpi"

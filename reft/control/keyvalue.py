@@ -27,11 +27,11 @@ import msgpack
 
 from reft.backoff import Backoff
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated
+from reft.control.mac import authenticate, check_authentic
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.control.wire import Channel
 from reft.durable import whole_file
 from reft.errors import AuthenticationError, ConfigError
-from reft.mac import authenticate, check_authentic
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,12 @@ _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0
 """Whose connection has ended is known for so long."""
+_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
+_FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
+_PURPOSE = b"rendezvous state"
+_LENGTH = struct.Struct(">I")
+_LEAST_COMPACTED_BYTES = 1 << 20
+_LEAST_ZEROS = 4
 
 
 class KeyValueServer:
@@ -360,9 +366,6 @@ class _Line:
         self._channel = None
 
 
-_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
-
-
 class _HeldName:
     """Keeps a name at the rendezvous store for as long as this process lives. A connection that breaks is
     made again at once, by a thread of its own."""
@@ -410,13 +413,6 @@ class _HeldName:
         channel.receive()
         channel.settimeout(None)
         channel.receive()
-
-
-_FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
-_PURPOSE = b"rendezvous state"
-_LENGTH = struct.Struct(">I")
-_LEAST_COMPACTED_BYTES = 1 << 20
-_LEAST_ZEROS = 4
 
 
 class Journal:

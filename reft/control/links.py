@@ -17,10 +17,10 @@ import msgpack
 import psutil
 
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen, listen_locally
+from reft.control.mac import authenticate, check_authentic
 from reft.control.wire import Channel
 from reft.env import ENV_INTERFACE
 from reft.errors import ConfigError
-from reft.mac import authenticate, check_authentic
 
 PURPOSE = "control plane"
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR

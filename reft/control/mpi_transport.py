@@ -27,6 +27,10 @@ BYTES = 4
 PIECE_BYTES = 2**20
 AHEAD = 2
 """Pieces on their way to, and from, each peer."""
+_LEFT, _HERE, _MISSING = 1, 2, 3
+_WORDS = 16
+"""Numbers of one vote; more are sent in several."""
+_MOST_WAKES = 4096
 
 
 class Outgoing:
@@ -137,10 +141,6 @@ class Incoming:
         self._free.clear()
 
 
-_LEFT, _HERE, _MISSING = 1, 2, 3
-_WORDS = 16
-"""Numbers of one vote; more are sent in several."""
-_MOST_WAKES = 4096
 _abandoned: list[Any] = []
 """Requests that can be neither finished nor taken back, and their buffers, which MPI may still use."""
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgpack
 
+from reft.control.mac import MAC_BYTES, derive_key, is_same, mac
 from reft.errors import AuthenticationError
-from reft.mac import MAC_BYTES, derive_key, is_same, mac
 
 SOCKET_NAME = "daemon.sock"
 MAX_FRAME_BYTES = 16 * 2**20
@@ -82,6 +82,7 @@ class Channel:
         theirs = self._read_exactly(_NONCE_BYTES, deadline)
         self._socket.sendall(mac(self._outgoing + mine + theirs, secret, _PROOF))
         proof = self._read_exactly(MAC_BYTES, deadline)
+        # P11: nothing of the other side is parsed before it has proved that it knows the secret.
         if not is_same(proof, mac(self._incoming + theirs + mine, secret, _PROOF)):
             raise AuthenticationError(
                 f"the other side of {self._line} does not know this job's secret: it belongs to another job "
@@ -133,6 +134,7 @@ class Channel:
             return None
         frame, self._frame = self._frame, bytearray()
         code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
+        # P11: checked before it is unpacked; the count in the code refuses what is repeated or reordered.
         if not is_same(code, self._code(self._incoming, self._received, body)):
             raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
         self._received += 1

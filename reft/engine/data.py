@@ -58,15 +58,12 @@ _LINES_PLAIN = """
     for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
 _LINES_OWN = """
-    loader = reft.data.loader(dataset, batch_size)"""
+    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
-
-_LINE = """
-    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 
 _OF_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
@@ -83,12 +80,8 @@ def _is_stateful(iterator: Any) -> bool:
 
 
 class DataPosition:
-    """Follows the data that feeds an engine.
-
-    Args:
-        engine: the engine; loaders are watched from now on.
-        replica: says which replica it trains, and how many there are; None: nobody is told.
-    """
+    """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says which replica
+    it trains, and how many there are; None: nobody is told."""
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
@@ -172,10 +165,7 @@ class DataPosition:
 
     def orders(self, iterator: Any) -> Orders:
         """What this rank reads, to be compared with the others; nothing on stages that read nothing.
-
-        Args:
-            iterator: what ``train_batch`` is given in its first step; None for a plain engine.
-        """
+        ``iterator``: what ``train_batch`` is given in its first step; None for a plain engine."""
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
@@ -239,7 +229,7 @@ class DataPosition:
             return {}
         if self._unmoved is not None:
             return self._unmoved
-        self._settle()
+        self._count_up()
         found: dict[str, Any] = {}
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
@@ -253,7 +243,7 @@ class DataPosition:
             found["samples"] = samples
         return found
 
-    def _settle(self) -> None:
+    def _count_up(self) -> None:
         """Known is a position where every micro-batch was one batch of one loader."""
         if self._micro_batches:
             self._ahead = self._elsewhere or self._batches > self._micro_batches
@@ -299,7 +289,7 @@ class DataPosition:
     def advice(self) -> str | None:
         """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
         step."""
-        self._settle()
+        self._count_up()
         lost, self._lost = self._lost or self._saved, None
         if lost is not None:
             self._saved = None
@@ -372,11 +362,9 @@ def _named(source: Any) -> str:
 
 
 def _without_looks(passes: list[Read]) -> list[Read]:
-    """What was read since the last step, without looks at the loader that is trained on.
-
-    Of several passes over it, one is trained on: that whose iterator the script has kept. Where it has kept
-    several, the one that was trained on before; where none, the last.
-    """
+    """What was read since the last step, without looks at the loader that is trained on. Of several passes
+    over it, one is trained on: that whose iterator the script has kept. Where it has kept several, the one
+    that was trained on before; where none, the last."""
     last = passes[-1:]
     of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
     held = [one for one in of_loader if one.is_held] or of_loader[:1]
@@ -387,9 +375,7 @@ def _without_looks(passes: list[Read]) -> list[Read]:
 
 def _is_behind(one: Read, expected: Position) -> bool:
     """Whether the batch just taken is the one that follows ``expected``."""
-    return one.taken == (1 if expected.complete else expected.taken + 1) or (
-        expected.complete and one.taken == expected.taken + 1
-    )
+    return one.taken == expected.taken + 1 or (expected.complete and one.taken == 1)
 
 
 def _is_repeating(source: Any) -> bool:
@@ -479,15 +465,8 @@ def nodes_may_change() -> str:
 
 
 def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica of another degree.
-
-    Args:
-        data: of a replica of the old one.
-        resize: from which degree to which.
-
-    Returns:
-        The positions, without those that do not go there, which :data:`LEFT` names.
-    """
+    """The positions of a replica of another degree, from those of a replica of the old one, without those
+    that do not go there, which :data:`LEFT` names."""
     moved, lost, said = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
@@ -502,14 +481,14 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     if (kind := moved.pop(ITERATOR_OF, None)) is not None:
         said.append(
             f"the iterator ({kind}) was given the state of one replica, and cannot be taken from {resize} by "
-            f"it: samples are trained on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+            f"it: samples are trained on twice or not at all. Write{_LINES_OWN}\nor{_OF_JOB}"
         )
     if lost:
         said.append(
             f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches of one "
             f"replica and cannot be taken from {resize}: its pass begins anew, and trains again on samples "
             f"that were trained on, unless the script goes to where the job was by engine.global_samples or "
-            f"its client state. Write{_LINE}"
+            f"its client state. Write{_LINES_OWN}"
         )
     if said:
         moved[LEFT] = "; ".join(said)
@@ -530,7 +509,7 @@ def why_iterator_is_bound(iterator: Any) -> str | None:
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
         f"iterator ({kind_of(iterator)}) would be given the state of one replica: samples would be trained "
-        f"on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+        f"on twice or not at all. Write{_LINES_OWN}\nor{_OF_JOB}"
     )
 
 
@@ -540,12 +519,8 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def why_bound(loader: Any, batch: int) -> str | None:
-    """Why the position in a ``DataLoader`` may not go to another degree, and what to write; None: it does.
-
-    Args:
-        loader: torch's.
-        batch: samples of a step.
-    """
+    """Why the position in torch's ``loader`` may not go to another degree, and what to write; None: it does.
+    ``batch``: samples of a step."""
     dealt = dealt_by(loader)
     if dealt is not None and dealt.samples % batch == 0:
         return None
@@ -558,5 +533,5 @@ def why_bound(loader: Any, batch: int) -> str | None:
     return (
         f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
         f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would begin "
-        f"anew, and train again on samples that were trained on. Write{_LINE}"
+        f"anew, and train again on samples that were trained on. Write{_LINES_OWN}"
     )

@@ -26,13 +26,13 @@ import torch
 from reft import integrations, log
 from reft.config import Variant
 from reft.config_read import load_config, parse_block
+from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.disk import SAVED_BY, host_file
 from reft.engine.engine import ClientState
+from reft.engine.load.disk import SAVED_BY, host_file
+from reft.engine.load.restore import LoadCall, Restorer, bind, wrap_call
 from reft.engine.on_import import ds_config_of
-from reft.engine.restore import LoadCall, Restorer, bind, wrap_call
 from reft.engine.session import Session
-from reft.engine.start_checks import say_untried_device, warn
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage, at_instruction, at_phase

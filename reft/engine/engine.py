@@ -80,7 +80,7 @@ class TrainingEngine(Protocol):
 
     Whoever implements it also calls the session: ``before_optimizer_step`` and its fence around every
     optimizer step, ``after_step`` behind it; and restores through
-    :class:`~reft.engine.memory_restore.MemoryRestorer`.
+    :class:`~reft.engine.load.memory.MemoryRestorer`.
 
     Attributes:
         name: its class, for people.

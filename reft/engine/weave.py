@@ -175,6 +175,7 @@ class Weaver:
         traced = self._traced()
         for stamps in self._computing.values():
             stamps.clear()
+        # P1: on the instance; the class, and every other engine, executes as before.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         if not (traced or self._active()):
             return original(schedule)

@@ -69,6 +69,9 @@ _SEEN_SECS = 5.0
 _KILLED = 128
 """From here on an exit code tells of a signal: another start may do better, as where memory was short."""
 _TELL_SECS = 1.0
+_ONE_AFTER_THE_OTHER_SECS = 1.0
+"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
+_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 
 
 class ReftAgent(LocalElasticAgent):
@@ -490,11 +493,6 @@ def _wait_until_all_have_seen(store: Any, key: str, size: int) -> None:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-_ONE_AFTER_THE_OTHER_SECS = 1.0
-"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
-_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 
 
 class Trainers:

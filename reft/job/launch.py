@@ -51,7 +51,7 @@ from reft.job.agent import ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, STOP_SIGNALS, Cause, Failure
-from reft.job.hostfile import show_devices
+from reft.job.hosts import show_devices
 from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.options import LaunchOptions, parse_options

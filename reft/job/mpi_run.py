@@ -28,6 +28,7 @@ from reft import log
 from reft.config_read import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
+from reft.control.mac import mac
 from reft.control.mpi import load_mpi
 from reft.control.mpi_transport import mpi_carrier
 from reft.control.transport import Transport
@@ -44,7 +45,6 @@ from reft.errors import AuthenticationError, ConfigError, ReftError, TransferErr
 from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
 from reft.job.trainer_store import LOOPBACK, TrainerStore
-from reft.mac import mac
 from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, own_name
 from reft.node.client import request
@@ -61,6 +61,9 @@ _PING_SECS = 5.0
 _DAEMON_END_SECS = 30.0
 _FORK_SECS = 30.0
 _LAST_WORDS_SECS = 1.0
+_START_SECS = 600.0
+_END_SECS = 300.0
+_LINGER_SECS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -366,11 +369,6 @@ def _abort(world: Any, code: int) -> NoReturn:
     world.Abort(code)
     # It does not return; where a library lets it, this process ends all the same.
     os._exit(code)
-
-
-_START_SECS = 600.0
-_END_SECS = 300.0
-_LINGER_SECS = 3600.0
 
 
 def make_parser() -> Parser:

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from reft.config_read import parse_block, read_block
 from reft.control.authenticated import format_endpoint
 from reft.errors import ConfigError
-from reft.job.hostfile import apply_hostfile, apply_slurm
+from reft.job.hosts import apply_hostfile, apply_slurm
 from reft.job.node import default_node_id
 from reft.job.usage import DESCRIPTION, ETCD_BACKEND, RESTARTS, add_own_options
 from reft.job.warm import DEFAULT_MODULES

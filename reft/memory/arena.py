@@ -438,6 +438,7 @@ class Arena:
                 f"{self.path}: a header of {len(record)} bytes does not fit the {self._geometry.copy_bytes} "
                 f"reserved; shorten job_id or node, or reserve more entries"
             )
+        # P3: a crash within this write leaves the newer copy whole: the arena is readable as before.
         self._store(self._geometry.copy_offset(1 - newest.index), record)
         if wipe:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))

@@ -23,11 +23,11 @@ import msgpack
 import numpy as np
 import xxhash
 
-from reft.blocks import BlockKey, Section
+from reft.control.mac import mac
 from reft.errors import ArenaError
 from reft.grid import Coordinate, Degrees
-from reft.mac import mac
 from reft.naming import Label
+from reft.protect.blocks import BlockKey, Section
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

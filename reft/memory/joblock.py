@@ -124,6 +124,7 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
             continue
         try:
             if _try(fd, kind):
+                # P7: the last holder may have removed the file after we opened it; that lock holds nothing.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reft.blocks import ALIGNMENT_BYTES
 from reft.memory.arena import reserved_bytes
+from reft.protect.blocks import ALIGNMENT_BYTES
 from reft.protect.coded_blocks import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
+from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Code, Piece, Scheme, make_code
 from reft.protect.rs import GRAIN_BYTES
 

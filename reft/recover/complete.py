@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from reft.blocks import BlockKey, Section
 from reft.errors import ReftError
 from reft.grid import Coordinate, Topology
 from reft.memory.arena import Arena
 from reft.memory.arena_files import is_decoded
 from reft.memory.header import ArenaHeader, ArenaState, Entry
+from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
 from reft.recover.inventory import ArenaRecord

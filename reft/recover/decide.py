@@ -13,10 +13,10 @@ from itertools import chain
 
 import msgpack
 
-from reft.blocks import BlockKey
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
+from reft.protect.blocks import BlockKey
 from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.blocks import BlockKey
 from reft.errors import ArenaError, LayoutError
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
 from reft.naming import Label
+from reft.protect.blocks import BlockKey
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory
 from reft.recover.plan import NotRecoverable, format_bytes_from

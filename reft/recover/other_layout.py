@@ -18,12 +18,12 @@ from pathlib import Path
 import msgpack
 import torch
 
-from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import (
     ArenaRecord,

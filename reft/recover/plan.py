@@ -11,11 +11,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena_files import is_decoded
 from reft.naming import Label
+from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.decode import Combination, plan_decode
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.blocks import BlockKey, Section
 from reft.grid import Coordinate
 from reft.memory.arena import Arena
 from reft.memory.arena_files import decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import unpack_checksums
 from reft.protect.gf256 import Row, reduce_rows
 from reft.protect.rs import CELL_BYTES

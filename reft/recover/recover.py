@@ -21,11 +21,11 @@ from typing import Any
 import msgpack
 import torch
 
-from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.recover.complete import Completing, Completion, plan_kept
 from reft.recover.decide import (
     Decision,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgpack
 
-from reft.blocks import Section
 from reft.errors import LayoutError
+from reft.protect.blocks import Section
 from reft.recover.sources import GroupSources, SourceBlock
 
 

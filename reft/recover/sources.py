@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reft.blocks import BlockKey, Section
 from reft.grid import Coordinate, Topology
 from reft.memory.header import Entry
+from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import parse_block_code
 from reft.recover.inventory import ArenaRecord
 from reft.recover.plan import Fetch, LostBlock, Rebuild, SourceKind, find_lost, stripes_of

@@ -8,11 +8,11 @@ from enum import StrEnum
 
 import msgpack
 
-from reft.blocks import BlockKey, Section
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, ReftError, TransferError
 from reft.grid import Topology
 from reft.naming import Label
+from reft.protect.blocks import BlockKey, Section
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 
 

@@ -23,13 +23,13 @@ from itertools import accumulate
 
 import torch
 
-from reft.blocks import BlockKey
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Topology
 from reft.memory.header import checksum
+from reft.protect.blocks import BlockKey
 from reft.recover.inventory import ArenaSet
 from reft.recover.plan import (
     BlockSource,

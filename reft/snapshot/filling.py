@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reft.blocks import Section
 from reft.errors import ArenaError, TransferError
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock

@@ -218,6 +218,7 @@ class Handover:
                         "the copy of step %d has not ended after %.0f s; its version is given up",
                         *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
+        # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
         self.apply(TensorsChange())
         self._copying.copier.fence()
         return time.perf_counter() - began

@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.header import TABLE, Entry, pack_entries
+from reft.protect.blocks import Section
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan

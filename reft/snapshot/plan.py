@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
+from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.coded_blocks import BlockCode, CodedBlock
 from reft.protect.placement import GroupPlacement
 

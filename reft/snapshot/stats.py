@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from reft.blocks import BlockKey, Section
+from reft.protect.blocks import BlockKey, Section
 
 
 class Kind(StrEnum):

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ReftError, TransferError
 from reft.grid import Topology
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
     Abort,

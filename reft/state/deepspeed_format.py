@@ -174,6 +174,9 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
             "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; reft "
             "writes checkpoints of dense models only"
         )
+    from deepspeed.runtime.pipe import module as pipe
+    from deepspeed.utils import logger as deepspeed_logger
+
     recorder = _RecordingEngine(engine.checkpoint_engine)
     scripts: list[Any] = []
     with ExitStack() as swapped:
@@ -181,8 +184,8 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
         swapped.enter_context(_attribute(engine, "_copy_recovery_script", scripts.append))
         swapped.enter_context(_attribute(engine, "_curr_ckpt_path", None))
         swapped.enter_context(_own_form(engine))
-        swapped.enter_context(_without_clones())
-        swapped.enter_context(_quiet())
+        swapped.enter_context(_attribute(pipe, "clone_tensors_for_torch_save", _detach_all))
+        swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))  # it would tell of a checkpoint
         engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint(str(_NOWHERE), _TAG)
@@ -227,24 +230,9 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
     return _attribute(engine.module, "state_dict", state_dict)
 
 
-@contextmanager
-def _without_clones() -> Iterator[None]:
-    """Pipeline modules clone their tensors before they hand them out; a template needs the originals.
-
-    The containers are rebuilt as the cloning would, because that is visible in the file: it drops the
-    ``_metadata`` of a module's state dict.
-    """
-    from deepspeed.runtime.pipe import module
-
-    original = module.clone_tensors_for_torch_save
-    module.clone_tensors_for_torch_save = _detach_all
-    try:
-        yield
-    finally:
-        module.clone_tensors_for_torch_save = original
-
-
 def _detach_all(item: Any, device: Any = None) -> Any:
+    """In the place of what clones a pipeline's tensors: a template needs the originals. The containers are
+    rebuilt as the cloning would, because that is visible in the file: it drops a module's ``_metadata``."""
     if isinstance(item, torch.Tensor):
         return item.detach()
     if isinstance(item, (list, tuple)):
@@ -252,19 +240,6 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     if isinstance(item, dict):
         return type(item)({k: _detach_all(v) for k, v in item.items()})
     return item
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DeepSpeed would announce that it saves a checkpoint."""
-    from deepspeed.utils import logger as deepspeed_logger
-
-    before = deepspeed_logger.disabled
-    deepspeed_logger.disabled = True
-    try:
-        yield
-    finally:
-        deepspeed_logger.disabled = before
 
 
 # --- which values change every step, and where the host state has them -----------------------------

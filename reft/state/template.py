@@ -21,13 +21,14 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from reft.blocks import Section
 from reft.errors import PersistError, UnsupportedStateError
+from reft.protect.blocks import Section
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
 Node = list[Any]
+"""A kind and its parts. The kinds are part of the stored format: append, never rename."""
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
 
@@ -41,20 +42,6 @@ _CLASSES: Final = (
 """Objects that DeepSpeed itself puts into its checkpoints; all of them are their ``__dict__``."""
 
 _ENUM_PACKAGES: Final = ("deepspeed", "torch")
-
-
-class _Kind(enum.StrEnum):
-    """Tags of the nodes. Part of the stored format: append, never rename."""
-
-    VALUE = "value"
-    HOST = "host"
-    DICT = "dict"
-    LIST = "list"
-    TUPLE = "tuple"
-    TENSOR = "tensor"
-    EMPTY_TENSOR = "empty"
-    OBJECT = "object"
-    ENUM = "enum"
 
 
 class ReadSection(Protocol):
@@ -93,7 +80,7 @@ class TemplateBuilder:
         if isinstance(value, enum.Enum):
             return self._enum(value, path)
         if class_path(value) in _CLASSES:
-            return [str(_Kind.OBJECT), class_path(value), self._fields(value, path)]
+            return ["object", class_path(value), self._fields(value, path)]
         return self._value(value, path)
 
     def _fields(self, value: Any, path: Path) -> list[Any]:
@@ -104,7 +91,7 @@ class TemplateBuilder:
             return [type(value).__name__, [self.build(v, (*path, i)) for i, v in enumerate(value)]]
         items = [[self._value(k, path), self.build(v, (*path, k))] for k, v in value.items()]
         # A module's OrderedDict carries ``_metadata``, which torch.save keeps.
-        return [str(_Kind.DICT), type(value).__name__, items, self._fields(value, path)]
+        return ["dict", type(value).__name__, items, self._fields(value, path)]
 
     def _value(self, value: Any, path: Path) -> Node:
         try:
@@ -114,7 +101,7 @@ class TemplateBuilder:
                 f"{self._where(path)} is of class {class_path(value)}, which reft cannot rebuild in a "
                 f"checkpoint written from memory: {error}"
             ) from error
-        return [str(_Kind.VALUE), value]
+        return ["value", value]
 
     def _enum(self, value: enum.Enum, path: Path) -> Node:
         cls = type(value)
@@ -123,7 +110,7 @@ class TemplateBuilder:
                 f"{self._where(path)} is {value!r} of class {class_path(value)}; expected an enum of "
                 f"{' or '.join(_ENUM_PACKAGES)}, or a plain value"
             )
-        return [str(_Kind.ENUM), cls.__module__, cls.__qualname__, value.name]
+        return ["enum", cls.__module__, cls.__qualname__, value.name]
 
     def _host(self, value: Any, path: Path, host_path: Path) -> Node:
         try:
@@ -137,7 +124,7 @@ class TemplateBuilder:
                 f"{self._where(path)} is {value!r:.80} ({class_path(value)}), but the captured host state "
                 f"says {held!r:.80} at {_spell(host_path)}; expected the same value of the same type"
             )
-        return [str(_Kind.HOST), list(host_path)]
+        return ["host", list(host_path)]
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> Node:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -153,11 +140,11 @@ class TemplateBuilder:
             self._fields(tensor, path),
         ]
         if not tensor.numel():
-            return [str(_Kind.EMPTY_TENSOR), form]
+            return ["empty", form]
         for section, image in zip((Section.REPLICATED, Section.OWNED), self.images, strict=True):
             found = image.locate(tensor)
             if found is not None:
-                return [str(_Kind.TENSOR), str(section), found[0], form]
+                return ["tensor", str(section), found[0], form]
         raise UnsupportedStateError(
             f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is neither "
             f"part of the snapshot's images nor of the captured host state; register it as a parameter or "
@@ -179,6 +166,14 @@ class Rebuilder:
         self._read = read
         self._host_state = host_state
         self._storages: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._make: dict[str, Callable[..., Any]] = {
+            "host": self._host,
+            "dict": self._dict,
+            "tensor": self._tensor,
+            "empty": self._empty_tensor,
+            "object": self._object,
+            "enum": self._enum,
+        }
 
     def build(self, node: Node) -> Any:
         """The value of ``node``.
@@ -186,12 +181,14 @@ class Rebuilder:
         Raises:
             PersistError: if the node is of an unknown kind or class, or does not fit the host state.
         """
-        make = _MAKE.get(node[0])
-        if make is None:
-            raise PersistError(
-                f"the template has a node of kind {node[0]!r}; was it written by a newer reft?"
-            )
-        return make(self, *node[1:])
+        kind, *parts = node
+        if kind == "value":
+            return parts[0]
+        if kind in ("list", "tuple"):
+            return _CONTAINERS[kind](self.build(part) for part in parts[0])
+        if kind not in self._make:
+            raise PersistError(f"the template has a node of kind {kind!r}; was it written by a newer reft?")
+        return self._make[kind](*parts)
 
     def _host(self, path: list[Any]) -> Any:
         try:
@@ -253,19 +250,6 @@ class Rebuilder:
         for name, node in attributes:
             setattr(tensor, name, self.build(node))
         return tensor
-
-
-_MAKE: dict[str, Callable[..., Any]] = {
-    _Kind.VALUE: lambda _, value: value,
-    _Kind.HOST: Rebuilder._host,
-    _Kind.DICT: Rebuilder._dict,
-    _Kind.LIST: lambda self, nodes: [self.build(n) for n in nodes],
-    _Kind.TUPLE: lambda self, nodes: tuple(self.build(n) for n in nodes),
-    _Kind.TENSOR: Rebuilder._tensor,
-    _Kind.EMPTY_TENSOR: Rebuilder._empty_tensor,
-    _Kind.OBJECT: Rebuilder._object,
-    _Kind.ENUM: Rebuilder._enum,
-}
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from reft.blocks import Section
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.storage.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
 NICENESS = 5

@@ -55,6 +55,7 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
         OSError: the directory cannot be listed.
     """
     newest = claimed(directory, job_id)
+    # P7: a node that was cut off goes on running; equal numbers are this start itself.
     if newest > incarnation:
         raise FencedError(
             f"{directory}: start {newest} of job {job_id} writes here; this is start {incarnation}, which "

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from reft.backoff import Backoff
-from reft.blocks import Section
 from reft.config import FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
@@ -38,6 +37,7 @@ from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir, recorded_fingerprint
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.storage import fence
 from reft.storage.assemble import Assembler, read_part
 from reft.storage.persisted import (

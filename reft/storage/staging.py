@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
+from reft.control.mac import is_same, mac
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, Degrees
-from reft.mac import is_same, mac
 from reft.memory.header import checksum
 from reft.naming import Label
+from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.storage.fence import short_name
 from reft.storage.persisted import tag_of
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import reft
-from reft.blocks import Section
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
+from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
 
 avoid_build_at_start()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.engine.disk import DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.engine.load.disk import DiskCheckpoint, find_on_disk, in_order, share_of
 from reft.naming import Label
 from reft.storage.persisted import FileRecord
 from tests.engine.ranks import run_ranks

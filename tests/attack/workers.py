@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.engine.memory import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
@@ -26,6 +25,7 @@ from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.stream import HashingCopier
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_order
+from reft.protect.blocks import Section
 from reft.snapshot import handover
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.sealing import RingExchange, Sealer

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from reft import cli
-from reft.engine.preflight import Finding, ScriptLook, Severity, config_findings
-from reft.engine.restore import what_to_write
+from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
+from reft.engine.load.restore import what_to_write
 from reft.errors import ConfigError
 
 ON = {"enabled": True}

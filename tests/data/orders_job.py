@@ -42,10 +42,6 @@ def dealt(count: int = 16, replicas: int = 2, **options: Any) -> Any:
     return DataLoader(data, MICRO, sampler=DistributedSampler(data, replicas, RANK % replicas, **options))
 
 
-def dynamic(step_samples: int) -> Any:
-    return loader(order="dynamic", step_samples=step_samples)
-
-
 CASES: dict[str, tuple[Loader, dict[str, Any]]] = {
     "alike": (lambda root: loader(shuffle=True, seed=3), REPLICAS),
     "alike_stages": (lambda root: loader(shuffle=True, seed=3), STAGES),

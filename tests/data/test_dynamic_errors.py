@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,3 +111,37 @@ def test_p8_replicas_that_do_not_wait_for_each_other_read_every_sample_once(
         one.leave(JobPosition(0, STEP * STEPS), 3)
     assert sorted(seen) == list(range(STEP * STEPS))
     assert store.num_keys() <= 1, "lines that nobody reads any more are left"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_p8_each_micro_batch_is_taken_once_whoever_is_faster(seed: int) -> None:
+    rng, store = random.Random(seed), HashStore()
+    taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    ledgers: dict[int, batches.SharedLedger] = {}
+
+    class Raced:
+        """Another replica takes between this one's look and its write."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            if rng.random() < 0.5:
+                take(rng.randrange(1, 3))
+            return store.compare_set(key, expected, desired)
+
+    def take(replica: int) -> None:
+        piece = ledgers[replica].take(replica, len(taken[replica]))
+        if piece is not None:
+            taken[replica].append(piece)
+
+    ledgers |= {replica: batches.SharedLedger(store, "ledger", range(5, 35)) for replica in (1, 2)}
+    ledgers[0] = batches.SharedLedger(Raced(), "ledger", range(5, 35))
+    for _ in range(100):
+        take(rng.randrange(3))
+    assert sorted(piece for pieces in taken.values() for piece in pieces) == list(range(5, 35))
+    assert all(taken.values())
+    sibling = batches.SharedLedger(store, "ledger", range(5, 35))
+    assert [sibling.take(1, number) for number in range(len(taken[1]))] == taken[1], (
+        "a rank of the same replica"
+    )

@@ -52,14 +52,21 @@ def trained(data: DataPosition, iterator: Any) -> dict[str, Any]:
     return data.state()
 
 
-def test_p12_an_iterator_of_a_replica_is_told_where_the_degree_changes(begin: Any) -> None:
-    state, data = trained(begin(), Counted()), begin()
-    data.restore(move_data(state, Resize(3, 4)), None)
-    said = str(data.left_behind())
-    assert HERE in said
-    assert "DP3 to DP4" in said
-    assert "loader = reft.data.loader(dataset, batch_size)" in said
-    assert "iterator.position_of_job = True" in said
+def test_p12_an_iterator_of_a_replica_goes_on_at_its_degree_and_is_told_where_that_changes(
+    begin: Any,
+) -> None:
+    state = trained(begin(), Counted())
+    for moved, said in (
+        (state, ()),
+        (move_data(state, Resize(3, 4)), (HERE, "DP3 to DP4", "position_of_job = True")),
+    ):
+        data, again = begin(), Counted()
+        data.restore(moved, None)
+        left = data.left_behind()
+        assert all(word in str(left) for word in said)
+        assert left is None or said
+        trained(data, again)
+        assert again.taken == 2
 
 
 @pytest.mark.parametrize("make", [OfJob, sampler])

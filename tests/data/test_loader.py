@@ -20,8 +20,8 @@ import reft
 from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, Order
 from reft.engine.data import DataPosition
-from reft.state.rng import capture_host_rng, capture_rng, restore_rng, same_host_rng
-from tests.data.life import Engine, Life, Pipeline
+from reft.state.rng import capture_host_rng, capture_rng, same_host_rng
+from tests.data.life import Engine
 
 Key = tuple[int, int]
 
@@ -71,16 +71,6 @@ def read(deal: Deal, order: Order, at: JobPosition) -> tuple[list[list[Key]], Jo
         at = deal.next_pass(at)
     parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
     return parts, deal.behind(at)
-
-
-@given(st.integers(20, 300), DEGREES, st.integers(1, 4), st.booleans())
-def test_a_pass_is_as_long_as_the_loader_says(size: int, dp: int, batch: int, drop_last: bool) -> None:
-    deal, at, taken = Deal(size, batch, dp, drop_last), JobPosition(), 0
-    while deal.next(at):
-        at, taken = deal.behind(at), taken + 1
-    assert taken == len(deal)
-    left = deal.left(at)
-    assert left == (size % deal.full if drop_last else size % dp if batch == 1 else 0)
 
 
 def test_the_samples_of_a_step_are_those_of_every_degree() -> None:
@@ -281,31 +271,6 @@ def test_p8_a_version_brings_the_loader_back(begin: Any, stop: int, workers: int
     for _ in range(one.epoch, 2):
         for batch in one:
             assert life.train(batch) is None
-    assert life.seen == wanted[stop:]
-
-
-@pytest.mark.parametrize("stop", [2, 6, 9])
-def test_p8_a_pipelines_repeating_loader_comes_back(begin: Any, stop: int) -> None:
-    def run(life: Life, data: Any, until: int) -> None:
-        while len(life.seen) < until:
-            life.train_batch(data)
-
-    torch.manual_seed(1)
-    one = tensors()
-    data, life = iter(RepeatingLoader(one)), begin(Pipeline())
-    run(life, data, stop)
-    saved = life.data.state(), capture_rng()
-    assert life.data.advice() is None
-    assert "pass" not in saved[0]
-    run(life, data, 18)
-    wanted = life.seen
-    life.data.close()
-
-    one = tensors()
-    data, life = iter(RepeatingLoader(one)), begin(Pipeline())
-    life.data.restore(*saved)
-    restore_rng(saved[1])
-    run(life, data, 18 - stop)
     assert life.seen == wanted[stop:]
 
 

@@ -63,8 +63,3 @@ def test_the_ranks_that_differ_are_named_and_those_without_a_loader_say_nothing(
     assert "seed" not in said
     many = str(difference([usual] * 10 + [other]))
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more" in many
-
-
-def test_an_order_of_another_kind_differs_too() -> None:
-    said = str(difference([{"x": {"samples": 8, "step_samples": 4}}, {"x": {"samples": 8}}]))
-    assert "step_samples 4 on rank 0; step_samples None on rank 1" in said

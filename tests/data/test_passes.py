@@ -171,13 +171,6 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
             assert again == [n for n, _, _ in found[stop + 1 :]], f"behind batch {stop}, {skip} skipped"
 
 
-def test_nothing_is_loaded_for_what_was_taken() -> None:
-    found = undisturbed("shuffled", 5)
-    loader = LOADERS["shuffled"]()
-    next(Watch().begin_at(loader, Position(**decode(found[4][1]))))
-    assert len(loader.dataset.loaded) == SAMPLES - 5 * BATCH  # type: ignore[attr-defined]
-
-
 def test_p10_a_resumable_loader_without_reft_is_the_loader() -> None:
     seed(2)
     wanted = [numbers(batch) for batch in LOADERS["shuffled"]()]
@@ -185,22 +178,6 @@ def test_p10_a_resumable_loader_without_reft_is_the_loader() -> None:
     loader = reft.resumable(LOADERS["shuffled"]())
     assert [numbers(batch) for batch in loader] == wanted
     assert (len(loader), loader.batch_size, loader.epoch) == (6, BATCH, 0)
-
-
-def test_resumable_loaders_have_names_and_positions_that_wait_for_them() -> None:
-    loader = reft.resumable(LOADERS["shuffled"](), name="other")
-    for _ in range(2):
-        for _ in loader:
-            pass
-    iterator = iter(loader)
-    behind = [next(iterator)[0].tolist() for _ in range(2)][1:]
-    saved = resumable.LOADERS.positions()["other"]
-    behind += [x[0].tolist() for x in iterator]
-    del loader, iterator
-    resumable.LOADERS.restore({"other": saved})
-    later = reft.resumable(LOADERS["shuffled"](), name="other")
-    assert later.epoch == 2
-    assert [x[0].tolist() for x in later] == behind[1:]
 
 
 def test_two_loaders_under_one_name_are_refused() -> None:

@@ -232,33 +232,6 @@ def test_p8_the_first_step_of_any_engine_ends_the_resumption(begin: Any) -> None
 # -- resumable loaders -------------------------------------------------------------------------------------
 
 
-def test_p8_a_look_at_a_resumed_loader_takes_nothing_of_it(begin: Any) -> None:
-    def made() -> Any:
-        return reft.resumable(loader_of(range(SAMPLES)), name="looked at")
-
-    torch.manual_seed(1)
-    life, loader = begin(), made()
-    for _ in range(2):
-        for batch in loader:
-            life.train(batch)
-            if len(life.seen) == 2:
-                state, rng = life.data.state(), capture_rng()
-    wanted, first = life.seen, life
-    first.data.close()
-    del loader
-
-    life, loader = begin(), made()
-    life.data.restore(state, rng)
-    next(iter(loader))
-    assert loader.epoch == 0
-    assert life.data.state() == state
-    next(iter(loader))
-    for _ in range(loader.epoch, 2):
-        for batch in loader:
-            life.train(batch)
-    assert life.seen == wanted[2:]
-
-
 def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> None:
     begin()
     loader = reft.resumable(loader_of(range(SAMPLES)), name="copied")

@@ -25,7 +25,7 @@ from torch import nn
 import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
-from reft.engine.memory_restore import MemoryRestorer
+from reft.engine.load.memory import MemoryRestorer
 from reft.recover.inventory import take_inventory
 from tests.engine.images import images_of
 from tests.engine.ranks import be_a_rank, mse

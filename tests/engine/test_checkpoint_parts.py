@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reft.engine.disk import CheckpointParts
+from reft.engine.load.disk import CheckpointParts
 from reft.grid import Coordinate, Degrees
 from reft.recover.relayout import WHOLE, Held, Parameter
 

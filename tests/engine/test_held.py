@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reft.engine.deepspeed_engine import Description, check_stages, same_on_stages, splits_of
-from reft.engine.relayout import Relayout, other_layout
+from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.recover.relayout import Held, Layout, Parameter
@@ -117,7 +117,7 @@ def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_jo
 
 def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]]) -> Relayout:
     """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
-    from reft.engine import relayout as module
+    from reft.engine.load import relayout as module
 
     model = torch.nn.Module()
     for name, value in buffers[0].items():

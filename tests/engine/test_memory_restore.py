@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.memory_restore import MemoryRestorer
+from reft.engine.load.memory import MemoryRestorer
 from reft.recover.plan import NotRecoverable
 
 DEVICE = SimpleNamespace(type="cpu")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from reft.config_read import parse_block
-from reft.engine.memory_restore import MemoryRestorer
-from reft.engine.start_checks import what_is_protected
+from reft.engine.checks.start import what_is_protected
+from reft.engine.load.memory import MemoryRestorer
 from reft.grid import Degrees
 from reft.naming import Label
 from reft.node import history

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from reft.blocks import BlockKey, Section
 from reft.grid import Degrees
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
+from reft.protect.blocks import BlockKey, Section
 from reft.recover.offline import persist_offline
 from tests.engine.ranks import run_ranks
 from tests.engine.relayout_job import CASES, STEPS, TIED, TIED_CASES

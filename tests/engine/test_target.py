@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.memory_restore import write_and_hash
+from reft.engine.load.memory import write_and_hash
 from reft.memory.header import checksum
 from reft.memory.stream import PlainHashingCopier, hashing_copier
 from reft.state.catalogue import SectionImage

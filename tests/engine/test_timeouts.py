@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from reft.engine.start_checks import group_timeout_secs, timeout_is_short
+from reft.engine.checks.start import group_timeout_secs, timeout_is_short
 
 
 @pytest.mark.parametrize(

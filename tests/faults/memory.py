@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.blocks import Section
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry
 from reft.memory.header import Geometry
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
+from reft.protect.blocks import Section
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from reft.blocks import Section
 from reft.grid import Degrees
+from reft.protect.blocks import Section
 from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Losses, Scratch, wrong_losses

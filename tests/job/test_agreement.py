@@ -24,19 +24,6 @@ def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agr
     return agree([c for c in infos if c.agent not in lost] + [info(n) for n in joined])
 
 
-def test_the_first_round() -> None:
-    agreement = agree([info("a"), info("b", workers=3), info("c")])
-    assert agreement == Agreement(
-        round=1,
-        members=("a", "b", "c"),
-        nodes=("node-a", "node-b", "node-c"),
-        ranks=((0, 1), (2, 3, 4), (5, 6)),
-        restarts_used=0,
-        known_step=-1,
-    )
-    assert agreement.world_size == 7
-
-
 @pytest.mark.parametrize(
     ("workers", "turn", "dealt"),
     [

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.hostfile import is_this_host, show_devices
+from reft.job.hosts import is_this_host, show_devices
 from reft.job.options import LaunchOptions, parse_options
 
 from .cluster import cluster

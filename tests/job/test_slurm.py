@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.hostfile import deadly_settings, first_host
+from reft.job.hosts import deadly_settings, first_host
 from reft.job.options import LaunchOptions, parse_options
 
 STEP = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.engine.start_checks import what_is_missing
+from reft.engine.checks.start import what_is_missing
 from tests.attack.test_p10_inert import LEAST
 from tests.machine import free_port
 

@@ -132,43 +132,6 @@ class Alone:
         return outcome({}, done.stdout)
 
 
-@dataclass(frozen=True)
-class Persisted:
-    """A loop that was killed, and what ``reft persist`` wrote of its memory.
-
-    Attributes:
-        alone: the loop.
-        undisturbed: what it prints.
-        saved: its own checkpoints, of that step among others.
-        directory: what was written.
-        block: of the job.
-    """
-
-    alone: Alone
-    undisturbed: Outcome
-    saved: Path
-    directory: Path
-    block: dict[str, Any]
-
-    @property
-    def lines_to_come(self) -> dict[int, list[Any]]:
-        return {at: self.undisturbed.iterations[at] for at in range(KILLED_AT + 1, ITERATIONS + 1)}
-
-
-def persist(alone: Alone, tmp_path: Path) -> Persisted:
-    memory, out, saved = tmp_path / "memory", tmp_path / "persisted", tmp_path / "saved"
-    undisturbed = alone.run(None, "--save", str(saved), "--save-interval", str(KILLED_AT))
-    assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1))
-    fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
-    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(memory), "faults": [fault]}
-    began = alone.run(block, ends_with=-signal.SIGKILL)
-    assert "latest" not in began.log, "nothing was looked for"
-    assert "could not find the metadata file" not in began.log
-    written = CliRunner().invoke(make_app(), ["persist", "--out", str(out), "--memory-dir", str(memory)])
-    assert written.exit_code == 0, written.output
-    return Persisted(alone, undisturbed, saved, out / "gpt", block)
-
-
 def arguments_of(engine: str) -> tuple[str, ...]:
     return ("--no-pipeline-parallel",) if engine == "plain" else ()
 
@@ -177,31 +140,32 @@ def arguments_of(engine: str) -> tuple[str, ...]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
-    """Value by value: iteration, arguments, tokens, random states, weights and optimizer."""
-    found = persist(Alone(tmp_path, arguments_of(engine)), tmp_path)
-    assert compare_checkpoints(found.saved, found.directory) == []
-    block = {**found.block, "job_id": "next", "faults": []}
-    resumed = found.alone.run(block, "--load", str(found.directory))
-    assert resumed.resumed == [(KILLED_AT, "disk")]
-    assert resumed.iterations == found.lines_to_come
-
-
-@pytest.mark.process
-@pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["pipeline", "plain"])
-def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
-    engine: str, tmp_path: Path
-) -> None:
-    """From memory with the list of its engines attached by the script."""
-    found = persist(Alone(tmp_path, arguments_of(engine)), tmp_path)
-    from_memory = found.alone.run(found.block, attached=True)
-    assert from_memory.resumed == [(KILLED_AT, "memory")]
-    assert from_memory.iterations == found.lines_to_come
-    assert from_memory.validations == {6: found.undisturbed.validations[6]}
+    """Value by value: iteration, arguments, tokens, random states, weights and optimizer. A killed loop goes on from it,
+    from memory with the list of its engines attached by the script, and without reft."""
+    alone, saved = Alone(tmp_path, arguments_of(engine)), tmp_path / "saved"
+    memory, persisted = tmp_path / "memory", tmp_path / "persisted" / "gpt"
+    undisturbed = alone.run(None, "--save", str(saved), "--save-interval", str(KILLED_AT))
+    assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1))
+    to_come = {at: undisturbed.iterations[at] for at in range(KILLED_AT + 1, ITERATIONS + 1)}
+    fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
+    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(memory), "faults": [fault]}
+    began = alone.run(block, ends_with=-signal.SIGKILL)
+    assert "latest" not in began.log, "nothing was looked for"
+    assert "could not find the metadata file" not in began.log
+    command = ["persist", "--out", str(persisted.parent), "--memory-dir", str(memory)]
+    written = CliRunner().invoke(make_app(), command)
+    assert written.exit_code == 0, written.output
+    assert compare_checkpoints(saved, persisted) == []
+    from_disk = alone.run({**block, "job_id": "next", "faults": []}, "--load", str(persisted))
+    from_memory = alone.run(block, attached=True)
+    for resumed, source in ((from_disk, "disk"), (from_memory, "memory")):
+        assert resumed.resumed == [(KILLED_AT, source)]
+        assert resumed.iterations == to_come
+    assert from_memory.validations == {6: undisturbed.validations[6]}
     # On a CPU the program's loaders draw between its load and its first step: its losses are others behind a load.
-    own = found.alone.run(None, "--load", str(found.saved), "--load-tag", f"global_step{KILLED_AT}")
-    from_files = found.alone.run(None, "--load", str(found.directory))
-    assert sorted(from_files.iterations) == sorted(found.lines_to_come)
+    own = alone.run(None, "--load", str(saved), "--load-tag", f"global_step{KILLED_AT}")
+    from_files = alone.run(None, "--load", str(persisted))
+    assert sorted(from_files.iterations) == sorted(to_come)
     assert (from_files.iterations, from_files.validations) == (own.iterations, own.validations)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from reft.blocks import BlockKey, Section
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
+from reft.protect.blocks import BlockKey, Section
 
 SECRET = bytes(range(32))
 BLOCK_BYTES = 1000

@@ -6,12 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reft.blocks import Section
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.snapshot.plan import MemberPlan, PlacedBlock, SectionSizes, make_shard_plan
 

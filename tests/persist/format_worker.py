@@ -21,10 +21,10 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from reft.blocks import Section
 from reft.engine.install import avoid_build_at_start
 from reft.grid import Coordinate
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from reft.blocks import Section
 from reft.config import PersistConfig, ReftConfig
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena
@@ -18,6 +17,7 @@ from reft.memory.arena_files import arena_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import codec

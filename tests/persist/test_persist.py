@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 
-from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError
 from reft.memory.arena import Arena
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.recover.offline import persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.storage import fence

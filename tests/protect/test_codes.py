@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.blocks import BlockKey
 from reft.errors import ConfigError, UnrecoverableError
 from reft.grid import Degrees, Topology
+from reft.protect.blocks import BlockKey
 from reft.protect.coded_blocks import BlockCode, CodedSection
 from reft.protect.codes import Code, Scheme, make_code, place_code, schemes_for
 from reft.protect.decode import plan_decode, recoverable

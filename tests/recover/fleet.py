@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
 from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group

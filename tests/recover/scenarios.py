@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.blocks import Section
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.arena import Arena
 from reft.naming import Label
+from reft.protect.blocks import Section
 
 from .fleet import NEW, OLD, SECRET, Fleet, falsify_parities, place, without
 

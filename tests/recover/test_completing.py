@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from reft.blocks import Section
 from reft.errors import ArenaError, LayoutError, OutOfMemoryError
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
+from reft.protect.blocks import Section
 from reft.recover import complete
 from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_kept
 from reft.recover.decide import judge, plan_recovery

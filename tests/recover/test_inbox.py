@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.blocks import BlockKey, Section
+from reft.protect.blocks import BlockKey, Section
 from reft.recover.plan import Fetch, SourceKind
 from reft.recover.transfer import Inbox, Move
 

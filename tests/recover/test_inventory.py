@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from reft.control.mac import authenticate, check_authentic
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate, Degrees
-from reft.mac import authenticate, check_authentic
 from reft.memory.header import ArenaState
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import Inventory, take_inventory

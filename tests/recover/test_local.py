@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from reft.blocks import STATE_SECTIONS, Section
 from reft.errors import LayoutError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
+from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.decide import offline_topology, plan_verified
 from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable

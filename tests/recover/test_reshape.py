@@ -9,9 +9,9 @@ from itertools import chain, combinations, product
 import numpy as np
 import pytest
 
-from reft.blocks import Section
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology
+from reft.protect.blocks import Section
 from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
 from reft.recover.findings import put_together, summarize

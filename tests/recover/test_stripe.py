@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.blocks import BlockKey
 from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.blocks import BlockKey
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Scheme, make_code
 from reft.recover.plan import LostBlock, find_lost, stripes_of

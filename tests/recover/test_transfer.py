@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.blocks import Section
+from reft.protect.blocks import Section
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan

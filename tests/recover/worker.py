@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.blocks import STATE_SECTIONS, Section
 from reft.config import FaultConfig, FaultPoint
 from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
@@ -29,6 +28,7 @@ from reft.faults import FaultPlan
 from reft.grid import Coordinate
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
+from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable

@@ -5,21 +5,15 @@ file system is shared, as on a cluster. Its death is that of a host: its link go
 of the end of its processes, then all of them are killed, and its memory is gone. Everything lives under one
 process, with whose end the kernel ends all the rest. Nothing is written outside of one directory, no port of this
 machine is opened, and no systemd is needed.
-
-    python -m tests.slurm.cluster --nodes 4            a shell on the login node, where sbatch and squeue work
-    python -m tests.slurm.cluster --nodes 4 COMMAND    that command instead
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import stat
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -361,26 +355,3 @@ def _call(*command: str) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A Slurm of several nodes on this machine.")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="default: a shell")
-    options = parser.parse_args()
-    reason = missing()
-    if reason is not None:
-        print(f"no Slurm can be set up here: {reason}", file=sys.stderr)
-        return 2
-    directory = Path(tempfile.mkdtemp(prefix="reft-slurm-", dir="/tmp"))
-    try:
-        with SlurmCluster(directory, options.nodes) as cluster:
-            command = options.command or [os.environ.get("SHELL", "bash")]
-            inside = [*cluster.inside(), f"--wd={os.getcwd()}", *command]
-            return subprocess.call(inside, env=cluster.environ())
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -255,21 +255,6 @@ def test_a_node_that_is_left_without_its_batch_host_requeues_the_job(dry: Dry) -
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("name", "text"), [("job.facts", "NodeList=n[1-3]\n"), ("hosts", ""), ("job.facts", "")]
-)
-def test_a_controller_that_does_not_answer_has_not_lost_nodes(dry: Dry, name: str, text: str) -> None:
-    dry.write("launch.code", "1")
-    dry.says(nodes=3)
-    dry.write(name, text)
-    code, out = dry.run(
-        "reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1"
-    )
-    assert (code, dry.called("requeue")) == (1, []), out
-    assert "syntax error" not in out
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
     ("words", "environ", "says"),
     [
         ((), {}, "usage: reft-srun"),
@@ -346,13 +331,3 @@ def test_a_trainer_is_bound_to_the_processors_of_its_rank_or_says_that_it_is_not
     code, out = dry.run("reft-bind", *look, REFT_BIND=f"{mine} 9998", **python)
     assert code == 0
     assert "local rank 1 is not bound: no processors 9998" in out
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("visible", "gpu"), [("", "1"), ("2,5", "5"), ("GPU-1f,GPU-2e", "GPU-2e")])
-def test_the_gpu_of_a_trainer_is_among_those_that_are_visible(dry: Dry, visible: str, gpu: str) -> None:
-    dry.write("nvidia-smi", f'#!/bin/bash\necho "$*" >> {dry.directory}/nvidia-smi.calls\n').chmod(0o755)
-    environ = {"REFT_PYTHON": sys.executable, "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": visible}
-    assert dry.run("reft-bind", "-c", "", REFT_BIND="nvidia", **environ)[0] == 0
-    (asked,) = dry.called("nvidia-smi")
-    assert asked.endswith(f"--id={gpu}")

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
 from reft.memory.arena import Arena, checksum
 from reft.memory.stream import CutRanges, PlainHashingCopier, Ranges
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine

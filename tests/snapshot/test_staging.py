@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from reft.blocks import BlockKey, Section
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.protect.blocks import BlockKey, Section
 from reft.snapshot.copying.chunks import Chunk
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.copying.staging import StagingArea

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reft.blocks import STATE_SECTIONS, Section
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.arena_files import scan
+from reft.protect.blocks import STATE_SECTIONS, Section
 from tests.machine import free_port
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 from tests.spawn import spawn

@@ -1,4 +1,5 @@
-"""How one node meets the others: connecting to the rendezvous, and coming back to it."""
+"""How one node meets the others, and comes back to them: at reft's own store, which one of the nodes may have
+to serve, or at an etcd cluster."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ _FIRST_CONTACT_SECS = 120.0
 _PROBE_SECS = 2.0
 _LOOK_SECS = 0.5
 _LOOPBACK = "127.0.0.1"
+_STATUS_SECS = 5.0
 
 
 class JobEndedError(ReftError, RuntimeError):
@@ -238,10 +240,6 @@ def read_secs(conf: Mapping[str, Any]) -> float:
     return float(conf.get("read_timeout", 30))
 
 
-_ASK_SECS = 0.5
-_STATUS_SECS = 5.0
-
-
 class RendezvousClient:
     """The rendezvous of one job, seen from one node.
 
@@ -300,7 +298,7 @@ class RendezvousClient:
                     f"the rendezvous store at {endpoint} is gone and did not come back in "
                     f"{timeout:.0f} s. {self.place.advice}"
                 )
-            time.sleep(_ASK_SECS)
+            time.sleep(_LOOK_SECS)
 
     def connect_for_status(self) -> RendezvousStore:
         """A connection of its own to the store, for what nobody has to wait for."""

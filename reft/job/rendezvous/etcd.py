@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
+from reft.control.mac import authenticate, check_authentic
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import (
     ENV_ETCD_CACERT,
@@ -38,7 +39,6 @@ from reft.env import (
 )
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.usage import ETCD_BACKEND
-from reft.mac import authenticate, check_authentic
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
@@ -50,6 +50,36 @@ _ENVIRONMENT = {
 }
 """What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are etcdctl's."""
 _MOST_PASSWORD_BYTES = 4096
+_TRY_SECS = 2.0
+"""For one member, the first time round; twice as long the next time."""
+_PAUSE_SECS = 0.1
+_OPTIONS = (
+    # Straight to the members, whatever proxy the environment names.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_RENEW = ("invalid auth token", "revision of auth store is old", "revision in header is old")
+_ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "CANCELLED", "UNKNOWN", "ABORTED")
+"""Codes of gRPC after which another member is asked."""
+_WHEN_FULL = (
+    ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl defrag, "
+    "etcdctl alarm disarm"
+)
+ROOT = "reft/"
+"""Before every key in etcd."""
+RUN_LEASE_SECS = 60
+_PURPOSE = b"etcd value"
+_ANSWER_SECS = 10.0
+_DOUBT_SECS = 2.0
+"""For a request after one that was not answered: whoever asks has other work, and asks again."""
+_LEAVE_SECS = 1.0
+_LOOK_SECS = 0.1
+_NONCE_BYTES = 16
+_MOST_OPERATIONS = 100
+"""In one transaction; etcd takes 128."""
 
 
 @dataclass(frozen=True)
@@ -151,28 +181,6 @@ def _password(environ: Mapping[str, str]) -> str | None:
             return file.read(_MOST_PASSWORD_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{ENV_ETCD_PASSWORD_FILE} is {name}, which cannot be read ({error})") from error
-
-
-_TRY_SECS = 2.0
-"""For one member, the first time round; twice as long the next time."""
-_PAUSE_SECS = 0.1
-_OPTIONS = (
-    # Straight to the members, whatever proxy the environment names.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-_RENEW = ("invalid auth token", "revision of auth store is old", "revision in header is old")
-_ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "CANCELLED", "UNKNOWN", "ABORTED")
-"""Codes of gRPC after which another member is asked."""
-
-
-_WHEN_FULL = (
-    ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl defrag, "
-    "etcdctl alarm disarm"
-)
 
 
 class RefusedError(StoreError):
@@ -340,20 +348,6 @@ def _read(path: Path | None) -> bytes | None:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-ROOT = "reft/"
-"""Before every key in etcd."""
-RUN_LEASE_SECS = 60
-_PURPOSE = b"etcd value"
-_ANSWER_SECS = 10.0
-_DOUBT_SECS = 2.0
-"""For a request after one that was not answered: whoever asks has other work, and asks again."""
-_LEAVE_SECS = 1.0
-_LOOK_SECS = 0.1
-_NONCE_BYTES = 16
-_MOST_OPERATIONS = 100
-"""In one transaction; etcd takes 128."""
 
 
 class EtcdStore(RendezvousStore):

@@ -1,13 +1,12 @@
 """TorchElastic's rendezvous over reft's store.
 
 Four things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is reft's own
-(:mod:`reft.job.rendezvous.state`). A node
-that was struck out while it stood still, or while the store did, takes its place again; TorchElastic's
-never beats again and never sees who waits for it. And a spare, a node beyond ``max_nodes``, takes the place
-of a dead node alone: TorchElastic's also takes that of a healthy one, which leaves its round to join the next
-when trainers are restarted, and whose memory is then out of the job's reach. And a job goes to another
-number of nodes on request: those that leave are spares, with their memory, until the others have committed
-a version without them.
+(:mod:`reft.job.rendezvous.state`). A node that was struck out while it stood still, or while the store did,
+takes its place again; TorchElastic's never beats again and never sees who waits for it. A spare, a node
+beyond ``max_nodes``, takes the place of a dead node alone: TorchElastic's also takes that of a healthy one,
+which leaves its round to join the next when trainers are restarted, and whose memory is then out of the
+job's reach. And a job goes to another number of nodes on request: those that leave are spares, with their
+memory, until the others have committed a version without them.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.memory.arena import Arena
 from reft.memory.stream import CutRanges, Range
 from reft.protect.backend import Backend, backend_for, combine_ragged
+from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying.engine import CheckedPieces, Piece, host_bytes
 from reft.snapshot.filling import Filling

@@ -7,10 +7,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
 from reft.memory.stream import CutRanges, hashing_copier, ranges_of
+from reft.protect.blocks import Section
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece

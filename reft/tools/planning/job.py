@@ -9,7 +9,7 @@ from typing import Any
 
 from reft.config import ReftConfig, Variant
 from reft.config_read import parse_block
-from reft.engine.preflight import engine_findings, part_of
+from reft.engine.checks.preflight import engine_findings, part_of
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.naming import BLOCK_NAME

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from reft.config import AOR, AUTO, ReftConfig
-from reft.engine.preflight import Finding, Severity, block_findings
+from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Load

@@ -18,9 +18,9 @@ import torch
 
 from reft.config import Variant
 from reft.data.batches import shares_store
+from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference
 from reft.engine.identity import declared_on_one_host
-from reft.engine.preflight import Finding, ScriptLook, Severity
 from reft.engine.protection import usable_memory_bytes
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from reft.blocks import Section
 from reft.engine import on_import
 from reft.engine.identity import local_rank
 from reft.engine.memory import noted_commit
@@ -23,6 +22,7 @@ from reft.memory.arena_files import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.node import history
+from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan

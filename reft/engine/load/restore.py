@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
-from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
-from reft.engine.identity import local_rank
-from reft.engine.memory_restore import MemoryRestorer
-from reft.engine.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
-from reft.engine.session import Session
-from reft.engine.start_checks import (
+from reft.engine.checks.start import (
     check_orders,
     conditional_loads,
     require_first_version,
     warn,
     what_begins_anew,
 )
+from reft.engine.deepspeed_engine import DeepSpeedEngine
+from reft.engine.identity import local_rank
+from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
+from reft.engine.load.memory import MemoryRestorer
+from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
+from reft.engine.session import Session
 from reft.errors import LayoutError, UnrecoverableError
 from reft.grid import Degrees
 from reft.memory.arena_files import slots_with
@@ -434,6 +434,7 @@ class Restorer:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
         that memory, which was lost, does not. Equal on all ranks, as what was found is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
+        # P3: what the script's directory holds may be newer than all that memory, which was lost, could tell.
         self._session.memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:

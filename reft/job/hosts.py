@@ -1,4 +1,10 @@
-"""DeepSpeed's hostfile: which hosts train, and with how many trainers each (lines ``HOST slots=N``)."""
+"""Which hosts train, and with how many trainers each, in the place of torchrun's options: by DeepSpeed's
+hostfile (lines ``HOST slots=N``), or by what Slurm says of this step.
+
+    srun --ntasks-per-node=1 --no-kill reft launch --slurm train.py
+
+Names of Slurm's variables as of ``man srun``, "OUTPUT ENVIRONMENT VARIABLES".
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,18 @@ from reft.control.authenticated import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
 from reft.naming import safe_name
 
+logger = logging.getLogger(__name__)
+
 _HIP_DEVICES = "HIP_VISIBLE_DEVICES"
+_COMMAND = "srun --ntasks-per-node=1 --no-kill reft launch --slurm"
+_PORTS = 1000
+_ASK_SECS = 20.0
+_TASKS = re.compile(r"(\d+)(?:\(x\d+\))?")
+# Of srun's words, and of the comments for sbatch in a script.
+_BAD_EXIT = re.compile(r"\s(?:--kill-on-bad-exit(?:=(\d))?|-[A-Za-z]*K(\d?))(?=\s)")
+_NO_KILL = re.compile(r"\s(?:--no-kill(?!=off)(?:=\S*)?|-[A-Za-z]*k)(?=\s)")
+_WAIT = re.compile(r"\s(?:--wait[=\s]|-W\s?)(\d+)(?=\s)")
+_PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 
 def apply_hostfile(args: argparse.Namespace) -> None:
@@ -109,19 +126,6 @@ def is_this_host(name: str) -> bool:
         return False
     ours = {address.address for found in psutil.net_if_addrs().values() for address in found}
     return bool(meant & ours) or any(ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant)
-
-
-logger = logging.getLogger(__name__)
-
-_COMMAND = "srun --ntasks-per-node=1 --no-kill reft launch --slurm"
-_PORTS = 1000
-_ASK_SECS = 20.0
-_TASKS = re.compile(r"(\d+)(?:\(x\d+\))?")
-# Of srun's words, and of the comments for sbatch in a script.
-_BAD_EXIT = re.compile(r"\s(?:--kill-on-bad-exit(?:=(\d))?|-[A-Za-z]*K(\d?))(?=\s)")
-_NO_KILL = re.compile(r"\s(?:--no-kill(?!=off)(?:=\S*)?|-[A-Za-z]*k)(?=\s)")
-_WAIT = re.compile(r"\s(?:--wait[=\s]|-W\s?)(\d+)(?=\s)")
-_PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 
 def apply_slurm(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:

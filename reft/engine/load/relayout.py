@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from reft.blocks import BlockKey, Section
 from reft.control.control import ControlGroup
 from reft.engine.deepspeed_engine import HELD, DeepSpeedEngine, check_stages, describe, live_tensors
-from reft.engine.disk import CheckpointParts, degrees_of, host_file, read_host_state
+from reft.engine.load.disk import CheckpointParts, degrees_of, host_file, read_host_state
 from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
+from reft.protect.blocks import BlockKey, Section
 from reft.recover.other_layout import OtherMemory, Place
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan
 from reft.recover.relayout import WEIGHT, Held, Layout, Move, paddings, plan_layout
@@ -266,8 +266,8 @@ class _Range(NamedTuple):
 
 
 class MemorySource:
-    """A :class:`~reft.engine.relayout.Source`. Collective: what ranks need of others' host state is brought
-    at once.
+    """A :class:`~reft.engine.load.relayout.Source`. Collective: what ranks need of others' host state is
+    brought at once.
     """
 
     def __init__(self, memory: OtherMemory, plan: RecoveryPlan, job_id: str, at: Coordinate) -> None:
@@ -364,7 +364,7 @@ def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Store
 
 
 class CheckpointSource:
-    """A :class:`~reft.engine.relayout.Source`."""
+    """A :class:`~reft.engine.load.relayout.Source`."""
 
     def __init__(self, checkpoint: Path, degrees: Degrees, control: ControlGroup) -> None:
         self._checkpoint = checkpoint
