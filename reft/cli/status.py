@@ -40,6 +40,7 @@ from reft.policy.advice import advise, situation
 
 _OLD_SECS = 10.0
 _ENDED_WELL = "it ended well"
+_REMOVAL_SECS = 1.0
 _MOST_RANKS = 16
 _STYLES = {
     Signal.HEALTHY: "green",
@@ -253,16 +254,28 @@ def _looks(looker: _Looker, interval_secs: float) -> Iterator[dict[str, Any]]:
         if told:
             time.sleep(interval_secs)
         try:
-            told = looker.look()
-            # Its memory is about to be removed.
+            ran, told = bool(told), looker.look()
             told["well"] = told["well"] or told["ended"] == _ENDED_WELL
+            vanishes = ran and told["state"] == "ended" and _vanishes(looker.paths)
         except (ReftError, OSError):
-            if all(path.is_dir() for path in looker.paths):
+            if not _vanishes(looker.paths):
                 raise
-            # Its memory is removed when a job has ended well.
+            vanishes = True
+        if vanishes:
             ended = f"{_ENDED_WELL}, and its memory was removed"
             told = {**told, "state": "ended", "ended": ended, "well": True}
         yield told
+
+
+def _vanishes(paths: Sequence[Path]) -> bool:
+    """Whether the memory of one of these nodes is removed, file by file, as that of a job that has ended
+    well."""
+    deadline = time.monotonic() + _REMOVAL_SECS
+    while all(path.is_dir() for path in paths):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:

@@ -250,6 +250,7 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
         assert json.loads(watch.stdout.readline())["state"] == "runs"
         for path in job.path.iterdir():
             path.unlink()
+        time.sleep(0.5)  # it is looked at meanwhile
         job.path.rmdir()
         last = json.loads(watch.stdout.read().splitlines()[-1])
         assert (last["state"], last["ended"]) == ("ended", "it ended well, and its memory was removed")
