@@ -60,9 +60,6 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:
     """Listen on the address that ``host`` resolves to on this machine, and on no other.
 
-    Args:
-        option: what the user gave ``host`` with.
-
     Raises:
         ConfigError: the address cannot be listened on.
     """

@@ -199,10 +199,6 @@ class ControlGroup:
         """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
         other, and name each other in the same call. Collective among these.
 
-        Args:
-            sends: per global rank, contiguous CPU tensors.
-            receives: per global rank, tensors to fill.
-
         Raises:
             PeerLostError: a peer vanished.
         """

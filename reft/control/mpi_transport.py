@@ -400,11 +400,6 @@ class MpiTransport:
 def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> Open:
     """Makes transports over ``MPI_COMM_WORLD``. Called on all ranks, in the same order.
 
-    Args:
-        rank, world_size: as torch counts, which must be as MPI does.
-        node: the node that this rank runs on.
-        timeout_secs: for all ranks to come.
-
     Raises:
         ConfigError: there is no MPI, or this process is not that rank of its job.
         TransferError: not all ranks came.

@@ -94,14 +94,7 @@ class Counts:
         stall_secs: float = 0.0,
         straggler_secs: float = 0.0,
     ) -> Counts:
-        """Training went on for so long, up to ``step``.
-
-        Args:
-            secs: since the last look.
-            step: last one made.
-            samples, flops, straggler_secs: of a step; 0: not known.
-            stall_secs: in which training waited for versions.
-        """
+        """Training went on for so long, up to ``step``."""
         made = 0 if self.newest_step is None else max(0, step - self.newest_step)
         return replace(
             self,

@@ -125,12 +125,7 @@ class Watch:
         self._still: dict[int, Unchanged] = {}
 
     def look(self, trainers: Iterable[Seen], elapsed_secs: float) -> list[Waiting]:
-        """What the trainers are at now.
-
-        Args:
-            trainers: of this round.
-            elapsed_secs: since the last look.
-        """
+        """What the trainers are at now."""
         seen = list(trainers)
         self._still = {s.local_rank: self._still.get(s.local_rank, Unchanged()) for s in seen}
         return [Waiting(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen]
@@ -155,9 +150,6 @@ class Verdict:
 
 def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     """Compare what each rank waits for.
-
-    Args:
-        waiting: all ranks that are known of.
 
     Returns:
         None: the job does not stand still, or waits for a rank that may still take its time.

@@ -25,12 +25,7 @@ STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
-    """Append a line. One that cannot be written is lost, and nothing else happens (P6).
-
-    Args:
-        event: STARTED, RESUMED, STEPPED or ENDED.
-        facts: fields of :class:`Round`.
-    """
+    """Append a line. One that cannot be written is lost, and nothing else happens (P6)."""
     line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
     try:
         fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

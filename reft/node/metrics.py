@@ -160,11 +160,7 @@ def _of_node(status: Mapping[str, Any]) -> Iterator[Value]:
 
 
 class MetricsServer:
-    """Serves the metrics of one node, if the block asks for it.
-
-    Args:
-        status: what the node's daemon knows.
-    """
+    """Serves the metrics of one node, if the block asks for it."""
 
     def __init__(self, job_dir: JobDir, status: Callable[[], Mapping[str, Any]]) -> None:
         self._job_dir = job_dir

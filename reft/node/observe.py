@@ -76,12 +76,7 @@ class Speed:
 
 
 class NodeObserver:
-    """One node, looked at again and again by one thread.
-
-    Args:
-        domain: what fails as one with it.
-        has_daemon: a daemon is kept there.
-    """
+    """One node, looked at again and again by one thread."""
 
     def __init__(self, path: Path, node: str, domain: str, *, has_daemon: bool) -> None:
         self._path = path

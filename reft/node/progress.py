@@ -306,12 +306,7 @@ def _open_delays() -> int:
 
 
 class ProgressPage:
-    """A trainer's page, for writing. Where it cannot be made the trainer is not watched, which is said (P6).
-
-    Args:
-        local_rank, rank: of this trainer.
-        patience: see :class:`reft.config.ReftConfig`.
-    """
+    """A trainer's page, for writing. Where it cannot be made, which is said, it is not watched (P6)."""
 
     def __init__(self, job_dir: Path, local_rank: int, rank: int, patience: float) -> None:
         self._path = job_dir / f"{local_rank}{PROGRESS_SUFFIX}"

@@ -143,13 +143,7 @@ class Advice:
 
 
 def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
-    """What the nodes of this host know of a job.
-
-    Args:
-        paths: its memory.
-        board: of all its nodes, if there is one.
-        most_nodes: that it may have.
-    """
+    """What the nodes of this host know of a job."""
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     present = [r.report for r in (() if board is None else board.rows) if r.signal is not Signal.OFFLINE]
     training = [report for report in present if not report.spare]
@@ -296,16 +290,7 @@ def _about_workers(seen: Situation) -> Iterable[Advice]:
 def scale_plan(
     job: str, number: int, advice: Sequence[Advice], *, workers: int, cpu: int, memory_bytes: int
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema in REFERENCE, section 3.
-
-    Args:
-        job: name of the ElasticJob.
-        number: of the plan.
-        advice: what is to change.
-        workers: nodes of the job now.
-        cpu: cores of a node.
-        memory_bytes: of a node, unless more is advised.
-    """
+    """A ScalePlan of the schema in REFERENCE, section 3."""
 
     def resource(nbytes: int) -> dict[str, str]:
         return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}

@@ -57,12 +57,7 @@ def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
 
 
 def group_survival(q: float, survived: Sequence[int]) -> float:
-    """Probability that one group survives, each of its nodes with probability ``q``.
-
-    Args:
-        q: survival of a node.
-        survived: of :func:`losses_within`.
-    """
+    """Probability that one group survives, each of its nodes with probability ``q``."""
     size = len(survived) - 1
     return sum(count * (1 - q) ** j * q ** (size - j) for j, count in enumerate(survived))
 

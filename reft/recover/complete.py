@@ -89,11 +89,6 @@ def plan_kept(
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """What members that hold nothing of the version have to keep for their ring peers. Pure.
 
-    Args:
-        group: the sharding group's (pp, tp).
-        sources: what it has of the version.
-        records: its arenas of the version.
-
     Returns:
         Per newcomer the blocks that it does not restore itself; empty where the version cannot be completed.
     """

@@ -139,10 +139,6 @@ def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision |
     The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
     than the last commit: then it was never committed, and restoring it would let the copies of the
     older one go while a single loss can still break it (:func:`~reft.recover.decide.preferred_label`).
-
-    Args:
-        findings: who holds which version.
-        verdicts: of every group about every version in it.
     """
     rejected: dict[Label, str] = {}
     whole: list[Label] = []
@@ -293,9 +289,6 @@ def plan_verified(
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
     """Plan over arenas that can all be read here, and replan until every source checks out.
-
-    Args:
-        bad: sources not to use from the start.
 
     Returns:
         The plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the way.

@@ -240,12 +240,7 @@ class Findings:
         return {group: frozenset(nodes) for group, nodes in found.items()}
 
     def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
-        """Why ``label`` is not whole: what is missing, and whose arenas are gone.
-
-        Args:
-            gaps: the first of what is missing, in words.
-            count: how much is missing in all.
-        """
+        """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
         written = replace(self.topology.degrees, dp=self.sizes[label])
@@ -292,13 +287,7 @@ class Findings:
 
 
 def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None = None) -> str:
-    """A comma-separated list that stays readable: the first few, then how many more.
-
-    Args:
-        items: what to name.
-        most: how many of them at most.
-        count: how many there are, where not all are given.
-    """
+    """A comma-separated list that stays readable: the first few, then how many more."""
     every = list(items)
     count = len(every) if count is None else count
     if count > most:

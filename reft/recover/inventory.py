@@ -154,10 +154,6 @@ def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> di
 
     One that has vanished since the inventory is left out: its blocks then count as corrupt, and the
     plan falls down the ladder.
-
-    Args:
-        job_dir: directory the inventory was taken from.
-        inventory: what was found there.
     """
     arenas: dict[tuple[str, str], Arena] = {}
     for record in inventory.arenas:

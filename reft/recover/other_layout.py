@@ -43,12 +43,7 @@ Place = tuple[int, int]
 
 
 class OtherMemory:
-    """Memory of this job in layouts with other stages or slices. Collective: all methods, on all ranks.
-
-    Args:
-        job_dir: this node's directory of the job.
-        window_bytes, faults: see :func:`~reft.recover.transfer.execute`.
-    """
+    """Memory of this job in layouts with other stages or slices. Collective: all methods, on all ranks."""
 
     def __init__(
         self,
@@ -81,9 +76,6 @@ class OtherMemory:
     def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
         """The newest whole version in another layout, as its job would recover it; every block was checked.
         Nothing is touched, but that blocks which only parity has are decoded and stored.
-
-        Args:
-            beyond: only versions newer than this one.
 
         Returns:
             The plan of all its coordinates, the same on all ranks; None: there is no such memory.

@@ -203,11 +203,7 @@ def _blocks_of(sources: GroupSources, pieces: Sequence[Piece]) -> tuple[SourceBl
 
 
 class Scatter:
-    """Takes blocks of the old partitions apart.
-
-    Args:
-        pieces: what the new member takes.
-    """
+    """Takes blocks of the old partitions apart."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._of_member: dict[int, list[Piece]] = {}
@@ -216,11 +212,6 @@ class Scatter:
 
     def parts(self, member: int, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """What of a stored block is taken.
-
-        Args:
-            member: whose partition it is of.
-            start: its offset in that.
-            nbytes: its length.
 
         Yields:
             ``(offset in the block, length, offset in the new image)``, in bytes.

@@ -109,12 +109,7 @@ def switch(directory: Path, job_id: str, writer: int, label: Label, contents: Ma
 
 
 class Switch:
-    """Files that are ready to take the place of others.
-
-    Args:
-        writer: the start of the job that made them.
-        ready: the files, and whose place they take.
-    """
+    """Files that are ready to take the place of others."""
 
     def __init__(self, directory: Path, job_id: str, writer: int, ready: Mapping[Path, Path]) -> None:
         self._directory = directory
@@ -146,9 +141,6 @@ class Switch:
 
 def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], bool]) -> None:
     """Remove files that were to replace others, and have not.
-
-    Args:
-        doomed: whether those of a start and a version go.
 
     Raises:
         OSError: one cannot be removed.

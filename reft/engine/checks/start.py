@@ -108,11 +108,7 @@ def _notes(session: Session) -> Iterator[str]:
 
 
 def what_is_missing(persists: bool) -> str | None:
-    """What a job goes without that `reft launch` did not start (P12); None under ``reft launch``.
-
-    Args:
-        persists: the block names a directory for checkpoints.
-    """
+    """What a job goes without that `reft launch` did not start (P12); None under ``reft launch``."""
     if ENV_LAUNCHER_PID in os.environ:
         return None
     missing = ["no node daemon runs", "and the loss of a node is survived only if this launcher replaces it"]
@@ -134,9 +130,6 @@ def what_is_missing(persists: bool) -> str | None:
 
 def check_orders(session: Session, orders: Orders) -> None:
     """Called on all ranks before the first step, when the script has made its loaders.
-
-    Args:
-        orders: what this rank reads.
 
     Raises:
         ConfigError: ranks read one thing in different orders. On all ranks alike.

@@ -60,11 +60,7 @@ _WHAT_TO_DO = (
 
 
 class Scaler:
-    """One launcher's part. Looks while the trainers run.
-
-    Args:
-        signals: one of them asks this node to leave.
-    """
+    """One launcher's part. Looks while the trainers run."""
 
     def __init__(
         self,

@@ -77,9 +77,6 @@ class Sizes:
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
         """Group ranks of so many nodes that may leave at once while no other is lost: the last ones if the
         others can recover the version without them, else such that they can; () where none are known.
-
-        Args:
-            first: ranks that are among them.
         """
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number

@@ -24,11 +24,7 @@ class Event:
 
 
 class EventReader:
-    """Reads the event files of a directory as they grow.
-
-    Args:
-        directory: what REFT_EVENTS names; need not exist yet.
-    """
+    """Reads the event files of a directory as they grow."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -59,10 +59,6 @@ def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
 
     Ties go to tensor groups within a node, then to DeepSpeed's own order. Every rank computes the
     same from the same ``nodes``.
-
-    Args:
-        degrees: parallel degrees.
-        nodes: node (failure domain) of every global rank.
     """
 
     def quality(order: tuple[str, ...]) -> tuple[int, int]:
