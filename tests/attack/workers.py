@@ -218,7 +218,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "choose a slot": _once(ArenaSet, "begin", _LOST),
     "no slot": _once(ArenaSet, "begin", ArenaError("every slot is in use")),
     "copy": _once(Copier, "copy", _LOST),
-    "what to vote": _once(SchemeSwitch, "wish", _LOST),
+    "what to vote": _once(SchemeSwitch, "wanted_level", _LOST),
     "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
     "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),

@@ -65,6 +65,9 @@ def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:
     import deepspeed
     import torch
 
+    from reft.engine.install import avoid_build_at_start
+
+    avoid_build_at_start()  # before the process group is made, which would build it
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     deepspeed.init_distributed("gloo", verbose=False)

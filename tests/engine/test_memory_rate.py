@@ -80,7 +80,7 @@ def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
     assert costs is not None
     assert costs == Costs(1.0, 0.1, 0.4, None, costs.write_secs, 10, 0)
     assert costs.write_secs == pytest.approx(0.0, abs=1e-6)
-    assert ranks.wish == 1
+    assert ranks.wanted_interval == 1
     assert ranks.rates[0].to_json()["overhead"] == pytest.approx(0.01, abs=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_what_is_committed_late_is_taken_less_often_so_that_the_bound_on_lost_st
     ranks = SimulatedRanks()
     ranks.commit_secs = 2.6
     ranks.run(300)
-    assert ranks.wish == 3
+    assert ranks.wanted_interval == 3
     told = ranks.rates[0].to_json()
     assert told["lost_most"] <= told["most_lost_steps"]
 
@@ -97,15 +97,15 @@ def test_what_is_committed_late_is_taken_less_often_so_that_the_bound_on_lost_st
 def test_the_overhead_is_held_when_another_job_loads_the_link_and_the_rate_comes_back() -> None:
     ranks = SimulatedRanks(noise=0.02)
     assert ranks.run(1000) <= 0.03
-    assert ranks.wish == 1
+    assert ranks.wanted_interval == 1
     ranks.cost = 0.3
     ranks.run(400)  # until it is noticed: steps have become slower
     assert ranks.run(2000) <= 0.03 * 1.1
-    loaded = ranks.wish
+    loaded = ranks.wanted_interval
     assert 9 <= loaded <= 14
     ranks.cost = 0.01
     ranks.run(3000)
-    assert ranks.wish == 1
+    assert ranks.wanted_interval == 1
 
 
 def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
@@ -129,7 +129,7 @@ def test_slower_steps_are_looked_into_before_the_next_look_is_due() -> None:
     ranks.run(1100)  # the last look was at step 1024, the next is due at 1536
     ranks.cost = 0.3
     ranks.run(150)
-    assert ranks.wish == 10
+    assert ranks.wanted_interval == 10
 
 
 def test_where_no_step_is_without_a_version_some_are_made_so_now_and_then() -> None:
@@ -145,7 +145,7 @@ def test_what_may_be_noise_asks_for_no_longer_interval() -> None:
     ranks = SimulatedRanks(noise=0.3)
     ranks.cost = 0.0
     ranks.run(5000)
-    assert ranks.wish <= 4
+    assert ranks.wanted_interval <= 4
 
 
 @pytest.mark.parametrize("most", [4, 6, 20])
@@ -168,7 +168,7 @@ def test_a_fixed_interval_on_storage_finds_a_version_whenever_one_is_due() -> No
     ranks = SimulatedRanks(fits=fits)
     ranks.cost = 0.14
     ranks.run(1500)
-    assert ranks.wish == 6
+    assert ranks.wanted_interval == 6
     assert set(range(204, 1500, 12)) <= set(ranks.taken)
 
 
@@ -193,7 +193,7 @@ def test_the_next_start_of_the_same_needs_no_profile(tmp_path: Path) -> None:
     first = SimulatedRanks(ranks=1, on_change=note)
     first.cost = 0.3
     first.run(300)
-    assert first.wish == 10
+    assert first.wanted_interval == 10
     again = RateCache(tmp_path, dict(reversed(FACTS.items()))).known("memory")
     assert again == (first.rates[0].costs, 10)
     second = SimulatedRanks(ranks=1, known=again)

@@ -81,9 +81,7 @@ class SwitchingRank(OneRank):
         now = keeps.in_force
         for text, voted in super().voting(rank):
             assert voted.cast is not None
-            for order, level in (
-                self._wanted_leveles(keeps) if voted.cast.ok or not rank.state.approves else ()
-            ):
+            for order, level in self._wishes(keeps) if voted.cast.ok or not rank.state.approves else ():
                 ballot = replace(voted.cast, order=order, level=level)
                 yield f"{text}, order {order}, level {level}", replace(voted, cast=ballot)
             if rank.state.approves and not voted.cast.ok:

@@ -15,14 +15,12 @@ from engine_cases import ADAPTERS, CASES
 from engine_refusals import refusals
 from engine_runs import run
 
-from reft.engine.install import avoid_build_at_start
 from tests.engine.ranks import be_a_rank
 from tests.machine import FP16_MISSING
 
 
 def results(root: Path) -> dict[str, Any]:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    avoid_build_at_start()
     # Pipelines last: DeepSpeed keeps their grid for every later engine of the process.
     names = sorted(ADAPTERS, key=lambda name: name.startswith("pipe"))
     able = [name for name in names if "fp16" not in name or not FP16_MISSING]
