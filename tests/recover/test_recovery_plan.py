@@ -184,6 +184,46 @@ def test_refusal_names_what_is_missing_and_whose_loss_explains_it():
     assert refused.newest_committed == NEW
 
 
+def test_foreign_jobs_torn_files_and_other_layouts_are_left_aside_and_named():
+    fleet = Fleet(place(Degrees(1, 2, 1), "single"))
+    foreign = replace(fleet, job_id="job-b").records(Label(9, 99), slot=1)
+    records = fleet.records(NEW) + foreign
+    found = inventories(records)
+    found[0] = replace(found[0], problems=("rank1-slot0.arena: torn",))
+    plan = plan_recovery(found, fleet.topology, job_id=JOB)
+    assert plan.label == NEW
+    assert plan.newest_committed == NEW
+    notes = "\n".join(plan.notes)
+    assert "'job-b' instead of 'job-a'" in notes
+    assert "rank1-slot0.arena: torn" in notes
+
+    nothing = plan_recovery(inventories(foreign), fleet.topology, job_id=JOB)
+    assert nothing.empty
+    assert nothing.newest_committed is None
+    assert "job-b" in str(nothing)
+
+
+def test_arenas_that_disagree_about_an_image_are_refused():
+    fleet = Fleet(place(Degrees(1, 2, 1), "single"))
+    for change, said in (
+        (lambda e: replace(e, image_bytes=e.image_bytes + 1), "disagree about its size"),
+        (lambda e: replace(e, start_bytes=e.start_bytes + 64) if e.key.index else e, "bytes ["),
+    ):
+        records = [
+            replace(
+                r,
+                header=replace(
+                    r.header,
+                    entries=tuple(change(e) if e.owner or said == "bytes [" else e for e in r.header.entries),
+                ),
+            )
+            for r in fleet.records(NEW)
+        ]
+        refused = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
+        assert isinstance(refused, NotRecoverable)
+        assert said in str(refused)
+
+
 def test_other_degrees_or_layout_are_refused_with_what_to_do():
     fleet = Fleet(place(Degrees(2, 2, 1), "single"))
     records = fleet.records(NEW)
