@@ -108,7 +108,7 @@ class CopyCosts:
 
 
 class TierRate:
-    """One rank's measure of the versions that go to a tier, and the interval that it wishes.
+    """One rank's measure of the versions that go to a tier, and the interval that it wants.
 
     Args:
         max_overhead: part of the training time that versions may cost.
@@ -362,6 +362,7 @@ class StorageRate(TierRate):
             **further,
         )
         self._config, self._mtbf, self._carried = config, memory_mtbf_secs, carried_secs
+        self._losses = inf, inf
         self._due = Due(start_step)
         self._on_its_way: Label | None = None
         self._newest_step = 0
@@ -384,6 +385,15 @@ class StorageRate(TierRate):
                 self._on_its_way = label
                 self.begun(label.step, lambda: self._on_its_way is None)
             return due
+
+    def wanted_interval(self, windows: int = 1) -> int:
+        if self._pairs.count:
+            # P6: without the lock, for which the training thread waits: this reads the job's history.
+            survival = self._config.survival
+            self._losses = self._mtbf(), inf if survival is None else self._carried(survival)
+            return super().wanted_interval(windows)
+        assert self.rate is not None
+        return self._bounded(max(windows, self.rate.interval_steps))
 
     def went_to(self, step: int) -> None:
         """The running job goes on from ``step``, which is on storage. No version is under way."""
@@ -419,17 +429,15 @@ class StorageRate(TierRate):
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
         steps = self._bounded(max(2 * self.rate.interval_steps, waited))
         self.rate = Rate(steps, Why.OVERTAKEN, self.rate.overhead)
-        self.because = None
+        self.because, self._on_its_way = None, None
+        self._pairs.leave_out()
 
     def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
-        survival = self._config.survival
+        mtbf_secs, survival_secs = self._losses
         best = storage_interval(
             StorageCosts(plain_secs, cost_secs, arrival_secs),
-            self._mtbf(),
-            Goals(
-                survival_secs=inf if survival is None else self._carried(survival),
-                most_lost_steps=self._config.max_lost_steps,
-            ),
+            mtbf_secs,
+            Goals(survival_secs=survival_secs, most_lost_steps=self._config.max_lost_steps),
         )
         return self._bounded(best.steps), str(best.because)
 

@@ -81,8 +81,13 @@ class PeerOptimizers:
             replica = self.replicas.get(member)
             if replica is None or replica.stale or replica.number != filling.label.step or step is None:
                 continue
-            # The host block and the checksums always come from the owner.
-            if int(sum(filling.wanted(member).tolist())) == filling.always_sent(member):
+            try:
+                # The host block and the checksums always come from the owner.
+                equal = int(sum(filling.wanted(member).tolist())) == filling.always_sent(member)
+            except Exception as error:  # P6: peers wait for this rank in the exchange
+                self._failed(member, filling, error)
+                continue
+            if equal:
                 self.stats.versions += 1
                 self._refused_steps[member] = 0
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sized
 from math import exp, inf
 from pathlib import Path
@@ -157,6 +158,39 @@ def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> No
     job.under_way = None
     job.run(3000)
     assert job.rate.wanted_interval() < 150  # and back, when storage keeps up again
+
+
+def test_a_version_that_storage_never_began_with_teaches_nothing() -> None:
+    """The next one is measured from its own commit on."""
+    job = SimulatedJob(max_lost_steps=300)
+    job.write_secs = inf
+    job.run(90)
+    job.rate.answered({"persisted": None, "failing": False, "overtaken": [1, 50]})
+    job.under_way, job.write_secs = None, 4.0
+    job.run(60)
+    costs = job.rate.costs
+    assert costs is not None
+    assert costs.host_copy_secs + costs.write_secs < 10
+
+
+def test_p6_training_does_not_wait_while_the_history_of_failures_is_read() -> None:
+    ended = []
+
+    def read() -> float:
+        training = threading.Thread(target=job.rate.step, args=(1000, 1.0), daemon=True) if ready else None
+        if training is not None:
+            training.start()
+            training.join(30)
+            ended.append(not training.is_alive())
+        return 600.0
+
+    ready: list[bool] = []
+    job = SimulatedJob()
+    job.rate._mtbf = read
+    ready.append(True)
+    job.run(200)
+    assert ended
+    assert all(ended)
 
 
 def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes() -> None:

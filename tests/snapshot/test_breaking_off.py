@@ -44,6 +44,7 @@ from reft.snapshot.committing.version import State, step
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.handover import PacedCopier
+from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 
@@ -122,3 +123,15 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
     assert worker.broken == "a peer votes on another step"
     assert requests[0].given_up == Cause("interrupted", "a peer votes on another step")
     assert skips[0] == (1, "interrupted")
+
+
+def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -> None:
+    """Its peers wait for it in the exchange."""
+    label = Label(1, 7)
+    placement = mock.Mock(kept_by=mock.Mock(return_value=(0, 1)))
+    layout = SimpleNamespace(member=0, plan=SimpleNamespace(placement=placement))
+    filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
+    peers = PeerOptimizers(mock.Mock())
+    peers.replicas[1] = mock.Mock(stale="", number=label.step)
+    peers.compare(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
+    assert peers.stats.resynced == {"KeyError": 1}
