@@ -60,7 +60,7 @@ def test_a_nodes_end_is_known_at_every_other_also_of_the_one_that_keeps_the_boar
         all_know(job, {name: "OFFLINE"}, *left)
         assert keeper(job, left[0]) in {job.current[i].node_id for i in left}
         # Its place is taken, and who stands still is OFFLINE until it goes on.
-        job.replace_node(first)
+        job.start_node(first)
         all_know(job, {job.current[first].node_id: "HEALTHY"}, *left)
         job.wait_for("ready", 6)
         # Whatever becomes of the store, a node knows of itself.
@@ -120,7 +120,7 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
         trains(job, 2, 0, lives=1)
         # Two replicas alone are protected again; what node1 held is nobody's trouble any more.
         job.wait_until(lambda: status(0)["tolerance_left"] == 1, 120, "protection of two replicas")
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 3, 0, lives=2)
 
         def holders() -> set[str]:

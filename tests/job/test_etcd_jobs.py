@@ -38,7 +38,7 @@ def test_a_node_and_the_leader_of_etcd_die_at_once(tmp_path: Path, etcd: EtcdClu
         etcd.kill(etcd.wait_for_leader())
         trains(job, "step", attempt=0)
         job.kill_node(1)
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, "step", attempt=1)
         job.finish()
         assert job.wait(WAIT_SECS) == {0: 0, 1: 0}
@@ -152,7 +152,7 @@ def test_p8_a_node_is_replaced_whatever_etcd_suffers_meanwhile(
         with FAULTS[fault](etcd):
             job.kill_node(1)
             job.wait_until(lambda: "trainers ended" in job.log(0), WAIT_SECS, "the survivor's judgement")
-            job.replace_node(1)
+            job.start_node(1)
             if fault == "majority_lost":
                 job.wait_until(lambda: "waiting up to" in job.log(0), WAIT_SECS, "the survivor to wait")
                 job.wait_until(

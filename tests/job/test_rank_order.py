@@ -73,7 +73,7 @@ def test_p4_a_node_with_two_stages_may_die(
     with start(tmp_path / "job", *args, options=(*options, "--keep-memory")) as job:
         job.wait_until(lambda: ranks_at(job, HOLD) == 4 and committed(job), 300, "a version")
         job.kill_node(1)
-        job.replace_node(1)
+        job.start_node(1)
         (job.events_dir / "go").touch()
         assert job.wait(300) == {0: 0, 1: 0}
         found = losses(job)

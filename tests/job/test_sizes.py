@@ -124,7 +124,7 @@ def test_p3_one_stage_is_lost_and_the_job_goes_on_as_its_other_replica_until_a_n
         began = trains(job, 1, last_step(job, 2), lives=1)
         assert began > 0
         assert sum(bool(job.trainers(node)) for node in (0, 2, 3)) == 2, "one waits"
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 2, last_step(job, 1), lives=2)
         found = phases(job)
         job.finish()
