@@ -213,9 +213,8 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 try:
                     cluster = _cluster(options, name, directory / name, memory)
                     kills_here = options.kills if name == "training" else ()
-                    job = Job(
-                        cluster, options.steps, began + options.timeout, say, kills_here, options.kill_kind
-                    )
+                    deadline, kind = began + options.timeout, options.kill_kind
+                    job = Job(cluster, options.steps, deadline, say, kills=kills_here, kind=kind)
                     jobs[name], problem = job, job.run()
                 finally:
                     shutil.rmtree(memory, ignore_errors=True)
@@ -324,8 +323,8 @@ def _recovery_text(recovery: dict[str, Any]) -> str:
         after = f"the next step was done {recovery['failure_to_step_secs']:.1f} s after the failure"
     parts = f" ({describe_parts(recovery['failure_to_step'])})" if recovery["failure_to_step"] else ""
     return (
-        f"recovery: {resumed}, {recovery['lost_steps']} step(s) lost, loaded in {recovery['load_secs']:.2f} s; "
-        f"{after}{parts}"
+        f"recovery: {resumed}, {recovery['lost_steps']} step(s) lost, "
+        f"loaded in {recovery['load_secs']:.2f} s; {after}{parts}"
     )
 
 

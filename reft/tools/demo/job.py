@@ -56,6 +56,7 @@ class Job:
         steps: int,
         deadline: float,
         say: Callable[[str, str], None],
+        *,
         kills: Sequence[Kill] = (),
         kind: KillKind = KillKind.NODE,
     ) -> None:
@@ -190,7 +191,7 @@ def _origin(life: Incarnation) -> tuple[dict[str, Any], dict[str, int]]:
     return found, {s: sum(int(f["bytes_from"].get(s, 0)) for f in events) for s in SOURCES}
 
 
-# -- the verdict ----------------------------------------------------------------------------------------------
+# -- the verdict ----------------------------------------------------------------------------------------
 
 
 def make_report(
