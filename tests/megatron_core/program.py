@@ -3,7 +3,7 @@
     python -m tests.megatron_core.program DIR [--cases PATTERN ...] [--list]
 
 Every case is trained undisturbed, and with reft while a node is killed and replaced; each case's result is printed as
-it ends. Exits with 1 if a line that the program printed differs. docs/megatron-core.md says what it was tried with.
+it ends. Exits with 1 if a line that the program printed differs. docs/megatron.md says what it was tried with.
 """
 
 from __future__ import annotations
