@@ -220,7 +220,7 @@ class Copier:
                     if hashes:
                         self._hasher.copy(ranges_of([chunk.stored]))
             if hashes and chunks[copied - 1].last:
-                filling.set_checksum(first.placed, self._hasher.take())
+                filling.checksums[first.placed] = self._hasher.take()
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
