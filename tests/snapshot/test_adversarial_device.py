@@ -31,15 +31,12 @@ VERSIONS = 3
 
 
 class Engine(CudaCopyEngine):
-    def __init__(self, bounce_bytes: int = 256) -> None:
-        super().__init__(torch.device("cuda", 0), bounce_bytes=bounce_bytes)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
         self.device = DEVICE
 
     def _driver(self) -> Driver:
         return Driver(lambda: 1, lambda address: None)
-
-    def _pinned_buffer(self) -> torch.Tensor:
-        return torch.empty(self._bounce_bytes, dtype=torch.uint8)
 
 
 class Training:
