@@ -17,7 +17,6 @@ from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker
@@ -120,9 +119,9 @@ class Copying:
         """Whether versions are taken at all."""
         return self.variant is not Variant.NONE
 
-    def paced_copier(self) -> PacedCopier:
+    def copier(self) -> Copier:
         """Made anew for every worker."""
-        return PacedCopier(Copier(self.engine, self._chunk_bytes, self._staging), self.pacer)
+        return Copier(self.engine, self._chunk_bytes, self._staging)
 
 
 class OptimizerFence:

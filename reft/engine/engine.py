@@ -16,8 +16,8 @@ from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.recover.reshape import Piece, Resize
-from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.committing.version import Cause
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.state.adapters import StateAdapter

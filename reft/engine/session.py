@@ -552,7 +552,8 @@ class Session:
                 recompute=self.state.recomputing.recipe,
             ),
             switch=self.protection.switch(control),
-            copying=self.copying.paced_copier(),
+            copier=self.copying.copier(),
+            pacer=self.copying.pacer,
             watchers=self._watchers(),
         )
         self.daemon.configure(self.config)

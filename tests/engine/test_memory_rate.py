@@ -14,8 +14,8 @@ import pytest
 from reft.engine.rates import CopyCosts, RateCache, TierRate, dividing
 from reft.naming import Label
 from reft.policy.rate import Costs, Due, Pairs
-from reft.snapshot.committing.protocol import Stage, Version
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.committing.version import Stage, Version
 
 
 class SimulatedRanks:
