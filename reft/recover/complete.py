@@ -38,17 +38,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Room:
-    """Where a block lies in an arena.
+    """Where a block lies in an arena."""
 
-    Attributes:
-        start_bytes: the block's offset in its section's image.
-        nbytes: its length; of a host block the room for it.
-        arena_offset: from the start of the arena's data region.
-    """
-
-    start_bytes: int
-    nbytes: int
-    arena_offset: int
+    start_bytes: int  # the block's offset in its section's image
+    nbytes: int  # its length; of a host block the room for it
+    arena_offset: int  # from the start of the arena's data region
 
     def fits(self, fetch: Fetch) -> bool:
         exact = fetch.key.section is not Section.HOST
@@ -67,17 +61,11 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Completing:
-    """How this incarnation stores versions.
+    """How this incarnation stores versions."""
 
-    Attributes:
-        scheme: the protection in force.
-        path: the arena file to complete a version in; None if this rank has no slot without a file.
-        blueprint: lays out this rank's arena, from the bytes of the replicated image and of every member's
-            owned image.
-    """
-
-    scheme: str
-    path: Path | None
+    scheme: str  # the protection in force
+    path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
+    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
     blueprint: Callable[[int, tuple[int, ...]], Blueprint]
 
 
@@ -87,11 +75,8 @@ def plan_kept(
     records: Sequence[ArenaRecord],
     topology: Topology,
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """What members that hold nothing of the version have to keep for their ring peers. Pure.
-
-    Returns:
-        Per newcomer the blocks that it does not restore itself; empty where the version cannot be completed.
-    """
+    """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
+    newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
     for record in records:
@@ -123,14 +108,8 @@ def plan_kept(
 
 
 class Completion:
-    """One newcomer's arena, filled as blocks arrive.
-
-    Args:
-        plan: of its sharding group.
-        at: the newcomer.
-        how: how this incarnation stores versions.
-        stored: of any arena of the group that holds the version.
-    """
+    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
+    version."""
 
     def __init__(
         self,

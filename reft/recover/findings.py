@@ -82,8 +82,7 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
     return parts
 
 
-Group = tuple[int, int]
-"""A sharding group: (pp, tp)."""
+Group = tuple[int, int]  # A sharding group: (pp, tp)
 LayoutSpec = str | Mapping[tuple[int, int], str] | None
 """Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""
 
@@ -91,18 +90,14 @@ _MOST_NAMED = 6
 
 
 class Head(NamedTuple):
-    """An arena of this job without its block table: whose bytes of which version lie where.
-
-    Attributes:
-        dp: data-parallel degree of the job that wrote it.
-    """
+    """An arena of this job without its block table: whose bytes of which version lie where."""
 
     label: Label
     state: ArenaState
     coordinate: Coordinate
     node: str
     path: str
-    dp: int
+    dp: int  # data-parallel degree of the job that wrote it
 
     @property
     def place(self) -> tuple[str, str]:
@@ -115,23 +110,15 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank found, or one node.
+    """What one rank found, or one node."""
 
-    Attributes:
-        node: where.
-        heads: arenas of the right job, degrees and layout.
-        misfits: what other degrees or layouts were found, in words, with their newest label.
-        ignored: why arenas are left aside, in words, and which.
-        problems: why files could not be read.
-        newest_committed: newest label marked committed in an arena of this job, misfits included.
-    """
-
-    node: str
-    heads: tuple[Head, ...]
+    node: str  # where
+    heads: tuple[Head, ...]  # arenas of the right job, degrees and layout
+    # what other degrees or layouts were found, in words, with their newest label
     misfits: Mapping[str, Label]
-    ignored: Mapping[str, Sequence[str]]
-    problems: tuple[str, ...]
-    newest_committed: Label | None
+    ignored: Mapping[str, Sequence[str]]  # why arenas are left aside, in words, and which
+    problems: tuple[str, ...]  # why files could not be read
+    newest_committed: Label | None  # newest label marked committed in an arena of this job, misfits included
 
     @property
     def has_memory(self) -> bool:
@@ -153,11 +140,7 @@ class Summary:
 
     @classmethod
     def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
-        """Inverse of :meth:`encode`.
-
-        Args:
-            known: labels met so far, shared by all summaries of a job.
-        """
+        """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a job."""
         node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
         heads = []
         for incarnation, step, state, pp, dp, tp, path, size in rows:
@@ -184,28 +167,19 @@ def _pack(label: Label) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The arenas of one job.
-
-    Attributes:
-        by_label: SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label
-            were written by a job of one data-parallel degree.
-        unfinished: arenas of the job that were being written when their rank died.
-        misfits: what other degrees or layouts were found, in words, with their newest label.
-        notes: everything left aside, in words.
-        newest_committed: newest label marked committed in any arena of this job.
-        present: nodes that sent a summary or have ranks.
-        bare: those of them that hold no arena of this job.
-    """
+    """The arenas of one job."""
 
     job_id: str
     topology: Topology
+    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written by
+    # a job of one data-parallel degree.
     by_label: Mapping[Label, tuple[Head, ...]]
-    unfinished: tuple[Head, ...]
-    misfits: tuple[str, ...]
-    notes: tuple[str, ...]
-    newest_committed: Label | None
-    present: tuple[str, ...]
-    bare: tuple[str, ...]
+    unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
+    misfits: tuple[str, ...]  # what other degrees or layouts were found, in words, with their newest label
+    notes: tuple[str, ...]  # everything left aside, in words
+    newest_committed: Label | None  # newest label marked committed in any arena of this job
+    present: tuple[str, ...]  # nodes that sent a summary or have ranks
+    bare: tuple[str, ...]  # those of them that hold no arena of this job
 
     @property
     def empty(self) -> bool:
@@ -381,11 +355,8 @@ def misfit(
     record: ArenaRecord, topology: Topology, layout: LayoutSpec, *, any_dp: bool = False
 ) -> str | None:
     """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout.
-
-    Args:
-        any_dp: whether one that was written at another data-parallel degree may serve
-            (:mod:`reft.recover.reshape`).
-    """
+    ``any_dp``: whether one that was written at another data-parallel degree may serve
+    (:mod:`reft.recover.reshape`)."""
     header = record.header
     written = header.degrees
     if written != topology.degrees and not (

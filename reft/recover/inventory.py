@@ -42,17 +42,11 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True)
 class ArenaRecord:
-    """One arena as found on a node.
+    """One arena as found on a node."""
 
-    Attributes:
-        node: node on which it was found (``header.node`` is where it was written).
-        path: file name within the node's job directory.
-        header: whose version it holds, and its block table.
-    """
-
-    node: str
-    path: str
-    header: ArenaHeader
+    node: str  # node on which it was found (``header.node`` is where it was written)
+    path: str  # file name within the node's job directory
+    header: ArenaHeader  # whose version it holds, and its block table
 
     @property
     def usable(self) -> bool:
@@ -80,11 +74,7 @@ class Inventory:
 
     @classmethod
     def unpack(cls, body: bytes) -> Inventory:
-        """Inverse of :meth:`pack`.
-
-        Raises:
-            TransferError: if it is not an inventory of this version of reft.
-        """
+        """Inverse of :meth:`pack`."""
         try:
             node, arenas, problems = msgpack.unpackb(body)
             records = tuple(
@@ -109,11 +99,7 @@ class Inventory:
 
 def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
     """List the arenas in a node's job directory. Unreadable ones become ``problems``, never errors.
-
-    Args:
-        job_dir: the node's directory of the job; a missing one is an empty inventory.
-        node: id of the node as the running incarnation knows it.
-    """
+    ``job_dir``: the node's directory of the job; a missing one is an empty inventory."""
     arenas: list[ArenaRecord] = []
     problems: list[str] = []
     for path, found in scan(job_dir, secret):
@@ -145,8 +131,7 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]
-"""Opened arenas by (node, file name)."""
+ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
 
 
 def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> dict[tuple[str, str], Arena]:
@@ -197,11 +182,7 @@ def opened_arenas(
 
 def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
     """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read (P5).
-
-    Args:
-        label: version the arenas have to hold.
-        fetches: blocks to check; one that several coordinates need is read once.
-    """
+    ``fetches``: blocks to check; one that several coordinates need is read once."""
     current: dict[tuple[str, str], bool] = {}
     bad: set[BlockSource] = set()
     for source, fetch in {fetch.source: fetch for fetch in fetches}.items():

@@ -32,17 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineResult:
-    """What :func:`persist_offline` did.
+    """What :func:`persist_offline` did."""
 
-    Attributes:
-        checkpoint: what was written.
-        plan: which version, and where its blocks came from.
-        corrupt_blocks: blocks that did not match their checksum and were replaced by copies.
-    """
-
-    checkpoint: PersistedInfo
-    plan: RecoveryPlan
-    corrupt_blocks: int
+    checkpoint: PersistedInfo  # what was written
+    plan: RecoveryPlan  # which version, and where its blocks came from
+    corrupt_blocks: int  # blocks that did not match their checksum and were replaced by copies
 
 
 def persist_offline(
@@ -59,8 +53,6 @@ def persist_offline(
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
-        directory: where to write, in a directory of the job's name, whose ``latest`` is switched.
-        keep: newest checkpoints of the job to keep there.
 
     Raises:
         PersistError: if the directories are not one job's, or it cannot be written.

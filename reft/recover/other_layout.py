@@ -70,19 +70,13 @@ class OtherMemory:
         self._here = Inventory(self._node, ())
         self._plan: RecoveryPlan
         self._blocks: dict[tuple[Coordinate, Section], list[tuple[int, int]]] = {}
-        self.moved: list[TransferStats] = []
-        """What this rank has brought."""
+        self.moved: list[TransferStats] = []  # What this rank has brought
 
     def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
         """The newest whole version in another layout, as its job would recover it; every block was checked.
-        Nothing is touched, but that blocks which only parity has are decoded and stored.
-
-        Returns:
-            The plan of all its coordinates, the same on all ranks; None: there is no such memory.
-
-        Raises:
-            TransferError: a peer is gone, or could not read its memory.
-        """
+        Nothing is touched, but that blocks which only parity has are decoded and stored. Returns the plan
+        of all its coordinates, the same on all ranks; None: there is no such memory. Raises TransferError:
+        a peer is gone, or could not read its memory."""
         self._look(beyond)
         while True:
             # Ends: every further round knows more corrupt sources, or finds fewer lost blocks.
@@ -101,10 +95,7 @@ class OtherMemory:
 
     def bring_hosts(self, wanted: Iterable[Coordinate]) -> dict[Coordinate, bytes]:
         """The host images of these old coordinates, which every rank may name others of. After a survey.
-
-        Raises:
-            TransferError: a peer is gone, or a block did not arrive as it is stored.
-        """
+        Raises TransferError: a peer is gone, or a block did not arrive as it is stored."""
         sizes = {at: self._plan.image_bytes(at, Section.HOST) for at in sorted(wanted)}
         images = {at: bytearray(nbytes) for at, nbytes in sizes.items()}
         places = [p for at, nbytes in sizes.items() for p in self.places_of(at, Section.HOST, 0, nbytes)]
@@ -135,11 +126,8 @@ class OtherMemory:
         return self._plan.fetches[self._plan.degrees.coordinates()[coordinate]][number]
 
     def bring(self, places: Sequence[Place], sink: Sink) -> None:
-        """Blocks of the version, each verified before the sink has it. After a survey.
-
-        Raises:
-            TransferError: as above; live state is incomplete then.
-        """
+        """Blocks of the version, each verified before the sink has it. After a survey. Raises TransferError:
+        as above; live state is incomplete then."""
         self._move(places, sink, self._faults)
 
     # -- what there is ----------------------------------------------------------------------------

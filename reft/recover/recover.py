@@ -250,14 +250,9 @@ class RecoveryOutcome:
 
 class Recovery:
     """One recovery, on one rank. Made on all ranks with equal arguments, but for the directory.
-
-    Args:
-        job_dir: this node's directory of the job.
-        completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
-            of it; None: it is not completed. Given on all ranks or on none.
-        resizable: whether a version that was written at another data-parallel degree may be restored.
-        window_bytes, faults: see :func:`execute`.
-    """
+    ``completing``: how this incarnation stores versions, to complete the version on nodes that hold
+    nothing of it; None: it is not completed. Given on all ranks or on none. ``resizable``: whether a
+    version that was written at another data-parallel degree may be restored."""
 
     def __init__(
         self,
@@ -288,14 +283,9 @@ class Recovery:
         self._found: _Found
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
-        """See what there is and decide. Collective; nothing is touched.
-
-        Returns:
-            The plan of this rank's sharding group, for the version that all ranks decided on.
-
-        Raises:
-            TransferError: a peer is gone, or could not read its memory.
-        """
+        """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
+        sharding group, for the version that all ranks decided on. Raises TransferError: a peer is gone, or
+        could not read its memory."""
         self._look()
         self._plan()
         return self._found.plans[self._group] if self._found.plans else self._found.refused()
@@ -318,10 +308,6 @@ class Recovery:
         them). Where a block is corrupt, some of the state has been written by then: the plan is made again,
         and both are called again. If the result is then :class:`NotRecoverable`, the live state has to be
         restored from elsewhere.
-
-        Args:
-            prepare: takes this coordinate's host image, before the first block.
-            copy: takes the blocks of the replicated and owned images of this coordinate.
 
         Raises:
             TransferError: if a peer is gone, or could not restore its part (the message says which and why).
@@ -480,25 +466,19 @@ class Recovery:
 
 @dataclass
 class _Found:
-    """What a survey found, and what is planned from it.
+    """What a survey found, and what is planned from it."""
 
-    Attributes:
-        findings: who holds which version, in the whole job.
-        parts: the groups that this rank takes part in, its own first, and the ranks that do.
-        tables: their whole arenas on all nodes.
-        decision: the version; there is none before it was decided, and where ``plans`` is empty.
-        sources: what they have of the version.
-        plans: their plans, the own group's first; empty if nothing can be recovered.
-        inventory: arenas on this node that hold the version.
-    """
-
-    findings: Findings
+    findings: Findings  # who holds which version, in the whole job
+    # the groups that this rank takes part in, its own first, and the ranks that do
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]
+    tables: Mapping[Group, list[ArenaRecord]]  # their whole arenas on all nodes
+    # the version; there is none before it was decided, and where ``plans`` is empty
     decision: Decision = field(init=False)
-    sources: Mapping[Group, GroupSources] = field(default_factory=dict)
+    sources: Mapping[Group, GroupSources] = field(default_factory=dict)  # what they have of the version
+    # their plans, the own group's first; empty if nothing can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     refusal: NotRecoverable | None = None
+    # arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 
     def refused(self) -> NotRecoverable:

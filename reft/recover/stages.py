@@ -29,15 +29,8 @@ class Exchange:
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
-
-        Args:
-            stage: does this rank's part.
-            doing: what for, for the error message.
-
-        Raises:
-            TransferError: a peer is gone, or its stage failed.
-            Exception: what this rank's own stage raised, after the peers were told.
-        """
+        ``doing``: what for, for the error message. Raises TransferError: a peer is gone, or its stage
+        failed. Raises Exception: what this rank's own stage raised, after the peers were told."""
         mine, failure = b"", None
         try:
             mine = stage()
@@ -50,13 +43,9 @@ class Exchange:
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all is
-        well.
-
-        Raises:
-            TransferError: a peer is gone, or its stage failed.
-            PeerLostError, BrokenOffError: this rank's own stage failed so that the peers cannot be told.
-            Exception: what this rank's own stage raised, after the peers were told.
-        """
+        well. Raises TransferError: a peer is gone, or its stage failed. Raises PeerLostError,
+        BrokenOffError: this rank's own stage failed so that the peers cannot be told. Raises Exception:
+        what this rank's own stage raised, after the peers were told."""
         said, failure = False, None
         try:
             said = stage()
@@ -100,25 +89,15 @@ class Flaw(StrEnum):
 
 @dataclass(frozen=True)
 class Repair:
-    """One stored block that could not be used, and what took its place.
+    """One stored block that could not be used, and what took its place."""
 
-    Attributes:
-        label: version it belonged to.
-        block: the block in words.
-        nbytes: its length.
-        node: node that holds it.
-        arena: file that holds it.
-        flaw: what was wrong with it.
-        replaced_by: where the restored bytes came from, in words.
-    """
-
-    label: Label
-    block: str
-    nbytes: int
-    node: str
-    arena: str
-    flaw: Flaw
-    replaced_by: str
+    label: Label  # version it belonged to
+    block: str  # the block in words
+    nbytes: int  # its length
+    node: str  # node that holds it
+    arena: str  # file that holds it
+    flaw: Flaw  # what was wrong with it
+    replaced_by: str  # where the restored bytes came from, in words
 
     def __str__(self) -> str:
         return (
@@ -162,10 +141,7 @@ class Ledger:
         error of one reaches all, what one refused those that take part in its sharding group.
 
         Args:
-            plans: of the groups this rank takes part in, as they are carried out.
             parts: the ranks that take part in each of these groups.
-            stage: does this rank's part and returns the sources it refuses.
-            flaw: why.
 
         Returns:
             Whether any rank refused a source.

@@ -53,14 +53,9 @@ Arrived = Callable[[int, Fetch, torch.Tensor], None]
 
 
 class Inbox:
-    """One rank's blocks to come. One thread reads them; others use them and say when they have.
-
-    Args:
-        moves: to this rank, in the plan's order.
-        room_for: where blocks arrive that are to stay there.
-        window_bytes: receive buffers. A block that is larger still passes, alone.
-        arrived: takes the blocks.
-    """
+    """One rank's blocks to come. One thread reads them; others use them and say when they have. ``room_for``:
+    where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A block that is larger
+    still passes, alone."""
 
     def __init__(self, moves: Sequence[Move], room_for: RoomFor, window_bytes: int, arrived: Arrived) -> None:
         self._moves = moves
@@ -127,12 +122,7 @@ class Inbox:
 
 
 class Stream:
-    """The blocks that one peer sends.
-
-    Args:
-        inbox: whose they are.
-        numbers: of the blocks, in the order in which they are sent.
-    """
+    """The blocks that one peer sends."""
 
     def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
         self._inbox = inbox
@@ -169,11 +159,7 @@ def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, i
     """Which rank reads and sends each stored block that another node needs.
 
     Any rank of a node can read every arena there. Members of the block's sharding group do; of several the
-    one with the fewest bytes so far. Where none of them runs, one other rank of the node does.
-
-    Raises:
-        TransferError: if a source lies on a node that has no rank.
-    """
+    one with the fewest bytes so far. Where none of them runs, one other rank of the node does."""
     demand: dict[BlockSource, int] = {}
     group_of: dict[BlockSource, tuple[int, int]] = {}
     for _, fetch in _network_fetches(plan):
@@ -206,11 +192,8 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[Move]:
     """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
-    peer, and that what is decoded together arrives together.
-
-    Raises:
-        TransferError: if a source lies on a node that has no rank.
-    """
+    peer, and that what is decoded together arrives together. Raises TransferError: if a source lies on a
+    node that has no rank."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
@@ -249,19 +232,12 @@ Else as :data:`Sink`."""
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one rank moved.
+    """What one rank moved."""
 
-    Attributes:
-        bytes_from: bytes handed to the sink by kind of source.
-        sent_bytes: bytes sent to other ranks.
-        buffer_bytes: memory of the receive buffers.
-        secs: wall time.
-    """
-
-    bytes_from: Mapping[str, int]
-    sent_bytes: int = 0
-    buffer_bytes: int = 0
-    secs: float = 0.0
+    bytes_from: Mapping[str, int]  # bytes handed to the sink by kind of source
+    sent_bytes: int = 0  # bytes sent to other ranks
+    buffer_bytes: int = 0  # memory of the receive buffers
+    secs: float = 0.0  # wall time
 
     def __str__(self) -> str:
         return (
@@ -294,16 +270,13 @@ def execute(
 
     Args:
         plans: of one version: this rank's own sharding group first, then those it sends for besides.
-        arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
         copy: gets them before that; by default they are only hashed.
         room_for: where blocks arrive that are to stay there, beside the window.
         window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
-        faults: injected faults.
 
     Raises:
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
-        BrokenOffError: anything else that failed here, while peers wait for this rank.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
     transfer = _Transfer(plans[0], topology, control, copy=copy, sink=sink, faults=faults or FaultPlan())

@@ -39,21 +39,12 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest start of the job that has claimed the directory; 0 if none has, or it does not exist.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
+    """The newest start of the job that has claimed the directory; 0 if none has, or it does not exist."""
     return max(_claims(directory, job_id), default=0)
 
 
 def check(directory: Path, job_id: str, incarnation: int) -> None:
-    """Go no further where a newer start of the job has claimed the directory.
-
-    Raises:
-        FencedError: one has.
-        OSError: the directory cannot be listed.
-    """
+    """Go no further where a newer start of the job has claimed the directory."""
     newest = claimed(directory, job_id)
     # P7: a node that was cut off goes on running; equal numbers are this start itself.
     if newest > incarnation:
@@ -65,17 +56,8 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
 
 
 def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False) -> None:
-    """Keep older starts of the job out of the directory, from now on.
-
-    Args:
-        directory: the job's directory; it exists.
-        incarnation: number of this start.
-        alone: nobody else may have claimed the directory with this number.
-
-    Raises:
-        FencedError: a newer start has claimed it, or with ``alone`` another start of the same number.
-        OSError: it cannot be written.
-    """
+    """Keep older starts of the job out of the directory, from now on. ``alone``: nobody else may have claimed
+    the directory with this number."""
     check(directory, job_id, incarnation)
     mine = directory / f"{_CLAIM}{short_name(job_id)}.{incarnation}"
     try:
@@ -95,11 +77,7 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 
 
 def switch(directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]) -> Switch:
-    """Prepare to replace small files, ``latest`` among them; see :class:`Switch`.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Prepare to replace small files, ``latest`` among them; see :class:`Switch`."""
     ready = {}
     for name, content in contents.items():
         draft = directory / f"{_POINTER}{short_name(job_id)}.{writer}.{label.incarnation}.{label.step}.{name}"
@@ -118,12 +96,8 @@ class Switch:
         self._ready = ready
 
     def make(self) -> None:
-        """Put them in place, in their order. What was checked after they were made still holds.
-
-        Raises:
-            FencedError: a newer start of the job has taken them away.
-            OSError: they cannot be renamed.
-        """
+        """Put them in place, in their order. What was checked after they were made still holds. Raises
+        FencedError: a newer start of the job has taken them away."""
         try:
             for draft, place in self._ready.items():
                 draft.replace(place)
@@ -140,11 +114,7 @@ class Switch:
 
 
 def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], bool]) -> None:
-    """Remove files that were to replace others, and have not.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove files that were to replace others, and have not."""
     prefix = f"{_POINTER}{short_name(job_id)}."
     for draft in directory.glob(f"{prefix}*"):
         numbers = draft.name.removeprefix(prefix).split(".")[:3]

@@ -67,17 +67,11 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    """How far a node is.
+    """How far a node is."""
 
-    Attributes:
-        phase: ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``.
-        nbytes: bytes of images written so far.
-        total_bytes: bytes of images this node writes.
-    """
-
-    phase: str
-    nbytes: int = 0
-    total_bytes: int = 0
+    phase: str  # ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``
+    nbytes: int = 0  # bytes of images written so far
+    total_bytes: int = 0  # bytes of images this node writes
 
     def __str__(self) -> str:
         if self.phase != "staging":
@@ -87,23 +81,14 @@ class PersistProgress:
 
 @dataclass(frozen=True)
 class PersistOptions:
-    """How to write.
+    """How to write."""
 
-    Attributes:
-        directory: persist directory that all nodes see.
-        keep: newest checkpoints of the job to keep.
-        timeout_secs: give up when nothing of a peer has appeared for so long.
-        stop: set to give up.
-        progress: told what happens.
-        assembler: makes the files; None starts a process for this version only.
-    """
-
-    directory: Path
-    keep: int = 2
-    timeout_secs: float = 600.0
-    stop: threading.Event = field(default_factory=threading.Event)
-    progress: Callable[[PersistProgress], None] = lambda progress: None
-    assembler: Assembler | None = None
+    directory: Path  # persist directory that all nodes see
+    keep: int = 2  # newest checkpoints of the job to keep
+    timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
+    stop: threading.Event = field(default_factory=threading.Event)  # set to give up
+    progress: Callable[[PersistProgress], None] = lambda progress: None  # told what happens
+    assembler: Assembler | None = None  # makes the files; None starts a process for this version only
 
 
 class GivenUpElsewhereError(PersistError):
@@ -116,30 +101,19 @@ class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
 
 @dataclass(frozen=True)
 class VersionSource:
-    """The part of a version that one process writes.
+    """The part of a version that one process writes."""
 
-    Attributes:
-        job_id: job whose state it is.
-        label: the version.
-        degrees: parallel degrees of the job.
-        layouts: layout hash of every coordinate in ``blocks``.
-        blocks: own blocks of every coordinate that is written here: its shard of the replicated
-            image, its owned and its host image, whole.
-        secret: authenticates the records that the writing processes exchange.
-        node: this node, for messages.
-        fingerprint: of the job, encoded; None where it is not known.
-        writer: number of the start of the job that writes, if it is a later one than the version's.
-    """
-
-    job_id: str
-    label: Label
-    degrees: Degrees
-    layouts: Mapping[Coordinate, str]
+    job_id: str  # job whose state it is
+    label: Label  # the version
+    degrees: Degrees  # parallel degrees of the job
+    layouts: Mapping[Coordinate, str]  # layout hash of every coordinate in ``blocks``
+    # own blocks of every coordinate that is written here: its shard of the replicated image, its owned and
+    # its host image, whole
     blocks: Mapping[Coordinate, Sequence[SourceBlock]]
-    secret: bytes
-    node: str
-    fingerprint: str | None = None
-    writer: int = 0
+    secret: bytes  # authenticates the records that the writing processes exchange
+    node: str  # this node, for messages
+    fingerprint: str | None = None  # of the job, encoded; None where it is not known
+    writer: int = 0  # number of the start of the job that writes, if it is a later one than the version's
 
     @property
     def leads(self) -> bool:
@@ -158,19 +132,8 @@ def persist_label(
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
-    To be called on every node of the job for the same version. The arenas that hold it are pinned
-    only while they are read.
-
-    Args:
-        stop: set to give up.
-        assembler: makes the files; None starts a process for this version only.
-
-    Returns:
-        Directory of the checkpoint.
-
-    Raises:
-        PersistError: if the checkpoint was not written; says what to change.
-    """
+    To be called on every node of the job for the same version. The arenas that hold it are pinned only while
+    they are read. ``assembler``: makes the files; None starts a process for this version only."""
     if config.persist.dir is None:
         raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
     options = PersistOptions(
@@ -232,12 +195,7 @@ def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: Overt
 
 
 def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
-    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed.
-
-    Raises:
-        HeldError: one is locked by its writer at this moment.
-        OvertakenError: this node, or one of its trainers, does not hold the version any more.
-    """
+    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
     newer: set[Coordinate] = set()
     problems: list[str] = []
@@ -304,22 +262,10 @@ def write_version(
     unpin: Callable[[], None] = lambda: None,
     reach: Callable[[Coordinate], None] = lambda coordinate: None,
 ) -> PersistedInfo:
-    """Write this process's part of a version and see the checkpoint through to its name.
-
-    Args:
-        source: the blocks this process has.
-        options: where and how.
-        unpin: called as soon as the blocks are not read any more.
-        reach: called in the middle of writing the blocks of each coordinate.
-
-    Returns:
-        The finished checkpoint.
-
-    Raises:
-        FencedError: a newer start of the job writes here.
-        PersistError: if it was not written. A failing leader leaves no working directory behind;
-            other nodes leave the reason in it.
-    """
+    """Write this process's part of a version and see the checkpoint through to its name. ``unpin``: called as
+    soon as the blocks are not read any more. ``reach``: called in the middle of writing the blocks of each
+    coordinate. Raises FencedError: a newer start of the job writes here. Raises PersistError: if it was
+    not written. A failing leader leaves no working directory behind; other nodes leave the reason in it."""
     work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
     try:
         present = published(work)

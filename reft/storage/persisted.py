@@ -44,29 +44,19 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    """A checkpoint written by reft.
+    """A checkpoint written by reft."""
 
-    Attributes:
-        directory: the job's directory within the persist directory, what ``load_checkpoint`` takes as
-            ``load_dir``.
-        tag: name of the checkpoint's directory within it.
-        job_id: job whose state it is.
-        label: incarnation and step of that state.
-        degrees: parallel degrees of the job.
-        layouts: layout hash of every coordinate's arena, by coordinate.
-        created_unix_secs: when it was completed.
-        files: every file but the marker.
-        fingerprint: what makes the job the one that it is, encoded; None where it was not known.
-    """
-
+    # the job's directory within the persist directory, what ``load_checkpoint`` takes as ``load_dir``
     directory: Path
-    tag: str
-    job_id: str
-    label: Label
-    degrees: Degrees
-    created_unix_secs: float
+    tag: str  # name of the checkpoint's directory within it
+    job_id: str  # job whose state it is
+    label: Label  # incarnation and step of that state
+    degrees: Degrees  # parallel degrees of the job
+    created_unix_secs: float  # when it was completed
+    # layout hash of every coordinate's arena, by coordinate
     layouts: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # every file but the marker
+    # what makes the job the one that it is, encoded; None where it was not known
     fingerprint: str | None = None
 
     @property
@@ -100,11 +90,7 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7).
-
-    Raises:
-        PersistError: if the name cannot be that of a directory.
-    """
+    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7)."""
     if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
         raise PersistError(f"job id {job_id!r} cannot name a directory in {directory}; choose another one")
     return directory / job_id
@@ -116,11 +102,7 @@ def tag_of(label: Label) -> str:
 
 
 def read_marker(checkpoint: Path) -> PersistedInfo | None:
-    """What the marker in a checkpoint directory says; None if reft did not write the directory.
-
-    Raises:
-        PersistError: if there is a marker that cannot be read.
-    """
+    """What the marker in a checkpoint directory says; None if reft did not write the directory."""
     try:
         text = (checkpoint / MARKER_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -176,16 +158,8 @@ def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[Persi
     """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
     directories whose marker cannot be read.
 
-    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at
-    that instant it may be the only one.
-
-    Args:
-        directory: a job's directory; a missing one holds nothing.
-        job_id: only what this job wrote; None: whoever did.
-
-    Raises:
-        PersistError: if it cannot be listed.
-    """
+    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at that
+    instant it may be the only one. Raises PersistError: if it cannot be listed."""
     found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):
@@ -232,11 +206,7 @@ def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
     """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
-    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer.
-
-    Raises:
-        PersistError: if it cannot be listed.
-    """
+    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer."""
     try:
         claimed = fence.claimed(directory, job_id)
     except OSError as error:
@@ -248,12 +218,7 @@ def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInf
     """The newest complete checkpoint.
 
     Labels of different jobs do not compare. Without ``job_id`` the job is that of the checkpoint that
-    ``latest`` names, else the one that wrote last.
-
-    Args:
-        directory: a job's directory; a missing one holds nothing.
-        job_id: only what this job wrote.
-    """
+    ``latest`` names, else the one that wrote last."""
     found = list_persisted(directory, job_id)
     if not found:
         return None
@@ -278,18 +243,9 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
-    """Read a persisted checkpoint back and compare every file with its checksum (P5).
-
-    Args:
-        directory: a job's directory in the persist directory.
-        tag: the checkpoint; None takes the newest.
-
-    Returns:
-        What is wrong, one line each; empty if all is well.
-
-    Raises:
-        PersistError: if there is no checkpoint that reft wrote.
-    """
+    """Read a persisted checkpoint back and compare every file with its checksum (P5). ``directory``: a job's
+    directory in the persist directory. ``tag``: the checkpoint; None takes the newest. Returns what is
+    wrong, one line each; empty if all is well."""
     info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
     if info is None:
         what = "no complete checkpoint" if tag is None else f"no marker {MARKER_NAME} in {tag}"

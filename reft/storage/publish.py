@@ -50,21 +50,10 @@ def publish(
     *,
     writer: int = 0,
 ) -> None:
-    """Make a finished working directory the checkpoint to resume from.
-
-    Args:
-        work: directory whose files are complete and flushed.
-        info: its marker.
-        keep: newest checkpoints of the job to keep.
-        reached: called with ``renaming``, ``renamed`` and ``latest`` as the steps are reached.
-        writer: the start of the job that writes, if it is a later one than the version's.
-
-    Raises:
-        FencedError: a newer start of the job has claimed the directory.
-        PersistError: if a newer version has been written here, or the name is taken by something that
-            reft did not write.
-        OSError: if it cannot be written.
-    """
+    """Make a finished working directory the checkpoint to resume from. ``reached``: called with ``renaming``,
+    ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job that writes, if
+    it is a later one than the version's. Raises FencedError: a newer start of the job has claimed the
+    directory."""
     problems = missing_files(
         PersistedInfo(**{**vars(info), "directory": work.root.parent, "tag": work.root.name})
     )
@@ -98,11 +87,7 @@ def publish(
 
 
 def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
-    """Refuse to write where a newer incarnation, or a newer version, of the job has already written.
-
-    Raises:
-        PersistError: naming both.
-    """
+    """Refuse to write where a newer incarnation, or a newer version, of the job has already written."""
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
     if named is not None and named.job_id == job_id and label < named.label:
@@ -189,11 +174,8 @@ def prune(info: PersistedInfo, keep: int) -> None:
 
 def remove_checkpoint(path: Path, label: Label | None = None) -> None:
     """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
-    removal is neither taken for a checkpoint nor left for good.
-
-    Args:
-        label: of the version to remove: another one, which has taken its name meanwhile, gets it back.
-    """
+    removal is neither taken for a checkpoint nor left for good. ``label``: of the version to remove:
+    another one, which has taken its name meanwhile, gets it back."""
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)

@@ -55,14 +55,8 @@ def degrees_of(checkpoint: Path) -> Degrees | None:
 
 
 class CheckpointParts:
-    """Reads the tensors that a plan names. Keeps the files of one rank at a time.
-
-    Args:
-        checkpoint: the tag directory.
-        degrees: of the job that wrote it.
-        held: what its ranks hold, by (pp, tp).
-        tied: layers of the model that a tied module's weights may lie under, by its key.
-    """
+    """Reads the tensors that a plan names. Keeps the files of one rank at a time. ``tied``: layers of the
+    model that a tied module's weights may lie under, by its key."""
 
     def __init__(
         self,
@@ -79,11 +73,7 @@ class CheckpointParts:
         self._files: dict[str, Any] = {}
 
     def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
-        """A tensor of a rank, flat.
-
-        Raises:
-            LayoutError: the files do not have it where DeepSpeed puts it.
-        """
+        """A tensor of a rank, flat. Raises LayoutError: the files do not have it where DeepSpeed puts it."""
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")
@@ -190,32 +180,22 @@ class CheckpointParts:
         )
 
 
-SAVED_BY = "saved_by"
-"""Key of a host file: which job saved it, and when in its life."""
+SAVED_BY = "saved_by"  # Key of a host file: which job saved it, and when in its life
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
 @dataclass(frozen=True)
 class DiskCheckpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk."""
 
-    Attributes:
-        directory: what ``load_checkpoint`` takes as ``load_dir``.
-        tag: its tag.
-        step: optimizer steps it has seen; -1 if that cannot be told without loading it.
-        label: the version, where this job wrote it; None for what another job, or no reft, wrote.
-        job_id: who wrote it; None where that is not known.
-        files: checksums; None where nobody took any.
-        fingerprint: of the job that wrote it, encoded; None where that is not known.
-    """
-
-    directory: Path
-    tag: str
-    step: int
+    directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
+    tag: str  # its tag
+    step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
+    # the version, where this job wrote it; None for what another job, or no reft, wrote
     label: Label | None = None
-    job_id: str | None = None
-    files: Mapping[str, FileRecord] | None = None
-    fingerprint: str | None = None
+    job_id: str | None = None  # who wrote it; None where that is not known
+    files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
+    fingerprint: str | None = None  # of the job that wrote it, encoded; None where that is not known
 
     @property
     def path(self) -> Path:
@@ -232,15 +212,10 @@ class DiskCheckpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """What is on disk.
+    """What is on disk."""
 
-    Attributes:
-        checkpoints: newest first.
-        problems: what should have been a checkpoint, and is not.
-    """
-
-    checkpoints: tuple[DiskCheckpoint, ...] = ()
-    problems: tuple[str, ...] = ()
+    checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
+    problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
 
     def encode(self) -> bytes:
         return encode([[_to_fields(c) for c in self.checkpoints], list(self.problems)])
@@ -272,16 +247,11 @@ def _from_fields(fields: Sequence[Any]) -> DiskCheckpoint:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a load has brought back, before the first step.
+    """What a load has brought back, before the first step."""
 
-    Attributes:
-        path: as it was returned to the script.
-        client_state: likewise.
-        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
-    """
-
-    path: Any
-    client_state: Any
+    path: Any  # as it was returned to the script
+    client_state: Any  # likewise
+    # the checkpoint, or the version in memory; None: a load that reft knows nothing of
     source: DiskCheckpoint | Label | None
 
     @property
@@ -432,15 +402,10 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks together found, the same on all of them but ``host_state``.
+    """What all ranks together found, the same on all of them but ``host_state``."""
 
-    Attributes:
-        problems: one line each; empty if the checkpoint may be loaded.
-        host_state: of this rank; None if reft did not save it on every rank.
-    """
-
-    problems: tuple[str, ...] = ()
-    host_state: dict[str, Any] | None = None
+    problems: tuple[str, ...] = ()  # one line each; empty if the checkpoint may be loaded
+    host_state: dict[str, Any] | None = None  # of this rank; None if reft did not save it on every rank
 
 
 @dataclass(frozen=True)
@@ -477,11 +442,7 @@ class DiskRestorer:
 
     def newest_sound(self, found: Found, beyond: Label | None = None) -> Sound | None:
         """The newest checkpoint whose files all match their checksums; the ones that are refused are said.
-
-        Args:
-            found: what :meth:`find` gave.
-            beyond: only checkpoints newer than this version of the job.
-        """
+        ``beyond``: only checkpoints newer than this version of the job."""
         for checkpoint in found.checkpoints:
             if beyond is not None and not checkpoint.newer_than(beyond):
                 continue
@@ -493,15 +454,7 @@ class DiskRestorer:
 
     def check_named(self, directory: Path | None, tag: Any, *, whole: bool = True) -> Sound | None:
         """The checkpoint that was asked for, that one and no other; None where there is none.
-
-        Args:
-            directory: as it was given to ``load_checkpoint``.
-            tag: likewise; None takes what ``latest`` names.
-            whole: the host state is wanted too.
-
-        Raises:
-            PersistError: it is damaged. On all ranks.
-        """
+        Without ``tag`` that is what ``latest`` names; ``whole``: the host state is wanted too."""
         if directory is None:
             return None
         found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))

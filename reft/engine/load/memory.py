@@ -78,11 +78,8 @@ class Target:
 
 
 def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: HashingCopier) -> int:
-    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``.
-
-    Returns:
-        The checksum of all of ``data``, what pads the image's tensors included.
-    """
+    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``. Returns
+    the checksum of all of ``data``, what pads the image's tensors included."""
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
 
@@ -128,14 +125,9 @@ def completing(session: Session) -> Completing | None:
 
 def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:
     """Whether the recovered version lies as this incarnation would store it: every rank has the arena of its
-    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force, and
-    nothing had to be repaired.
-    It then stays as it is until a newer version is committed; to take it again would gain nothing.
-    Collective.
-
-    Args:
-        held: the arenas in this rank's slots that hold the version.
-    """
+    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force,
+    and nothing had to be repaired. It then stays as it is until a newer version is committed; to take it
+    again would gain nothing. Collective. ``held``: the arenas in this rank's slots that hold the version."""
     scheme, at = session.protection.record.scheme, session.coordinate
     mine = at, session.topology.degrees, scheme
     here = not outcome.repaired and any((h.coordinate, h.degrees, h.scheme) == mine for h in held)
@@ -156,11 +148,7 @@ class ClientStateView(dict[str, Any]):
 
 
 class MemoryRestorer:
-    """Restores one session from memory.
-
-    Attributes:
-        client_state: of what was restored last.
-    """
+    """Restores one session from memory. ``client_state``: of what was restored last."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -187,11 +175,8 @@ class MemoryRestorer:
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
-        """Refuse what another job left, or this one with other settings. Collective.
-
-        Raises:
-            FingerprintError: it is such.
-        """
+        """Refuse what another job left, or this one with other settings. Collective. Raises FingerprintError:
+        it is such."""
         session = self._session
         session.memory.identity.check_memory(
             *(session.memory.job_dir.path, plan.label),
@@ -273,14 +258,7 @@ class MemoryRestorer:
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
         """Nothing to resume from: right for a new job, an error for one that had made progress. Collective.
-
-        Args:
-            plan: of the memory.
-            beside: what is wrong with the checkpoints on disk, in lines.
-
-        Raises:
-            UnrecoverableError: it had made progress, or what is on disk is damaged.
-        """
+        ``beside``: what is wrong with the checkpoints on disk, in lines."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
         note = noted_commit(session.memory.record, session.control, session.job_id)
@@ -303,10 +281,6 @@ class MemoryRestorer:
         )
 
     def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
-        """
-        Raises:
-            UnrecoverableError: always.
-        """
         raise UnrecoverableError(
             f"the memory of job {self._session.job_id} turned out corrupt while it was restored, some of the "
             f"state is written, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
@@ -315,17 +289,8 @@ class MemoryRestorer:
     def refuse_to_overwrite(
         self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
     ) -> NoReturn:
-        """The script trains, and has not resumed what is there.
-
-        Args:
-            plan: of the memory.
-            did: what the script does.
-            to_write: lines that resume.
-            persistable: whether a checkpoint can be written from memory.
-
-        Raises:
-            NotResumedError: always.
-        """
+        """The script trains, and has not resumed what is there. ``to_write``: lines that resume.
+        ``persistable``: whether a checkpoint can be written from memory."""
         job = self._session.job_id
         persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
         raise NotResumedError(
