@@ -115,7 +115,7 @@ class Completion:
         self,
         plan: RecoveryPlan,
         at: Coordinate,
-        how: Completing,
+        how: Completing | None,
         *,
         node: str,
         stored: ArenaHeader,
@@ -123,19 +123,10 @@ class Completion:
     ) -> None:
         self._plan = plan
         self._at = at
-        self._wanted = at in plan.kept and stored.scheme == how.scheme
-        self._how = how
+        self._how = how if how is not None and at in plan.kept and stored.scheme == how.scheme else None
         self._secret = secret
-        self._header = ArenaHeader(
-            job_id=plan.job_id,
-            node=node,
-            degrees=plan.degrees,
-            coordinate=at,
-            label=plan.label,
-            state=ArenaState.WRITING,
-            layout=stored.layout,
-            scheme=how.scheme,
-        )
+        self._node = node
+        self._layout = stored.layout
         self._rooms: Mapping[BlockKey, Room] = {}
         self._arena: Arena | None = None
         self._arrived: dict[BlockKey, Fetch] = {}
@@ -144,15 +135,25 @@ class Completion:
     def begin(self) -> None:
         """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
         not completed here, and the job goes on."""
-        plan, path = self._plan, self._how.path
-        if path is None or not self._wanted:
+        plan, how = self._plan, self._how
+        if how is None or how.path is None:
             return
+        header = ArenaHeader(
+            job_id=plan.job_id,
+            node=self._node,
+            degrees=plan.degrees,
+            coordinate=self._at,
+            label=plan.label,
+            state=ArenaState.WRITING,
+            layout=self._layout,
+            scheme=how.scheme,
+        )
         owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
         try:
-            drawn = self._how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
-            arena = Arena.create(path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
+            drawn = how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
+            arena = Arena.create(how.path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
             self._arena = arena
-            arena.begin(self._header)
+            arena.begin(header)
         except (ReftError, OSError) as error:  # the state is restored all the same
             self._give_up(error)
             return

@@ -17,7 +17,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
-from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
+from reft.recover.findings import Findings, Group, listing, put_together, summarize
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
@@ -192,7 +192,6 @@ def plan_recovery(
     topology: Topology,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> RecoveryPlan | NotRecoverable:
     """The whole job's plan in one place, for tools that read the memory of all nodes. Pure, deterministic.
@@ -200,10 +199,8 @@ def plan_recovery(
     The ranks of a job decide the same from summaries, and each plans for its own group alone
     (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
     empty, and coordinates may have moved to other nodes (P7)."""
-    inventories = _once(inventories)
     summaries = [
-        summarize(i.node, i.arenas, topology, job_id=job_id, layout=layout, problems=i.problems)
-        for i in inventories
+        summarize(i.node, i.arenas, topology, job_id=job_id, problems=i.problems) for i in inventories
     ]
     findings = put_together(summaries, topology, job_id=job_id)
     fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
@@ -249,13 +246,12 @@ def plan_verified(
     arenas: ArenaSet,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
     """Plan over arenas that can all be read here, and replan until every source checks out. Returns the plan,
     every source of which was verified, and ``bad`` with the corrupt blocks met on the way."""
     while True:
-        plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
+        plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
             return plan, bad
         decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
@@ -264,18 +260,3 @@ def plan_verified(
         if not found:
             return plan, bad
         bad |= found
-
-
-def _once(inventories: Iterable[Inventory]) -> list[Inventory]:
-    """Every arena once, in (node, name) order: several ranks of a node may have sent the same ones."""
-    records: dict[str, dict[str, ArenaRecord]] = {}
-    problems: dict[str, list[str]] = {}
-    for inventory in inventories:
-        problems.setdefault(inventory.node, []).extend(inventory.problems)
-        records.setdefault(inventory.node, {})
-        for record in inventory.arenas:
-            records.setdefault(record.node, {}).setdefault(record.path, record)
-    return [
-        Inventory(node, tuple(found[path] for path in sorted(found)), tuple(problems.get(node, ())))
-        for node, found in sorted(records.items())
-    ]

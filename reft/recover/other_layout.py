@@ -248,13 +248,12 @@ class OtherMemory:
         def move() -> bool:
             nonlocal bad
             with opened_arenas(self._job_dir, [self._here], self._secret, close=close_behind) as arenas:
-                result = execute(
+                stats, bad = execute(
                     *([plan], self._topology, self._control, arenas, sink),
                     window_bytes=self._window_bytes,
                     faults=faults,
                 )
-            self.moved.append(result.stats)
-            bad = result.bad
+            self.moved.append(stats)
             return bool(bad)
 
         if self._exchange.agree(move, f"bringing {plan.label}"):

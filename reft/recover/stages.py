@@ -76,6 +76,7 @@ class Exchange:
 
 
 Group = tuple[int, int]
+Stage = Callable[[], frozenset[BlockSource] | None]  # does this rank's part; the sources that it refuses
 
 
 class Flaw(StrEnum):
@@ -134,7 +135,7 @@ class Ledger:
         self,
         plans: Mapping[Group, RecoveryPlan],
         parts: Mapping[Group, Iterable[int]],
-        stage: Callable[[], frozenset[BlockSource]],
+        stage: Stage,
         flaw: Flaw,
     ) -> bool:
         """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
@@ -155,7 +156,7 @@ class Ledger:
 
         def refuses() -> bool:
             nonlocal found
-            found = stage()
+            found = stage() or frozenset()
             return bool(found)
 
         label = next(iter(plans.values())).label

@@ -246,14 +246,6 @@ class TransferStats:
         )
 
 
-@dataclass(frozen=True)
-class TransferResult:
-    """Outcome of :func:`execute` on one rank: ``bad`` are sources that did not arrive intact here."""
-
-    stats: TransferStats
-    bad: frozenset[BlockSource]
-
-
 def execute(
     plans: Sequence[RecoveryPlan],
     topology: Topology,
@@ -265,8 +257,9 @@ def execute(
     room_for: RoomFor = lambda fetch: None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
-) -> TransferResult:
-    """Move every block of the plans once. Called on all ranks at the same time.
+) -> tuple[TransferStats, frozenset[BlockSource]]:
+    """Move every block of the plans once. Called on all ranks at the same time. Returns also the sources that
+    did not arrive intact here.
 
     Args:
         plans: of one version: this rank's own sharding group first, then those it sends for besides.
@@ -324,7 +317,7 @@ class _Transfer:
 
     def run(
         self, plans: Sequence[RecoveryPlan], arenas: ArenaSet, room_for: RoomFor, window_bytes: int
-    ) -> TransferResult:
+    ) -> tuple[TransferStats, frozenset[BlockSource]]:
         started = time.perf_counter()
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
         me = self._control.rank
@@ -359,7 +352,7 @@ class _Transfer:
             buffer_bytes=inbox.peak_bytes,
             secs=time.perf_counter() - started,
         )
-        return TransferResult(stats, frozenset(self._bad))
+        return stats, frozenset(self._bad)
 
     def _threads(self, blocks: int) -> int:
         """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the

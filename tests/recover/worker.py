@@ -301,13 +301,13 @@ def execute_whole(me: Rank) -> dict[str, object]:
             in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
 
     arenas = {} if me.node == "n1" else open_arenas(me.job_dir, inventory, SECRET)
-    result = execute([plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6)
+    stats, bad = execute([plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6)
     close_arenas(arenas)
     return {
         "in_room": in_room,
         "seen": {str(k): v for k, v in seen.items()},
-        "bad": sorted({source.node for source in result.bad}),
-        "moved": result.stats.bytes_from,
+        "bad": sorted({source.node for source in bad}),
+        "moved": stats.bytes_from,
         "planned": plan.bytes_from_at(me.at),
     }
 
