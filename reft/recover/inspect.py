@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.errors import ArenaError, LayoutError
+from reft.errors import LayoutError
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
-from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
+from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
 from reft.recover.decide import offline_topology, plan_recovery
-from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
 
 BadBlock = tuple[str, str, BlockKey]
@@ -195,7 +195,7 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
     """Report on one job. Raises ArenaError: if the directories belong to several jobs, or to none. Raises
     AuthenticationError: if a directory is somebody else's or its secret is missing."""
-    nodes = _nodes([JobDir.open(path) for path in job_dirs])
+    nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
     arenas: list[ArenaReport] = []
     problems: list[str] = []
@@ -220,17 +220,6 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
         problems=tuple(problems),
         verified=verify,
     )
-
-
-def _nodes(jobs: Sequence[JobDir]) -> dict[str, JobDir]:
-    """Directories by node id; two directories of one name are told apart by their paths."""
-    if len({job.job_id for job in jobs}) != 1:
-        raise ArenaError(
-            f"directories of {len({job.job_id for job in jobs})} jobs were given "
-            f"({', '.join(sorted({job.job_id for job in jobs})) or 'none'}); expected one job: say --job"
-        )
-    names = [job.node for job in jobs]
-    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:

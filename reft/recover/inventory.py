@@ -12,7 +12,7 @@ import logging
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
+from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.recover.plan import BlockSource, Fetch
 
@@ -134,50 +135,53 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
 ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
 
 
-def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> dict[tuple[str, str], Arena]:
-    """Open the usable arenas of one job directory for reading; end with :func:`close_arenas`.
+@contextmanager
+def opened_arenas(
+    job_dir: Path, inventory: Inventory, secret: bytes | None, *, wait: bool = True
+) -> Iterator[dict[tuple[str, str], Arena]]:
+    """The usable arenas of one job directory, to be read.
 
-    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the
-    plan falls down the ladder.
+    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
+    falls down the ladder. In the end they are closed; views that are still alive keep their mapping.
     """
     arenas: dict[tuple[str, str], Arena] = {}
-    for record in inventory.arenas:
-        try:
-            if record.usable:
-                arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
-        except (ArenaError, OSError) as error:
-            logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
-    return arenas
+    try:
+        for record in inventory.arenas:
+            try:
+                if record.usable:
+                    arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
+            except (ArenaError, OSError) as error:
+                logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
+        yield arenas
+    finally:
+        if wait:
+            _close(arenas)
+        else:
+            # To unmap what was read takes up to a fifth of the time that reading it took.
+            threading.Thread(target=_close, args=(arenas,), name="reft-unmap", daemon=True).start()
 
 
-def close_arenas(arenas: ArenaSet) -> None:
-    """Close all of them. Views that are still alive keep their mapping until they die."""
+def _close(arenas: ArenaSet) -> None:
     for arena in arenas.values():
         arena.close()
 
 
-def close_behind(arenas: ArenaSet) -> None:
-    """:func:`close_arenas` on a thread of its own: to unmap what was read takes up to a fifth of the time
-    that reading it took, and nobody has to wait for that."""
-    threading.Thread(target=close_arenas, args=(arenas,), name="reft-unmap", daemon=True).start()
+def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
+    """The directories of one job by node id; of equal ids, as of directories brought together from
+    elsewhere, each is told by its path.
 
-
-@contextmanager
-def opened_arenas(
-    job_dir: Path,
-    inventories: Iterable[Inventory],
-    secret: bytes | None,
-    *,
-    close: Callable[[ArenaSet], None] = close_arenas,
-) -> Iterator[dict[tuple[str, str], Arena]]:
-    """:func:`open_arenas` of several inventories of one directory, closed at the end."""
-    arenas: dict[tuple[str, str], Arena] = {}
-    try:
-        for inventory in inventories:
-            arenas.update(open_arenas(job_dir, inventory, secret))
-        yield arenas
-    finally:
-        close(arenas)
+    Raises:
+        ArenaError: if they are several jobs', or none's.
+        AuthenticationError: if a directory is somebody else's or its secret is missing.
+    """
+    jobs = [JobDir.open(path) for path in job_dirs]
+    if len({(job.job_id, job.secret) for job in jobs}) != 1:
+        found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
+        raise ArenaError(
+            f"found the directories {found}; expected one job, and its secret in all of them: say --job"
+        )
+    names = [job.node for job in jobs]
+    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
 
 
 def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:

@@ -28,7 +28,6 @@ from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import (
     ArenaRecord,
     Inventory,
-    close_behind,
     find_corrupt,
     opened_arenas,
     take_inventory,
@@ -189,7 +188,7 @@ class OtherMemory:
         share = [here[source] for source in sorted(here)][ranks.index(self._control.rank) :: len(ranks)]
 
         def looked() -> bytes:
-            with opened_arenas(self._job_dir, [self._here], self._secret) as arenas:
+            with opened_arenas(self._job_dir, self._here, self._secret) as arenas:
                 return pack_sources(find_corrupt(plan.label, share, arenas))
 
         told = self._exchange.gather(looked, f"checking {plan.label}")
@@ -247,7 +246,7 @@ class OtherMemory:
 
         def move() -> bool:
             nonlocal bad
-            with opened_arenas(self._job_dir, [self._here], self._secret, close=close_behind) as arenas:
+            with opened_arenas(self._job_dir, self._here, self._secret, wait=False) as arenas:
                 stats, bad = execute(
                     *([plan], self._topology, self._control, arenas, sink),
                     window_bytes=self._window_bytes,

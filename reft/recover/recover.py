@@ -52,7 +52,6 @@ from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
     Inventory,
-    close_behind,
     find_corrupt,
     opened_arenas,
     take_inventory,
@@ -163,9 +162,7 @@ class Recovery:
             found = self._found
             if not found.plans:
                 return found.refused()
-            with opened_arenas(
-                self._job_dir, [found.inventory], self._secret, close=close_behind
-            ) as self._arenas:
+            with opened_arenas(self._job_dir, found.inventory, self._secret, wait=False) as self._arenas:
                 decodes = found.decision.decodes
                 if decodes:
                     self._rebuild()

@@ -135,13 +135,9 @@ def needed_by(
     """Blocks that the new member ``dp`` fetches: replicated image, owned blocks, host image of one member.
     ``pieces``: what it takes of the old partitions; not looked at where the degree has not changed. Raises
     LayoutError: a piece lies beyond what the old members own."""
-    if resize.old == resize.new:
-        return sources.needed_by(dp)
-    return (
-        sources.images[Section.REPLICATED, -1]
-        + _blocks_of(sources, pieces)
-        + sources.images[Section.HOST, resize.host_from(dp)]
-    )
+    images = sources.images
+    owned = images[Section.OWNED, dp] if resize.old == resize.new else _blocks_of(sources, pieces)
+    return images[Section.REPLICATED, -1] + owned + images[Section.HOST, resize.host_from(dp)]
 
 
 def _blocks_of(sources: GroupSources, pieces: Sequence[Piece]) -> tuple[SourceBlock, ...]:

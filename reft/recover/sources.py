@@ -202,14 +202,6 @@ class GroupSources:
     # sources by key, of what decoding reads: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 
-    def needed_by(self, dp: int) -> tuple[SourceBlock, ...]:
-        """Blocks that member ``dp`` restores, in order: replicated image, owned image, host image."""
-        return (
-            self.images[Section.REPLICATED, -1]
-            + self.images[Section.OWNED, dp]
-            + self.images[Section.HOST, dp]
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgpack
@@ -93,25 +93,17 @@ class Repair:
     """One stored block that could not be used, and what took its place."""
 
     label: Label  # version it belonged to
-    block: str  # the block in words
-    nbytes: int  # its length
-    node: str  # node that holds it
-    arena: str  # file that holds it
-    flaw: Flaw  # what was wrong with it
-    replaced_by: str  # where the restored bytes came from, in words
-
-    def __str__(self) -> str:
-        return (
-            f"{self.block}, {self.label}: {self.nbytes} bytes {self.flaw} {self.arena} on node "
-            f"{self.node}; restored from {self.replaced_by}"
-        )
-
-
-@dataclass(frozen=True)
-class _Finding:
-    label: Label
     fetch: Fetch
     flaw: Flaw
+    replaced_by: str = ""  # where the restored bytes came from, in words
+
+    def __str__(self) -> str:
+        fetch = self.fetch
+        block = describe_block(fetch.pp, fetch.tp, fetch.key)
+        return (
+            f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node {fetch.node}; "
+            f"restored from {self.replaced_by}"
+        )
 
 
 class Ledger:
@@ -119,7 +111,7 @@ class Ledger:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._findings: dict[BlockSource, _Finding] = {}
+        self._findings: dict[BlockSource, Repair] = {}
 
     @property
     def bad(self) -> frozenset[BlockSource]:
@@ -175,7 +167,7 @@ class Ledger:
         for source in sorted(sources & known.keys()):
             fetch = known[source]
             here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
-            self._findings[source] = _Finding(label, fetch, Flaw.STORED if here else flaw)
+            self._findings[source] = Repair(label, fetch, Flaw.STORED if here else flaw)
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
@@ -187,7 +179,7 @@ class Ledger:
             for f in fetches:
                 used.setdefault((f.pp, f.tp, f.key), set()).add(f"{f.arena} on node {f.node}")
         repairs = []
-        for source, finding in self._findings.items():
+        for finding in self._findings.values():
             fetch = finding.fetch
             if (fetch.pp, fetch.tp) not in groups:
                 continue
@@ -196,18 +188,7 @@ class Ledger:
             instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
                 instead = f"an older version, {plan.label}, for want of another source"
-            block = describe_block(fetch.pp, fetch.tp, fetch.key)
-            repairs.append(
-                Repair(
-                    finding.label,
-                    block,
-                    fetch.nbytes,
-                    source.node,
-                    source.arena,
-                    finding.flaw,
-                    instead,
-                )
-            )
+            repairs.append(replace(finding, replaced_by=instead))
         return tuple(repairs)
 
 
