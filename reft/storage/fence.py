@@ -18,8 +18,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
@@ -76,39 +76,28 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
     check(directory, job_id, incarnation)
 
 
-def switch(directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]) -> Switch:
-    """Prepare to replace small files, ``latest`` among them; see :class:`Switch`."""
+@contextmanager
+def switched(
+    directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]
+) -> Iterator[Callable[[], None]]:
+    """Make small files ready, ``latest`` among them, to take the place of others. What is given puts them
+    there, in their order: what was checked after they were made still holds. It raises FileNotFoundError
+    where a newer start of the job has taken them away. In the end what is not in place is removed."""
     ready = {}
     for name, content in contents.items():
         draft = directory / f"{_POINTER}{short_name(job_id)}.{writer}.{label.incarnation}.{label.step}.{name}"
         write_durably(draft, content)
         ready[draft] = directory / name
-    return Switch(directory, job_id, writer, ready)
 
+    def switch() -> None:
+        for draft, place in ready.items():
+            draft.replace(place)
+        sync_directory(directory)
 
-class Switch:
-    """Files that are ready to take the place of others."""
-
-    def __init__(self, directory: Path, job_id: str, writer: int, ready: Mapping[Path, Path]) -> None:
-        self._directory = directory
-        self._job_id = job_id
-        self._writer = writer
-        self._ready = ready
-
-    def make(self) -> None:
-        """Put them in place, in their order. What was checked after they were made still holds. Raises
-        FencedError: a newer start of the job has taken them away."""
-        try:
-            for draft, place in self._ready.items():
-                draft.replace(place)
-        except FileNotFoundError:
-            check(self._directory, self._job_id, self._writer)
-            raise
-        sync_directory(self._directory)
-
-    def give_up(self) -> None:
-        """Remove what has not been put in place."""
-        for draft in self._ready:
+    try:
+        yield switch
+    finally:
+        for draft in ready:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
 

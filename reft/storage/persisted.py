@@ -140,20 +140,6 @@ def _file(name: str) -> str:
     return name
 
 
-def missing_files(info: PersistedInfo) -> list[str]:
-    """What is not as the marker says, by name and length only; empty if the checkpoint is complete."""
-    problems = []
-    for name, record in info.files.items():
-        try:
-            nbytes = (info.path / name).stat().st_size
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror}")
-            continue
-        if nbytes != record.nbytes:
-            problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
-    return problems
-
-
 def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[PersistedInfo], list[str]]:
     """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
     directories whose marker cannot be read.
@@ -182,7 +168,7 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
         logger.warning("skipped: %s", problem)
     complete = []
     for info in found:
-        problems = missing_files(info)
+        problems = check_files(info.path, info.files, read=False)
         if problems:
             logger.warning("%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3]))
         else:
@@ -214,25 +200,6 @@ def newest_incarnation(directory: Path, job_id: str) -> int:
     return max(claimed, *(info.label.incarnation for info in find_markers(directory, job_id)[0]), 0)
 
 
-def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:
-    """The newest complete checkpoint.
-
-    Labels of different jobs do not compare. Without ``job_id`` the job is that of the checkpoint that
-    ``latest`` names, else the one that wrote last."""
-    found = list_persisted(directory, job_id)
-    if not found:
-        return None
-    if job_id is None:
-        named = latest_tag(directory)
-        by_tag = {info.tag: info for info in found}
-        job_id = (
-            by_tag[named].job_id
-            if named is not None and named in by_tag
-            else max(found, key=lambda i: i.created_unix_secs).job_id
-        )
-    return [info for info in found if info.job_id == job_id][-1]
-
-
 def latest_tag(directory: Path) -> str | None:
     """What the file ``latest`` says, None if there is none or it names nothing in the directory."""
     try:
@@ -242,32 +209,19 @@ def latest_tag(directory: Path) -> str | None:
         return None
 
 
-def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
-    """Read a persisted checkpoint back and compare every file with its checksum (P5). ``directory``: a job's
-    directory in the persist directory. ``tag``: the checkpoint; None takes the newest. Returns what is
-    wrong, one line each; empty if all is well."""
-    info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
-    if info is None:
-        what = "no complete checkpoint" if tag is None else f"no marker {MARKER_NAME} in {tag}"
-        raise PersistError(f"{directory}: {what} written by reft was found")
-    return check_files(info.path, info.files)
-
-
-def check_files(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Read files of a checkpoint and compare them with their records (P5); one line for each that differs."""
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
+    """Compare files of a checkpoint with their records (P5), without ``read`` by their lengths alone; one
+    line for each that differs."""
     problems = []
     for name, record in files.items():
         try:
             nbytes = (checkpoint / name).stat().st_size
             if nbytes != record.nbytes:
                 problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
-                continue
-            found = file_checksum(checkpoint / name)
+            elif read and (found := file_checksum(checkpoint / name)) != record.checksum:
+                problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
-            continue
-        if found != record.checksum:
-            problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
     return problems
 
 

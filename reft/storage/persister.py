@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from reft.backoff import Backoff
 from reft.config import ReftConfig
@@ -35,21 +35,6 @@ _CLOSE_SECS = 5.0
 _AGAIN_STEPS = 10
 """A version that memory cannot keep has failed: multiples of this are tried, so that nodes that hear of it
 at different steps choose the same one."""
-
-
-class PersistFunction(Protocol):
-    """Writes this node's part of a version and returns the finished checkpoint's path."""
-
-    def __call__(
-        self,
-        job_dir: JobDir,
-        label: Label,
-        config: ReftConfig,
-        *,
-        stop: threading.Event,
-        progress: Callable[[PersistProgress], None],
-        assembler: Assembler | None,
-    ) -> Path: ...
 
 
 @dataclass
@@ -83,7 +68,7 @@ def label_json(label: Label | None) -> dict[str, int] | None:
 class Persister:
     """The daemon's writer. ``persist``: writes one version, raises PersistError, ArenaError or OSError."""
 
-    def __init__(self, job_dir: JobDir, persist: PersistFunction = persist_label) -> None:
+    def __init__(self, job_dir: JobDir, persist: Callable[..., Path] = persist_label) -> None:
         self._job_dir = job_dir
         self.status = PersistStatus()
         self._persist = persist

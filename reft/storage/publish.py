@@ -28,10 +28,10 @@ from reft.storage.persisted import (
     LATEST_NAME,
     MARKER_NAME,
     PersistedInfo,
+    check_files,
     given_up,
     latest_tag,
     list_persisted,
-    missing_files,
     read_marker,
 )
 from reft.storage.staging import WorkDir
@@ -54,9 +54,7 @@ def publish(
     ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job that writes, if
     it is a later one than the version's. Raises FencedError: a newer start of the job has claimed the
     directory."""
-    problems = missing_files(
-        PersistedInfo(**{**vars(info), "directory": work.root.parent, "tag": work.root.name})
-    )
+    problems = check_files(work.root, info.files, read=False)
     if problems:
         raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
     writer = max(writer, info.label.incarnation)
@@ -64,24 +62,22 @@ def publish(
         LATEST_NAME: info.tag.encode(),
         **{file.name: file.read_bytes() for file in _files(work.pointers)},
     }
-    switch = fence.switch(info.directory, info.job_id, writer, info.label, pointers)
     try:
-        # In this order: what is checked now holds for all that was made before, whenever it is renamed.
-        fence.check(info.directory, info.job_id, writer)
-        refuse_stale(info.directory, info.job_id, info.label)
-        for script in _files(work.scripts):
-            script.replace(info.directory / script.name)
-        shutil.rmtree(work.staging)
-        write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
-        reached("renaming")
-        _rename(work.root, info)
-        reached("renamed")
-        switch.make()
+        with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
+            # In this order: what is checked now holds for all that was made before, whenever it is renamed.
+            fence.check(info.directory, info.job_id, writer)
+            refuse_stale(info.directory, info.job_id, info.label)
+            for script in _files(work.scripts):
+                script.replace(info.directory / script.name)
+            shutil.rmtree(work.staging)
+            write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+            reached("renaming")
+            _rename(work.root, info)
+            reached("renamed")
+            switch()
     except FileNotFoundError:
         fence.check(info.directory, info.job_id, writer)
         raise
-    finally:
-        switch.give_up()
     reached("latest")
     prune(info, keep)
 
