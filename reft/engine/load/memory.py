@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.memory.arena_files import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
+from reft.naming import Label
 from reft.node import history
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
@@ -28,6 +29,7 @@ from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.reshape import Piece, Resize, Scatter
+from reft.recover.stages import Repair
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
@@ -193,23 +195,11 @@ class MemoryRestorer:
         outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome
-        session.engine.restore(target.blob.state)
-        self.after_restore(target.blob.state)
-        session.events.write(
-            "restored",
-            source="memory",
-            version=outcome.plan.label.step,
-            incarnation=outcome.plan.label.incarnation,
-            bytes_from=outcome.stats.bytes_from,
-            repaired=[str(r) for r in outcome.repaired],
-            secs=time.perf_counter() - began,
-        )
+        label, state = outcome.label, target.blob.state
+        session.engine.restore(state)
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
-        # What holds the version just recovered is kept until it is protected anew.
-        job_dir, label = session.memory.job_dir, outcome.label
-        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
-        session.start(dict.fromkeys(held, label))
+        held = self.start_from(label, state, outcome.stats.bytes_from, began, outcome.repaired)
         if outcome.plan.resized and session.is_rank_zero:
             logger.warning(
                 "%s was written at DP%d and is taken up at DP%d. What DP%d left in memory is kept until the "
@@ -221,6 +211,33 @@ class MemoryRestorer:
             self.protect()
         self.report(f"memory, {outcome.plan.label}", began)
         return outcome
+
+    def start_from(
+        self,
+        label: Label,
+        state: dict[str, Any],
+        bytes_from: Mapping[str, int],
+        began: float,
+        repaired: Iterable[Repair] = (),
+    ) -> Mapping[int, ArenaHeader]:
+        """A version was restored with this host state: start the session. Returns the arenas in this rank's
+        slots that hold it."""
+        session = self._session
+        self.after_restore(state)
+        session.events.write(
+            "restored",
+            source="memory",
+            version=label.step,
+            incarnation=label.incarnation,
+            bytes_from=dict(bytes_from),
+            repaired=[str(r) for r in repaired],
+            secs=time.perf_counter() - began,
+        )
+        # P3: what holds the version just recovered is kept until it is protected anew.
+        job_dir = session.memory.job_dir
+        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
+        session.start(dict.fromkeys(held, label))
+        return held
 
     def after_restore(self, state: dict[str, Any]) -> None:
         """The host state was restored, from wherever it came."""

@@ -27,14 +27,12 @@ from reft.engine.checks.start import (
     what_begins_anew,
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.identity import local_rank
 from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
 from reft.errors import LayoutError, UnrecoverableError
 from reft.grid import Degrees
-from reft.memory.arena_files import slots_with
 from reft.naming import Label
 from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
@@ -101,22 +99,10 @@ class OtherLayoutRestorer:
             if session.is_rank_zero:
                 logger.warning("the memory of job %s is left aside: %s", session.job_id, why)
             return False
-        self._level.after_restore(state)
         moved: Counter[str] = Counter()
         for stats in self._memory.moved:
             moved.update(stats.bytes_from)
-        session.events.write(
-            "restored",
-            source="memory",
-            version=label.step,
-            incarnation=label.incarnation,
-            bytes_from=dict(moved),
-            repaired=[],
-            secs=time.perf_counter() - began,
-        )
-        # What the other layout left is kept until the first version of this one is committed (P3).
-        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
-        session.start(dict.fromkeys(held, label))
+        self._level.start_from(label, state, moved, began)
         self._level.protect()
         self._level.report(f"memory, {label} of {plan.degrees}", began)
         return True
