@@ -40,7 +40,7 @@ from reft.node.progress import process_state, read_pages
 from reft.node.status import NodeStatus
 from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
-from reft.storage.persister import Persister, PersistFunction
+from reft.storage.persister import Persister
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Daemon:
         self,
         job_dir: JobDir,
         launcher_pid: int = 0,
-        persist: PersistFunction = persist_label,
+        persist: Callable[..., Path] = persist_label,
         linger_secs: float = 0.0,
     ) -> None:
         self._job_dir = job_dir

@@ -27,7 +27,7 @@ from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import DaemonError, request
 from reft.storage import fence
-from reft.storage.persisted import job_directory, latest_persisted, latest_tag, read_marker
+from reft.storage.persisted import job_directory, latest_tag, read_marker
 from reft.tools.demo.cluster import KillKind, LocalCluster
 from tests.attack.workers import DEADLINE_SECS, Results
 from tests.faults.cases import OPTIMIZERS, Shape
@@ -35,6 +35,7 @@ from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 from tests.job.cluster import cluster
 from tests.job.daemons import answers, wait_for
 from tests.job.test_nodes import trains
+from tests.persist import latest_persisted
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from reft.grid import Degrees
-from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
+from tests.persist import latest_persisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
