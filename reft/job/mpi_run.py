@@ -29,8 +29,7 @@ from reft.config_read import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mac import mac
-from reft.control.mpi import load_mpi
-from reft.control.mpi_transport import mpi_carrier
+from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.engine.identity import kernel_id
 from reft.env import (

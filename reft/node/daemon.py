@@ -29,11 +29,13 @@ import psutil
 
 from reft import log
 from reft.config import ReftConfig
-from reft.control.wire import SOCKET_NAME, Channel, listen
-from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
+from reft.control.authenticated import AuthenticatedServer
+from reft.control.wire import Channel
+from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.jobdir import JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
+from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages
@@ -50,7 +52,6 @@ END_SIGNAL = signal.SIGUSR1
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
-_HANDSHAKE_SECS = 5.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 6.0
@@ -115,10 +116,8 @@ class Daemon:
 
     def run(self) -> int:
         """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
-        listener = listen(self._job_dir.path)
-        self._job_dir.record_daemon()
+        self._listen()
         self._recall_config()
-        threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
@@ -172,10 +171,26 @@ class Daemon:
         if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
             return
         with contextlib.suppress(OSError):
-            listener = listen(path)
-            threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
-            self._job_dir.record_daemon()
+            self._listen()
             logger.warning("%s was removed and made again; the daemon listens there now", path)
+
+    def _listen(self) -> None:
+        """On a socket that is its user's alone, in the place of a dead daemon's."""
+        path = self._job_dir.path
+        (path / SOCKET_NAME).unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        old_mask = os.umask(0o177)
+        try:
+            with ShortPath(path) as name:
+                listener.bind(name)
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.umask(old_mask)
+        AuthenticatedServer(listener, self._job_dir.secret, PURPOSE, self._serve)
+        self._job_dir.record_daemon()
 
     def end(self) -> None:
         """End soon; what is being written to storage is abandoned, what is there stays."""
@@ -256,33 +271,10 @@ class Daemon:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
+        channel.settimeout(_IDLE_CONNECTION_SECS)
         while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                logger.error("the daemon's socket failed: %s", error)
-                self.end()
-                return
-            threading.Thread(target=self.serve, args=(connection,), name="serve", daemon=True).start()
-
-    def serve(self, connection: socket.socket) -> None:
-        """Answer one connection until it ends."""
-        with contextlib.closing(connection):
-            try:
-                connection.settimeout(_HANDSHAKE_SECS)
-                channel = Channel(
-                    connection, self._job_dir.secret, server=True, handshake_secs=_HANDSHAKE_SECS
-                )
-                connection.settimeout(_IDLE_CONNECTION_SECS)
-                while True:
-                    channel.send(self._answer(channel.receive()))
-            except AuthenticationError as error:
-                logger.warning("refused a connection: %s", error)
-            except (OSError, EOFError):
-                pass
-            except ValueError as error:
-                logger.warning("dropped a connection that sent no valid message: %s", error)
+            channel.send(self._answer(channel.receive()))
 
     def _answer(self, message: Any) -> dict[str, Any]:
         name = message.get("op") if isinstance(message, dict) else None

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from reft.config_read import parse_block
-from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
+from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
 from reft.memory.arena import ArenaState
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.node.client import DaemonClient, DaemonError, request
+from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request
 from reft.node.daemon import END_SIGNAL
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
