@@ -58,7 +58,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:
-    """Listen on the address that ``host`` resolves to on this machine, and on no other; raises ConfigError."""
+    """Listen on the address that ``host`` resolves to on this machine, and no other; raises ConfigError."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:

@@ -69,8 +69,7 @@ def require_threads(level: int, levels: Sequence[int]) -> None:
 
 
 class Pauses:
-    """Between two looks at what MPI has done: none at first, then longer ones. MPI has nothing to wait on
-    that would also end when the peer is silent."""
+    """Between two looks, none at first: MPI has nothing to wait on that also ends when a peer is silent."""
 
     def __init__(self) -> None:
         self._pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
@@ -335,12 +334,8 @@ class MpiTransport:
             raise
 
     def _move(self, out: dict[int, Outgoing], into: dict[int, Inflow], wake: socket.socket | None) -> None:
-        """Carry all flows to their end.
-
-        Raises:
-            TimeoutError: nothing moved for ``timeout_secs``.
-            EOFError: a rank has left.
-        """
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for so long; EOFError: a rank has
+        left."""
         silence, pauses = Silence(self.limits.patience_secs), Pauses()
         busy, awaited = dict(out), dict(into)
         while busy or awaited:
@@ -375,12 +370,7 @@ class MpiTransport:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _finish(self, request: Any, buffers: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
-        """Look at a collective until it is done.
-
-        Raises:
-            TimeoutError: it took longer than ``timeout_secs``.
-            EOFError: a rank has left.
-        """
+        """Look at a collective until it is done. Raises TimeoutError; EOFError: a rank has left."""
         silence, pauses = Silence(self.limits.patience_secs, shows=True), Pauses()
         try:
             while not request.Test():

@@ -198,8 +198,8 @@ class _Joining:
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that the first who asks makes and the others read. For where the ranks share none yet: whoever
-    can read the store can take part, as in torch's own groups."""
+    """Bytes that the first who asks makes and the others read: whoever can read the store can take part, as
+    in torch's own groups."""
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())
     return bytes.fromhex(store.get(key).decode())
