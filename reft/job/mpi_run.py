@@ -224,7 +224,6 @@ class Step:
     def _hold(self) -> bytes:
         if self.place.leads:
             job_dir = self._memory.prepare(self._secret)
-            self._memory.write_state(state="running under MPI", ranks=list(self.place.local))
             if not self._options.no_daemon:
                 keep_daemon(job_dir, self._options.linger_secs)
         return b""

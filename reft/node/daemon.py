@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,16 @@ from reft.config import ReftConfig
 from reft.control.authenticated import AuthenticatedServer
 from reft.control.wire import Channel
 from reft.errors import FencedError, PersistError, ReftError
-from reft.memory.jobdir import JobDir, write_json
+from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
 from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages
-from reft.node.status import NodeStatus
 from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
-from reft.storage.persister import Persister, PersistFunction
+from reft.storage.persister import Persister, PersistFunction, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,91 @@ _WRITE_PAUSE_SECS = 6.0
 """Times patience: between two signs of progress of what is being written to storage."""
 _SAME_START_SECS = 2.0
 """Start times are computed from the boot time, which the clock's corrections move."""
+
+
+class NodeStatus:
+    """What the daemon knows of its node, changed by its threads; kept up to date as ``status.json``.
+
+    Args:
+        facts: what the daemon says of itself (pid, node, job id).
+        persist: state of the checkpoints on storage.
+    """
+
+    def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
+        self._path = job_dir / STATUS_FILE
+        self._facts = dict(facts)
+        self._lock = threading.RLock()
+        self._written: dict[str, Any] | None = None
+        self._cannot_write = ""
+        self._trainers: dict[str, dict[str, Any]] = {}
+        self._quiet: tuple[list[str], list[str]] = ([], [])
+        self._commits = 0
+        self._skipped: Counter[str] = Counter()
+        self._stale_cause: str | None = None
+        self.last_committed: Label | None = None
+        self.stale_since_step: int | None = None
+        self.persist = persist
+
+    def committed(self, label: Label) -> None:
+        """A version is committed on this node; an older one than known changes nothing."""
+        with self._lock:
+            if self.last_committed is not None and label <= self.last_committed:
+                return
+            self.last_committed = label
+            self._commits += 1
+            if self.stale_since_step is not None and label.step >= self.stale_since_step:
+                self.stale_since_step = self._stale_cause = None
+
+    def skip(self, step: int, cause: str) -> None:
+        """The version of ``step`` was not taken: stale from the first such step to the next commit."""
+        with self._lock:
+            self._skipped[cause] += 1
+            if self.stale_since_step is None:
+                self.stale_since_step = step
+            self._stale_cause = cause
+
+    def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
+        """Trainers that have done nothing for longer than a step may take; and than they may at what they do."""
+        with self._lock:
+            # How long is said when it begins: the file is not written anew while that goes on.
+            if (len(quiet), len(suspected)) != tuple(map(len, self._quiet)):
+                self._quiet = quiet, suspected
+
+    def update(self, **facts: Any) -> None:
+        with self._lock:
+            self._facts.update(facts)
+
+    def trainer(self, local_rank: int, **fields: Any) -> None:
+        with self._lock:
+            self._trainers.setdefault(str(local_rank), {}).update(fields)
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                **self._facts,
+                "last_committed": label_json(self.last_committed),
+                "commits": self._commits,
+                "skipped": dict(self._skipped),
+                "stale_since_step": self.stale_since_step,
+                "stale_cause": self._stale_cause,
+                "trainers": {rank: dict(t) for rank, t in self._trainers.items()},
+                "quiet": list(self._quiet[0]),
+                "suspected": list(self._quiet[1]),
+                "persist": self.persist.to_json(),
+            }
+
+    def write_if_changed(self) -> None:
+        """Bring the file up to date; a full directory is logged once and tried again."""
+        value = self.snapshot()
+        if value == self._written:
+            return
+        try:
+            write_json(self._path, {**value, "updated_unix_secs": time.time()})
+            self._written, self._cannot_write = value, ""
+        except OSError as error:
+            if str(error) != self._cannot_write:
+                self._cannot_write = str(error)
+                logger.warning("%s cannot be written: %s", self._path, error)
 
 
 class Daemon:
@@ -288,7 +373,6 @@ class Daemon:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
-        """Who speaks for an older start of the job than the launcher's newest order is not listened to."""
         theirs = int(message.get("incarnation", 0))
         if 0 < theirs < self._ordered:
             raise FencedError(
@@ -384,7 +468,7 @@ def _create_time(pid: int) -> float:
 
 
 def _set_apart(end: Callable[[], None]) -> None:
-    """End from a signal handler. The main thread may be inside the very lock that ``end`` takes."""
+    # A signal handler's: the main thread may be inside the very lock that ``end`` takes.
     threading.Thread(target=end, name="reft-end", daemon=True).start()
 
 
