@@ -197,7 +197,7 @@ def _daemon_runs(path: Path) -> bool:
 
 
 def _launcher_ended(path: Path) -> str:
-    """Why the launcher on the node has ended, by its own last word; "" while it runs, and where it was killed."""
+    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was killed."""
     board = read_board(path)
     row = None if board is None else board.row(JobDir.open(path).node)
     return row.report.why if row is not None and row.report.left else ""

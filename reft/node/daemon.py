@@ -1,13 +1,12 @@
 """The node daemon: one process per node, started by ``reft launch`` before the trainers.
 
-It outlives trainers, watches their arenas, writes committed versions to storage in the background and
-says how the node is. Commits do not depend on it: killed, it costs nothing but a warning (P6), and
-the launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
-launcher alone knows whether the job ended well.
+It outlives trainers, watches their arenas, writes committed versions to storage in the background and says
+how the node is. Commits do not depend on it: killed, it costs a warning (P6), and the launcher starts the
+next. It ends when its launcher is gone and leaves the memory where it is: the launcher alone knows whether
+the job ended well.
 
-Under MPI, where a job dies with its first process, it has no launcher: it stays for the next step of the
-job, writes the newest version to storage when a step has ended, and ends when none has come for long or
-the memory was removed.
+Under MPI, where a job dies with its first process, it stays for the next step, writes the newest version to
+storage when a step has ended, and ends when none has come for long or the memory was removed.
 """
 
 from __future__ import annotations
@@ -102,7 +101,8 @@ class NodeStatus:
             self._stale_cause = cause
 
     def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
-        """Trainers that have done nothing for longer than a step may take; and than they may at what they do."""
+        """Trainers that have done nothing for longer than a step may take, and for longer than they may at
+        what they do."""
         with self._lock:
             # How long is said when it begins: the file is not written anew while that goes on.
             if (len(quiet), len(suspected)) != tuple(map(len, self._quiet)):
@@ -223,8 +223,8 @@ class Daemon:
         return 0
 
     def _is_forsaken(self) -> bool:
-        """Whether no further step of the job is to be expected. Of one that has just ended the newest version
-        goes to storage."""
+        """Whether no further step of the job is to be expected. Of one that has ended the newest version goes
+        to storage."""
         path = self._job_dir.path
         if not path.is_dir():
             logger.warning("%s was removed; ending", path)
@@ -303,8 +303,7 @@ class Daemon:
     # -- what stands still -------------------------------------------------------------------------
 
     def _watch_for_hangs(self) -> None:
-        """Look at trainers, launcher and what is being written, at each by itself: one that cannot be read
-        does not hide the others."""
+        """Look at trainers, launcher and storage, each by itself: one that fails does not hide the others."""
         before = time.monotonic()
         told: set[str] = set()
         while not self._ended.wait(_WATCH_SECS):
