@@ -34,7 +34,7 @@ from reft.node.history import Round, describe_parts, read_history, restarts_amon
 from reft.node.observe import Doing, NodeObserver
 from reft.node.progress import read_pages
 from reft.node.protection import read_record
-from reft.node.report import Board, Row, Signal, is_well, newest_board, read_board, summary
+from reft.node.report import ENDED_WELL, Board, Row, Signal, is_well, newest_board, read_board, summary
 from reft.node.stragglers import STEP_PARTS
 from reft.policy.advice import advise, situation
 
@@ -196,8 +196,11 @@ def _daemon_runs(path: Path) -> bool:
     return daemon is not None and is_running(daemon)
 
 
-def _launcher_says(path: Path) -> str:
-    return str((read_json(path / "launcher.json") or {}).get("state", ""))
+def _launcher_ended(path: Path) -> str:
+    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was killed."""
+    board = read_board(path)
+    row = None if board is None else board.row(JobDir.open(path).node)
+    return row.report.why if row is not None and row.report.left else ""
 
 
 def _runs(path: Path) -> bool:
@@ -206,7 +209,7 @@ def _runs(path: Path) -> bool:
         return True
     board = read_board(path)
     told = board is not None and time.time() - board.written_unix_secs < _OLD_SECS
-    return told and not _launcher_says(path).startswith("ended")
+    return told and not _launcher_ended(path)
 
 
 def _end(paths: Sequence[Path]) -> str:
@@ -215,10 +218,10 @@ def _end(paths: Sequence[Path]) -> str:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:
             return rounds[-1].ended
-    states = list(map(_launcher_says, paths))
-    if "ended well" in states:
+    said = list(map(_launcher_ended, paths))
+    if ENDED_WELL in said:
         return _ENDED_WELL
-    return "its launcher was told to end" if "ended" in states else "its processes are gone"
+    return "its launcher was told to end" if any(said) else "its processes are gone"
 
 
 # -- showing -------------------------------------------------------------------------------------------

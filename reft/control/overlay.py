@@ -7,7 +7,6 @@ arrival.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from typing import Protocol
 from reft.backoff import Backoff
 from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.control.peers import Peers
-from reft.control.transport import Limits, OnSilence, Open, saying
+from reft.control.transport import Limits, OnSilence, saying
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -78,59 +77,31 @@ def connect(
         AuthenticationError: a rank has another secret.
     """
     joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
-    with joining.heard(rank):
-        overlay = _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
-    overlay.limits.on_silence = saying(on_silence, first_on_node=joining.is_first_on_node)
-    return overlay
-
-
-def carrier(store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes) -> Open:
-    """:func:`connect`, each time under a prefix of its own in the store."""
-    numbers = itertools.count()
-
-    def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
-        return connect(
-            store,
-            f"{prefix}/{next(numbers)}",
-            rank=rank,
-            world_size=world_size,
-            node=node,
-            secret=secret,
-            timeout_secs=timeout_secs,
-            go_on=go_on,
-            on_silence=on_silence,
-        )
-
-    return open_
-
-
-def _connect(
-    joining: _Joining, reception: Reception, world_size: int, node: str, timeout_secs: float
-) -> Overlay:
-    rank = reception.endpoint.rank
     links: list[Channel] = []
-    try:
-        callers, called = joining.places(reception.endpoint, world_size, node)
-        parent = None
-        if called is not None:
-            parent = reception.call(called, _TREE, joining.deadline)
-            links.append(parent)
-        for caller in callers:
-            links.append(
-                reception.await_call(
-                    _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+    with joining.heard(rank):
+        reception = Reception(rank, node, secret)
+        try:
+            callers, called = joining.places(reception.endpoint, world_size, node)
+            parent = None
+            if called is not None:
+                parent = reception.call(called, _TREE, joining.deadline)
+                links.append(parent)
+            for caller in callers:
+                links.append(
+                    reception.await_call(
+                        _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                    )
                 )
-            )
-    except BaseException as error:
-        reception.close()
-        for link in links:
-            link.close()
-        if isinstance(error, AuthenticationError | TransferError):
+        except BaseException as error:
+            reception.close()
+            for link in links:
+                link.close()
+            if isinstance(error, AuthenticationError | TransferError):
+                raise
+            if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
+                raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
             raise
-        if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
-            raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
-        raise
-    limits = Limits(timeout_secs)
+    limits = Limits(timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node))
     tree = Tree(rank, world_size, parent, links[parent is not None :], limits)
     return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, limits), reception)
 
@@ -227,8 +198,8 @@ class _Joining:
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that the first who asks makes and the others read. For where the ranks share none yet: whoever
-    can read the store can take part, as in torch's own groups."""
+    """Bytes that the first who asks makes and the others read: whoever can read the store can take part, as
+    in torch's own groups."""
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())
     return bytes.fromhex(store.get(key).decode())

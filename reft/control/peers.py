@@ -87,12 +87,8 @@ class Peers:
         return self._reception.await_call(_KIND, peer, deadline, go_on)
 
     def _move(self, flows: Sequence[_Flow], wake: socket.socket | None) -> None:
-        """Carry all flows to their end.
-
-        Raises:
-            TimeoutError: nothing moved for ``timeout_secs``.
-            EOFError: a peer, or one that is watched, has closed its connection.
-        """
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``; EOFError: a
+        peer, or one that is watched, has closed its connection."""
         poller = select.poll()
         for channel in self._watched():
             poller.register(channel, PEER_ENDED)

@@ -209,6 +209,7 @@ class StatusBoard:
         self._tell_memory(report)
         if ending:
             report = report.model_copy(update={"left": True, "why": self._left})
+            self._write(report)  # whatever becomes of the store
         try:
             self._exchange(report)
             self._lost_since = None

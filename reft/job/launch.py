@@ -63,13 +63,13 @@ from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
+from reft.node.report import ENDED_WELL
 from reft.node.watch import CommitWatch
 
 logger = logging.getLogger("reft.job.launch")
 
 _GRACE_MARGIN_SECS = 5.0
 _LEAST_FLUSH_SECS = 1.0
-_ENDED_WELL = "the job ended well"
 LEAVE_SIGNAL = signal.SIGUSR1
 _IMPATIENT_SECS = 1.0
 
@@ -137,7 +137,7 @@ class End(Enum):
     """It was cut off, and the job went on without it."""
 
 
-_WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
+_WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
 class Launcher:
@@ -255,7 +255,6 @@ class Launcher:
         failure = self._agent.failure if self._agent is not None else None
         own = failure is not None and failure.cause is not Cause.PEER
         self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
-        self._memory.write_state(state=state, **facts)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
@@ -361,7 +360,7 @@ class Launcher:
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
             outcome = self._rendezvous.outcome() or "the job ended on another node"
-            if outcome == _ENDED_WELL and agent.agreement is not None:
+            if outcome == ENDED_WELL and agent.agreement is not None:
                 # This node was cut off, and the job went on to its end with another in its place.
                 self._end = End.WELL
                 return 0
@@ -378,7 +377,7 @@ class Launcher:
 
     def _end_replaced(self, error: FencedError) -> int:
         """This node is of an older start of the job than the one that runs."""
-        if self._rendezvous.outcome() == _ENDED_WELL:
+        if self._rendezvous.outcome() == ENDED_WELL:
             self._end = End.WELL
             return 0
         logger.error("%s (exit code %d)", error, EX_FENCED)
@@ -393,7 +392,7 @@ class Launcher:
         """What the end of this node's trainers means for the job; returns the exit code."""
         if result is None:
             # A spare that was not needed: TorchElastic ends it when the job ends.
-            if self._rendezvous.outcome() == _ENDED_WELL:
+            if self._rendezvous.outcome() == ENDED_WELL:
                 self._end = End.WELL
             return 0
         if not result.is_failed():
@@ -401,7 +400,7 @@ class Launcher:
                 self._end = End.WELL
                 if not self._options.keep_memory:
                     self._rendezvous.forget_commits()
-            self._rendezvous.close(_ENDED_WELL)
+            self._rendezvous.close(ENDED_WELL)
             if not agent.all_ended_well:
                 logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
             return 0
@@ -460,7 +459,6 @@ class Launcher:
             self._warm.close()
         if self._daemon is not None:
             self._daemon.end(self._flush_secs() if self._end is End.UNFINISHED else 0.0)
-        self._memory.write_state(state="ended well" if self._end is End.WELL else "ended")
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:

@@ -29,8 +29,7 @@ from reft.config_read import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mac import mac
-from reft.control.mpi import load_mpi
-from reft.control.mpi_transport import mpi_carrier
+from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.engine.identity import kernel_id
 from reft.env import (
@@ -225,7 +224,6 @@ class Step:
     def _hold(self) -> bytes:
         if self.place.leads:
             job_dir = self._memory.prepare(self._secret)
-            self._memory.write_state(state="running under MPI", ranks=list(self.place.local))
             if not self._options.no_daemon:
                 keep_daemon(job_dir, self._options.linger_secs)
         return b""

@@ -22,7 +22,7 @@ from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
 from reft.memory.arena import Arena
 from reft.memory.arena_files import ARENA_SUFFIX, scan
-from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
+from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory
 from reft.memory.joblock import LOCK_FILE, JobLock
 from reft.node.client import request
 from reft.node.daemon import END_SIGNAL
@@ -31,7 +31,6 @@ from reft.node.progress import process_state
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_FILE = "launcher.json"
 _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 30.0)
 _LOCK_SECS = 5.0
@@ -151,12 +150,6 @@ class NodeMemory:
 
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
-
-    def write_state(self, **fields: Any) -> None:
-        """Say in ``launcher.json`` what the launcher does; best effort."""
-        if self.job_dir is not None:
-            with suppress(OSError):
-                write_json(self.path / LAUNCHER_FILE, {"pid": os.getpid(), "node": self.node, **fields})
 
     def remove(self) -> None:
         """The job ended well: its memory goes."""

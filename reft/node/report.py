@@ -31,6 +31,8 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 
 BOARD_FILE = "board.json"
+ENDED_WELL = "the job ended well"
+"""Why a launcher has ended whose job has."""
 MOST_CHARACTERS = 200
 """Of a text in a report; longer ones are cut."""
 MOST_WARNINGS = 6

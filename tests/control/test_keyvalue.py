@@ -31,12 +31,6 @@ def store(server: KeyValueServer) -> KeyValueStore:
     return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
 
 
-def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
-    inner = store.with_prefix("a").with_prefix("b")
-    inner.set("key", "value")
-    assert store.get("a/b/key") == b"value"
-
-
 def test_what_is_no_request_is_refused_and_the_line_goes_on(
     server: KeyValueServer, store: KeyValueStore
 ) -> None:

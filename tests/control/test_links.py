@@ -69,39 +69,6 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os.waitpid(child, 0)
 
 
-@pytest.mark.integration
-def test_p6_a_child_forked_during_a_handshake_does_not_keep_the_connection() -> None:
-    caller = Reception(0, "a", SECRET)
-
-    def call() -> None:
-        with pytest.raises(OSError):
-            caller.call(at, "tree", time.monotonic() + 2)
-
-    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent, ThreadPoolExecutor(1) as pool:
-        at = Endpoint(1, caller.endpoint.node, f"@{silent.getsockname()[1:].decode()}", "nowhere:1")
-        gave_up = pool.submit(call)
-        connection, _ = silent.accept()
-        connection.settimeout(DEADLINE_SECS)
-        assert connection.recv(1)  # it has begun and waits for an answer
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(tell)
-            connection.close()
-            os.read(told, 1)  # until the test ends
-            os._exit(0)
-        try:
-            os.close(told)
-            gave_up.result(DEADLINE_SECS)
-            while connection.recv(100):
-                pass
-        finally:
-            os.close(tell)
-            os.waitpid(child, 0)
-            connection.close()
-            caller.close()
-
-
 def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
     caller = Reception(0, "a", SECRET)
     listener = listen_locally(f"reft-test-{random.getrandbits(64)}")

@@ -255,6 +255,7 @@ class Node:
         handler = StoreRendezvous(store, parameters)
         world.handlers[self.name] = handler
         handler.incarnations = IncarnationRecord(store, JOB)
+        handler.wait_secs = world.wait_secs
         while True:
             try:
                 self._one_round(handler, store)
@@ -365,6 +366,7 @@ class World:
         self.back = threading.Semaphore(0)
         self.order: ScaleOrder | None = None
         self.sizes: tuple[int, ...] = ()
+        self.wait_secs: float | None = None
         self.stages = 1
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Node]] = []

@@ -5,28 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.state import (
-    JobState,
-    decode_state,
-)
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.state import IncarnationRecord, JobState, Scaling, decode_state
 from tests.job.store_nodes import (
-    SECRET,
     WAIT_SECS,
     beat,
     client,
@@ -36,8 +27,6 @@ from tests.job.store_nodes import (
     shared,
     wait_until,
 )
-
-LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"{}", b"[]", b'{"round": "x"}', b"\x80\x04N."]))
@@ -50,22 +39,8 @@ def test_p11_anything_else_is_refused(data: bytes) -> None:
 def joined(server: KeyValueServer) -> list[StoreRendezvous]:
     """Two nodes that have formed a round; their heartbeats are the tests' business."""
     handlers = [StoreRendezvous(client(server.port), parameters(server.port)) for _ in range(2)]
-    threads = [threading.Thread(target=h.next_rendezvous) for h in handlers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_SECS)
-    for handler in handlers:
-        handler._stop_heartbeats()
+    gather(handlers)
     return handlers
-
-
-def struck(handler: StoreRendezvous) -> Any:
-    def change(state: JobState) -> None:
-        del state.participants[handler._this_node]
-        del state.last_heartbeats[handler._this_node]
-
-    return change
 
 
 def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(server: KeyValueServer) -> None:
@@ -75,70 +50,11 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(serve
             "c10d", f"127.0.0.1:{port}", f"job{least}", least, 2, "127.0.0.1", last_call_timeout=1
         )
         pair = [StoreRendezvous(client(port), given) for _ in range(2)]
-        threads = [threading.Thread(target=h.next_rendezvous) for h in pair]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_SECS)
-        for handler in pair:
-            handler._stop_heartbeats()
+        gather(pair)
         assert not pair[0].is_left_by_silent
         state = pair[0]._state_holder.state
         del state.participants[pair[1]._this_node]
         assert pair[0].is_left_by_silent is goes_on
-
-
-def test_p3_a_node_that_was_struck_out_takes_its_place_again(
-    joined: list[StoreRendezvous], port: int
-) -> None:
-    before = shared(port).participants
-    for handler in joined:
-        rewrite(port, struck(handler))
-    for handler in joined:
-        beat(handler)
-    assert shared(port).participants == before
-    assert shared(port).last_heartbeats.keys() == before.keys()
-    assert [h.num_nodes_waiting() for h in joined] == [0, 0]
-
-
-def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], port: int) -> None:
-    """It stood still, and is the first to look again."""
-
-    def all_old(state: JobState) -> None:
-        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
-
-    rewrite(port, all_old)
-    beat(joined[0])
-    assert shared(port).participants.keys() == {joined[0]._this_node}
-    beat(joined[1])
-    assert len(shared(port).participants) == 2
-
-
-def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
-    joined: list[StoreRendezvous], server: KeyValueServer, port: int
-) -> None:
-    before = shared(port)
-    server.close()
-    for handler in joined:
-        beat(handler)
-        with pytest.raises(RendezvousConnectionError, match="not answer"):
-            handler.num_nodes_waiting()
-    second = KeyValueServer(listen("127.0.0.1", port), SECRET)
-    try:
-        for handler in joined:
-            deadline = time.monotonic() + WAIT_SECS
-            while True:
-                beat(handler)
-                try:
-                    waiting = handler.num_nodes_waiting()
-                    break
-                except RendezvousConnectionError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
-            assert waiting == 0
-        assert (shared(port).round, shared(port).participants) == (before.round, before.participants)
-    finally:
-        second.close()
 
 
 @pytest.fixture
@@ -216,21 +132,6 @@ def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out
     assert other._state_holder.state.participants.keys() == {cut._this_node, other._this_node}
 
 
-def test_p3_a_launcher_that_comes_first_after_an_outage_strikes_nobody_out(
-    joined: list[StoreRendezvous], port: int
-) -> None:
-    """The store stood still, and with it all heartbeats; the nodes train on."""
-
-    def silence(state: JobState) -> None:
-        state.last_heartbeats = dict.fromkeys(state.participants, LONG_AGO)
-        state.seats.update(dict.fromkeys(state.participants, LONG_AGO))
-
-    rewrite(port, silence)
-    newcomer = StoreRendezvous(client(port), parameters(port))
-    beat(newcomer)
-    assert newcomer._state_holder.state.participants.keys() == {h._this_node for h in joined}
-
-
 def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
     joined: list[StoreRendezvous], port: int
 ) -> None:
@@ -248,3 +149,84 @@ def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
         assert late in handler.state.wait_list
         assert handler.num_nodes_waiting() == 0
         assert handler.state.seats.keys() == {h._this_node for h in joined}, "a seat more than places"
+
+
+# -- a node that is told to leave ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(server: KeyValueServer) -> list[StoreRendezvous]:
+    """Three nodes in the first start of the job, the last of which was told to leave."""
+    many = RendezvousParameters(
+        "c10d", f"127.0.0.1:{server.port}", "job", 1, 3, "127.0.0.1", keep_alive_interval=60
+    )
+    handlers = [StoreRendezvous(client(server.port), many) for _ in range(3)]
+    gather(handlers)
+    for handler in handlers:
+        handler.incarnations = IncarnationRecord(client(server.port), "job")
+        handler.incarnation = handler.incarnations.raise_to(1)
+    leaver = handlers[2]._this_node
+
+    def ask(state: JobState) -> Scaling:
+        state.leaving.add(leaver)
+        return Scaling(number=1, nodes=2, limit=2, round=state.round)
+
+    handlers[0].scale(ask)
+    for handler in handlers:
+        deadline = time.monotonic() + WAIT_SECS
+        while not handler.num_nodes_waiting() and time.monotonic() < deadline:
+            handler._keep_alive()  # looks at the store again, but not at once
+        assert handler.num_nodes_waiting()
+        assert handler.is_whole
+    assert [h.is_leaving for h in handlers] == [False, False, True]
+    return handlers
+
+
+def gather(handlers: list[StoreRendezvous]) -> list[int]:
+    """All form a round; returns what sizes they say it has."""
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda h=h: found.append(h.next_rendezvous().world_size)) for h in handlers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECS)
+    for handler in handlers:
+        handler._stop_heartbeats()
+    return found
+
+
+def leave(handler: StoreRendezvous) -> tuple[threading.Thread, list[str]]:
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            said.append(f"a round of {handler.next_rendezvous().world_size}")
+        except LeftError:
+            said.append("left")
+        except RendezvousGracefulExitError:
+            pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, said
+
+
+def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
+    three: list[StoreRendezvous], port: int
+) -> None:
+    rank = shared(port).participants[three[2]._this_node]
+    thread, said = leave(three[2])
+    assert gather(three[:2]) == [2, 2]
+    assert three[0].left == {rank}
+    assert not three[0].num_nodes_waiting()
+    three[0].incarnation = IncarnationRecord(client(port), "job").raise_to(2)
+    client(port).set("reft/job/committed", b"1:7")
+    thread.join(1.0)
+    assert not said, "the newest commit is of the start that it took part in"
+    client(port).set("reft/job/committed", b"2:8")
+    thread.join(WAIT_SECS)
+    assert said == ["left"]
+    assert not shared(port).leaving
+    assert three[2]._this_node not in shared(port).seats

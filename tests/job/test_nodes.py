@@ -143,26 +143,3 @@ def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> 
         assert len(job.events("end")) == 2
         # Nobody could say that all nodes ended well, so nothing is removed.
         assert all(job.job_dir(i).is_dir() for i in range(2))
-
-
-@pytest.mark.nightly
-def test_a_rendezvous_that_comes_back_continues_the_job(tmp_path: Path) -> None:
-    """Killed while all train, gone while a node dies, and back with its port and its state."""
-    state = ("--state-dir", str(tmp_path / "state"))
-    with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK, rendezvous_options=state) as job:
-        trains(job, 0, 2)
-        assert job.rendezvous is not None
-        job.rendezvous.kill()
-        job.rendezvous.wait()
-        job.wait_until(lambda: "Training goes on" in job.log(0), 240, "the warning")
-        steps = len(job.events("step"))
-        job.wait_for("step", steps + 50)
-        job.kill_node(1)
-        job.wait_until(lambda: "waiting up to 120 s" in job.log(0), 240, "the survivor's warning")
-        job.rendezvous.stdout.close()  # type: ignore[union-attr]
-        job.start_rendezvous(int(job.endpoint.rpartition(":")[2]))
-        job.start_node(1)
-        trains(job, 1, 2)
-        job.finish()
-        assert job.wait(240) == {0: 0, 1: 0}
-        assert {e["attempt"] for e in job.events("start")} == {0, 1}

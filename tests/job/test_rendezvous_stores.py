@@ -1,4 +1,4 @@
-"""What a rendezvous needs of its store, and the rendezvous itself: the same over reft's own and over etcd."""
+"""What a rendezvous needs of its store: the same over reft's own and over etcd."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
-from reft.job.rendezvous.handler import StoreRendezvous
 from tests.etcd import EtcdCluster
 
 SECRET, ANOTHER = b"s" * 32, b"t" * 32
@@ -157,77 +154,11 @@ def test_p11_who_has_another_secret_reads_nothing(backend: Backend) -> None:
         stranger.peek("a")
 
 
-# -- the rendezvous ------------------------------------------------------------------------------------
-
-
-class Node:
-    """A node that joins rounds of a job of two nodes."""
-
-    def __init__(self, backend: Backend, *, spare: bool = False) -> None:
-        self.store = backend.store()
-        self.handler = StoreRendezvous(
-            self.store,
-            RendezvousParameters(
-                "etcd-v3", "", "job", 2, 2, "127.0.0.1", keep_alive_interval=1, keep_alive_max_attempt=5
-            ),
-        )
-        self.joined: list[tuple[int, int]] = []
-        self.ended: BaseException | None = None
-
-    def join(self) -> threading.Thread:
-        def run() -> None:
-            try:
-                info = self.handler.next_rendezvous()
-                self.joined.append((info.rank, info.world_size))
-            except (RendezvousClosedError, RendezvousGracefulExitError) as error:
-                self.ended = error
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
-
-    def die(self) -> None:
-        """It beats no more, and says nothing."""
-        self.handler._stop_heartbeats()
-
-
-@pytest.fixture
-def nodes(backend: Backend, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
-    if "relay" in request.node.name:
-        pytest.skip("launchers do not meet over the relay: it is for trainers")
-    made = [Node(backend) for _ in range(3)]
-    yield made
-    for node in made:
-        with suppress(StoreError, RuntimeError):
-            node.handler.shutdown()
-        node.handler._stop_heartbeats()
-
-
-def together(*nodes: Node) -> None:
-    joining = [node.join() for node in nodes]
-    for thread in joining:
-        thread.join(WAIT_SECS)
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_SECS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@pytest.mark.integration
-def test_nodes_meet_and_a_spare_takes_the_place_of_a_dead_one(nodes: list[Node]) -> None:
-    first, second, spare = nodes
-    together(first, second)
-    assert sorted(first.joined + second.joined) == [(0, 2), (1, 2)]
-    joining = spare.join()
-    second.die()
-    joining.join(1)
-    wait_for(lambda: first.handler.num_nodes_waiting() > 0)
-    together(first)
-    joining.join(WAIT_SECS)
-    assert sorted(first.joined[1:] + spare.joined) == [(0, 2), (1, 2)]
 
 
 # -- etcd alone ----------------------------------------------------------------------------------------

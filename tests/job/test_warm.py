@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.job.cluster import cluster
 from tests.prefork import Popen
 
 DEADLINE_SECS = 240.0
@@ -189,20 +188,3 @@ def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:
 
 def _lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.integration
-def test_forked_trainers_of_a_local_cluster_are_told_apart_and_killed(tmp_path: Path) -> None:
-    with cluster(tmp_path, "allreduce.py", "1000", nodes=1, procs_per_node=2, env={"REFT_WARM": "1"}) as made:
-        made.wait_for("start", 2)
-        trainers = made.trainers(0)
-        assert [p.pid for p in trainers] == [e["pid"] for e in sorted(made.events("start"), key=_rank_of)]
-        assert all(SERVER not in p.cmdline() for p in trainers)
-        made.kill_node(0, "process")
-        made.wait_for("start", 2, attempt=1)
-        made.finish()
-        assert made.wait(DEADLINE_SECS) == {0: 0}
-
-
-def _rank_of(event: dict[str, Any]) -> int:
-    return int(event["rank"])

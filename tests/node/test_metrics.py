@@ -19,12 +19,13 @@ from reft.config_read import parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
 from reft.node.accounts import Counts
+from reft.node.daemon import NodeStatus
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, Shard, Signal
-from reft.node.status import NodeStatus
 from reft.node.stragglers import Kind, RankSpeed, Straggler
+from reft.storage.persister import PersistStatus
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def job(tmp_path: Path) -> JobDir:
 
 @pytest.fixture
 def status(job: JobDir) -> NodeStatus:
-    status = NodeStatus(job.path, {})
+    status = NodeStatus(job.path, {}, PersistStatus())
     status.committed(Label(1, 7))
     status.skip(8, "no memory")
     traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
