@@ -148,25 +148,23 @@ def stop_together(session: Session, step: int) -> None:
     Raises:
         SystemExit: always, unless the job ends at its next step.
     """
-    committed, persisted = _take_last_version(session, session.config.grace_secs)
+    committed, persisted = _take_last_version(session, step, session.config.grace_secs)
     logger.warning(
         "stopping as told: step %d is %s%s",
-        step,
-        "committed in memory" if committed else "NOT committed",
-        "" if persisted is None else f", persisted: {persisted}",
+        *(step, "committed in memory" if committed else "NOT committed", persisted),
     )
-    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
     if not session.stopping.at_next_step:
         _end(session)
 
 
-def _end(session: Session) -> None:
-    session.close()
+def _end(session: Session, *timeout_secs: float) -> None:
+    session.close(*timeout_secs)
     raise SystemExit(session.stopping.preemption.exit_code)
 
 
-def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
-    """Whether the state after the last step was committed within the time, and where it was persisted."""
+def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
+    """Whether the state after the last step was committed within the time; where it was persisted, in
+    words."""
     deadline = time.monotonic() + secs
     request = session.submit(must=True)
     assert session.worker is not None
@@ -174,7 +172,8 @@ def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
     persisted = None
     if request.committed and session.config.persist.dir is not None:
         persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-    return request.committed, persisted
+    session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
+    return request.committed, "" if persisted is None else f", persisted: {persisted}"
 
 
 def stop_alone(session: Session, step: int) -> None:
@@ -185,19 +184,16 @@ def stop_alone(session: Session, step: int) -> None:
         SystemExit: always.
     """
     left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
-    committed, persisted = _take_last_version(session, max(0.0, left))
+    committed, persisted = _take_last_version(session, step, max(0.0, left))
     if committed:
         logger.warning(
             "stopping as told after step %d, alone: the grace is too short for another step. Committed "
             "in memory%s",
-            step,
-            "" if persisted is None else f", persisted: {persisted}",
+            *(step, persisted),
         )
     else:
         logger.warning(
             "stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
             *(step, session.stats.committed_step),
         )
-    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
-    session.close(_CLOSE_SECS)
-    raise SystemExit(session.stopping.preemption.exit_code)
+    _end(session, _CLOSE_SECS)
