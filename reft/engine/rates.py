@@ -77,14 +77,11 @@ class TierRate:
     """One rank's measure of the versions that go to a tier, and the interval that it wants.
 
     Args:
-        max_overhead: part of the training time that versions may cost.
         most_steps: longest interval, half of the steps that may be lost; None: no bound.
         fits: shortest interval, at least as long as the given one, that the other tier goes with.
         copies: Tc, None before a version was copied, and Tw, as known by now.
         known: costs and interval of an earlier start; None has the first steps profiled.
-        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
-            for the wish; the training thread does not wait for it.
-        clock: seconds.
+        on_change: called with costs and interval whenever a window was judged, by the thread that votes.
     """
 
     _least_pairs = _LEAST_PAIRS
@@ -162,9 +159,7 @@ class TierRate:
 
     def wanted_interval(self, windows: int = 1) -> int:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
-
-        Args:
-            windows: how often one fits into the idle time, as planned.
+        ``windows``: how often one fits into the idle time, as planned.
         """
         with self._lock:
             wanted = self._bounded(max(windows, self._wanted_interval()))
@@ -286,16 +281,14 @@ class TierRate:
 
 class StorageRate(TierRate):
     """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
-    says that it is on storage.
+    says that it is on storage. Without ``known`` the first 50 steps go without.
 
     Args:
-        config: what the interval keeps to.
         interval_steps: versions exist only every so many steps.
         start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
             begins with.
         memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
         carried_secs: for how long memory alone carries the job with a probability, as known now.
-        known, on_change, clock: as of :class:`TierRate`; without ``known`` the first 50 steps go without.
     """
 
     _least_pairs = 1
@@ -329,13 +322,8 @@ class StorageRate(TierRate):
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS), Why.START)
 
     def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed; returns whether it goes to storage.
-
-        Args:
-            label: the version.
-            agreed_steps: the interval that the vote on it has found, the same on every rank.
-            version_steps: until the next version, at most.
-        """
+        """A version is committed; returns whether it goes to storage. ``agreed_steps``: the interval that the
+        vote on it has found, the same on every rank; ``version_steps``: until the next version, at most."""
         with self._lock:
             self._newest_step = label.step
             due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
@@ -402,14 +390,7 @@ class StorageRate(TierRate):
 
 @dataclass(frozen=True)
 class MemoryLosses:
-    """How often this job loses more than its memory survives.
-
-    Attributes:
-        job_dir: the job's memory on this node, with its history.
-        topology: who sits where.
-        tolerance: losses that every sharding group survives now.
-        node_mtbf_days: of a node, as configured.
-    """
+    """How often this job loses more than its memory survives, of which ``tolerance`` says the losses now."""
 
     job_dir: Path
     topology: Topology
@@ -479,12 +460,8 @@ class RateCache:
     """What an earlier start has measured of one rank's versions, so that the next one need not.
 
     One small file per rank in the memory directory, next to the jobs: the same model in the same layout on
-    the same machine finds it, whatever the job is called. It is replaced as a whole; one that cannot be used
-    is ignored.
-
-    Args:
-        directory: where the file lies.
-        facts: JSON values by which model, layout and machine are known; with other ones, nothing is found.
+        the
+    same machine, which the JSON values of ``facts`` tell, finds it, whatever the job is called.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
@@ -524,15 +501,8 @@ class RateCache:
 
 
 class Rates:
-    """Both tiers of one rank. Made collectively.
-
-    Args:
-        session: whose versions; its memory and its protection are there.
-        from_memory: this node's memory holds the version that the job goes on with.
-
-    Attributes:
-        memory, storage: None where the block has a number.
-    """
+    """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
+    collectively. ``from_memory``: this node's memory holds the version that the job goes on with."""
 
     def __init__(self, session: Session, *, from_memory: bool) -> None:
         self._session = session
@@ -659,12 +629,7 @@ class Rates:
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
     """The newest step up to ``until_step`` that the job has on storage and did not go back behind; 0 if there
-    is none, or it cannot be found out.
-
-    Args:
-        config: with a directory to persist to, and the job's name.
-        until_step: where the job goes on.
-    """
+    is none, or it cannot be found out."""
     assert config.persist.dir is not None
     assert config.job_id is not None
     try:

@@ -19,7 +19,7 @@ from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
 from reft.engine.identity import Identity, local_rank, name_job, note_session
 from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
-from reft.engine.protection import Protection
+from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
 from reft.engine.stopping import Preemption, Stopping
 from reft.faults import FaultPlan, kill_this_node
@@ -390,7 +390,9 @@ class Session:
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
-        self.protection = self._protect_as_configured()
+        if chosen := self.config.chooses:
+            self.config = choose_protection(self)
+        self.protection = Protection(self, chosen=chosen)
         if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
             backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
@@ -415,33 +417,6 @@ class Session:
         self._closed = False
         self.first_request: SnapshotRequest | None = None
         """Of this life; what has become of it is noted there."""
-
-    def _protect_as_configured(self) -> Protection:
-        """Choose the protection first, where the block leaves that to reft. Collective."""
-        chosen = self.config.chooses
-        if chosen:
-            from reft.engine.protection import choose_protection
-
-            adapter = self.engine.adapter
-            exact = not self.copying.engine.asynchronous or adapter.steps_exactly
-            self.config = choose_protection(
-                self.config,
-                adapter.expected_bytes(),
-                control=self.control,
-                topology=self.topology,
-                job_dir=self.memory.job_dir.path,
-                events=self.events,
-                exact=exact,
-            )
-        return Protection(
-            self.config,
-            chosen=chosen,
-            control=self.control,
-            topology=self.topology,
-            job_dir=self.memory.job_dir.path,
-            incarnation=self.memory.incarnation,
-            events=self.events,
-        )
 
     # -- facts -----------------------------------------------------------------------------------
 

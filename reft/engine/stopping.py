@@ -86,12 +86,9 @@ _ALONE_SHARE = 0.5
 
 
 class Stopping:
-    """Decides after which step one rank stops.
-
-    Attributes:
-        at_next_step: where all ranks stop, the job ends where the next step would begin. The program prints
-            the line of the last step before, and saves where that is due.
-    """
+    """Decides after which step one rank stops. ``at_next_step``: where all ranks stop, the job ends where the
+    next step would begin. The program prints the line of the last step before, and saves where that is
+    due."""
 
     def __init__(self, grace_secs: float, preemption: Preemption) -> None:
         self.preemption = preemption
@@ -124,30 +121,19 @@ class Stopping:
         return self.preemption.requested and (waited_long or worker.broken is not None)
 
     def stop_if_due(self, session: Session, step: int) -> None:
-        """Called behind the step.
-
-        Raises:
-            SystemExit: it was.
-        """
+        """Called behind the step; exits if it was."""
         if self._stop is not None:
             self._stop(session, step)
 
     def end_if_stopped(self, session: Session) -> None:
-        """Called where a step begins.
-
-        Raises:
-            SystemExit: the job has stopped behind the step before.
-        """
+        """Called where a step begins; exits if the job has stopped behind the step before."""
         if self.at_next_step and self._stop is not None:
             _end(session)
 
 
 def stop_together(session: Session, step: int) -> None:
-    """Told to stop, and all ranks know: one last version, committed and on disk, then exit.
-
-    Raises:
-        SystemExit: always, unless the job ends at its next step.
-    """
+    """Told to stop, and all ranks know: one last version, committed and on disk. Exits, unless the job ends
+    at its next step."""
     committed, persisted = _take_last_version(session, step, session.config.grace_secs)
     logger.warning(
         "stopping as told: step %d is %s%s",
@@ -178,11 +164,8 @@ def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, 
 
 def stop_alone(session: Session, step: int) -> None:
     """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
-    longer than half of it, no vote could name one to stop after, but all ranks that were told get here alike.
-
-    Raises:
-        SystemExit: always.
-    """
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
+    alike."""
     left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
     committed, persisted = _take_last_version(session, step, max(0.0, left))
     if committed:

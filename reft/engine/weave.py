@@ -66,7 +66,6 @@ class WovenSchedule:
     """A schedule with snapshot instructions; everything else is the schedule's own.
 
     Args:
-        schedule: what the engine was about to execute.
         take: insert :class:`TakeSnapshot` behind the optimizer step.
         seen: takes the names of the training instructions, in order.
         queues: its transfers are known to be queued, as in DualPipeV; else that shows with the first.
@@ -106,12 +105,9 @@ class Weaver(Woven):
     """Weaves the schedules of one pipeline engine. Made once, at ``attach``.
 
     Args:
-        engine: a ``PipelineEngine``.
-        pacer: opens and closes windows.
         take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
         active: whether anything is to be woven; asked before every schedule.
         traced: whether every instruction is timed; asked before every schedule.
-        progress: told of every instruction.
     """
 
     def __init__(
