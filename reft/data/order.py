@@ -80,12 +80,8 @@ class Permutation:
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job is in its data.
-
-    Attributes:
-        epoch: number of the pass, counted from 0.
-        consumed: samples that the whole job has consumed, or dropped, since the first pass began.
-    """
+    """Where the job is in its data: in the pass ``epoch``, counted from 0, after ``consumed`` samples that
+    the whole job has consumed, or dropped, since the first pass began."""
 
     epoch: int = 0
     consumed: int = 0
@@ -197,10 +193,8 @@ def encode(at: JobPosition, order: Order) -> dict[str, Any]:
 
 
 def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
-    """
-    Raises:
-        ConfigError: the position belongs to other data or another order.
-    """
+    """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or another
+    order."""
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(

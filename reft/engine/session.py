@@ -53,13 +53,7 @@ Event = tuple[str, float, int]
 
 
 class Monitoring:
-    """Feeds the monitor of one engine.
-
-    Args:
-        engine: whose ``engine`` is DeepSpeed's, if it is one; without a monitor nothing is written.
-        stats: the counters of this rank.
-        job_dir: the job's memory on this node, where its history is.
-    """
+    """Feeds DeepSpeed's monitor, if ``engine`` has one that is on."""
 
     def __init__(self, engine: Any, stats: SnapshotStats, job_dir: Path) -> None:
         self._engine = getattr(engine, "engine", None)
@@ -309,11 +303,6 @@ class Tracer:
 class Session:
     """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
 
-    Args:
-        engine: what trains.
-        config: the checked ``reft`` block.
-        client_state: returns what the user wants restored together with the weights.
-
     Raises:
         UnsupportedStateError: the engine holds state reft does not know.
         LayoutError: the ranks do not form a pp x dp x tp grid.
@@ -323,14 +312,8 @@ class Session:
         control: agrees with the other ranks, on the training thread.
         topology: where all ranks are; ``places`` says what that is known from.
         memory: what the job has on this node.
-        protection: against lost nodes.
-        copying: by what and when bytes are copied.
-        state: of the engine.
         fence: training waits there (P2).
         progress: what this rank is at, for its node's daemon.
-        device_memory: what it has of its device, beside that.
-        monitoring: tells DeepSpeed's monitor, on rank 0.
-        stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
         worker: takes versions; None before :meth:`start`.
         rates: how often, and how often they go to storage; from :meth:`start` on.
@@ -569,11 +552,8 @@ class Session:
 
     def boundary(self) -> None:
         """The state after an optimizer step is final: take a snapshot if one is due. A state that cannot be
-        captured is not raised here: its version is voted down (P6).
-
-        Called behind the optimizer step where the schedule was woven, else behind the whole step; the
-        second call for the same step does nothing.
-        """
+        captured is not raised here: its version is voted down (P6). Called behind the optimizer step where
+        the schedule was woven, else behind the whole step; the second call for the same step does nothing."""
         step = self.engine.global_steps
         if step == self._last_step or self.worker is None or self._closed:
             return

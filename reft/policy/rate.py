@@ -21,14 +21,8 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Costs:
-    """What CheckFreq's profiler measures.
-
-    Attributes:
-        step_secs: Ti, of a step without a checkpoint.
-        update_secs: Tw, the part of it that changes the weights.
-        host_copy_secs: Tc.
-        write_secs: Ts.
-    """
+    """What CheckFreq's profiler measures: Ti, of a step without a checkpoint; Tw, its part that changes the
+    weights; Tc; Ts."""
 
     step_secs: float
     update_secs: float = 0.0
@@ -58,10 +52,6 @@ def frequency(costs: Costs, max_overhead: float) -> Frequency:
     To <= p k Ti, and k Ti + To >= Tc + Ts: a checkpoint is on storage before the next one is taken, so that
     a failure rolls back at most :func:`most_lost_steps`. The algorithm's copy within the device is left out:
     what versions are seen to cost decides after the first of them.
-
-    Args:
-        costs: as measured.
-        max_overhead: p, part of the training time.
 
     Raises:
         ConfigError: p is not between 0 and 1.
@@ -105,14 +95,8 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """The present rate.
-
-    Attributes:
-        interval_steps: k.
-        why: it is so.
-        overhead: as observed last; None: not yet.
-        calm: windows in a row with less than half of the allowed overhead.
-    """
+    """The present interval, and why it is so; the overhead as observed last, None: not yet; ``calm``: windows
+    in a row with less than half of the allowed overhead."""
 
     interval_steps: int
     why: Why = Why.START
@@ -137,7 +121,6 @@ def adapt(
     checkpoint takes to be on storage, where the bound on lost steps allows that.
 
     Args:
-        rate: until now.
         cost_secs: To, as a checkpoint of the window cost it; at least 0.
         plain_secs: Ti, of a step without a checkpoint.
         max_overhead: p.
@@ -185,14 +168,8 @@ them in a row are steps: training has become as slow."""
 
 @dataclass(frozen=True)
 class Cost:
-    """What a checkpoint costs, as pairs tell.
-
-    Attributes:
-        secs: by which one makes training longer; below 0 where noise outweighs it.
-        error_secs: standard error of that.
-        plain_secs: of a step without one.
-        pairs: that it was found from.
-    """
+    """By what a checkpoint makes training longer, as so many pairs tell, and the standard error of that;
+    below 0 where noise outweighs it."""
 
     secs: float
     error_secs: float
@@ -201,13 +178,9 @@ class Cost:
 
 
 class Pairs:
-    """Steps with and without a checkpoint beside them, in the order in which they were made.
-
-    A checkpoint whose steps touch those of another one, with none between, tells nothing.
-
-    Args:
-        most_beside: a checkpoint of more steps than that cannot be told from their drift.
-    """
+    """Steps with and without a checkpoint beside them, in the order in which they were made. A checkpoint
+    whose steps touch those of another one, with none between, tells nothing, nor does one of more than
+    ``most_beside`` steps, which cannot be told from their drift."""
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
@@ -289,11 +262,8 @@ class Due:
     """No more steps lie between two that are due than the interval was when the first of them was.
 
     Multiples of the interval are always due: ranks that have heard of a change at different steps agree again
-    at the next one. After a change this costs one version more at most.
-
-    Args:
-        start_step: counts as due: the step that the job begins or goes on with, the same on every rank.
-    """
+    at the next one. After a change this costs one version more at most. ``start_step`` counts as due: the
+    step that the job begins or goes on with, the same on every rank."""
 
     def __init__(self, start_step: int) -> None:
         self._last = start_step

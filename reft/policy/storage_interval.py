@@ -48,14 +48,10 @@ def memory_losses_per_sec(
     protected again so many others of its group that the placement does not survive it.
 
     Args:
-        node_losses_per_sec: of one node.
-        nodes: of the job; a multiple of the group's size.
+        nodes: of the job; a multiple of the group's size, else a ConfigError.
         survived: of every number of lost nodes, how many sets a group survives; see
             :func:`reft.protect.survival.losses_within`.
         repair_secs: from a loss to the version that is protected again.
-
-    Raises:
-        ConfigError: if the nodes cannot be cut into groups of that size.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -115,13 +111,8 @@ class Because(StrEnum):
 
 @dataclass(frozen=True)
 class StorageCosts:
-    """What was measured.
-
-    Attributes:
-        step_secs: of a step without a checkpoint on its way.
-        cost_secs: by which one on its way makes training longer.
-        write_secs: from the moment of a checkpoint until it is on storage.
-    """
+    """What was measured: a step without a checkpoint on its way, by what one on its way makes training
+    longer, and from the moment of a checkpoint until it is on storage."""
 
     step_secs: float
     cost_secs: float
@@ -133,7 +124,6 @@ class Goals:
     """What the interval has to keep to.
 
     Attributes:
-        max_overhead: part of the training time; None: whatever the failures make best.
         survival_secs: time after which memory alone no longer carries the job with the wished probability
             (:func:`reft.protect.survival.persist_interval_secs`).
         most_lost_steps: bound on the steps that are made again; None: none.
@@ -157,13 +147,7 @@ class StorageInterval:
 def storage_interval(costs: StorageCosts, mtbf_secs: float, goals: Goals | None = None) -> StorageInterval:
     """The best for the failures, but no longer than survival and the bound on lost steps allow, no shorter
     than the overhead, and never shorter than writing takes. Where two exclude each other the bound wins over
-    the overhead, and what writing takes over both.
-
-    Args:
-        costs: as measured.
-        mtbf_secs: of what memory does not survive; infinite: never.
-        goals: to keep to.
-    """
+    the overhead, and what writing takes over both."""
     goals = goals or Goals()
     step = costs.step_secs
     steps, because = _best_steps(costs, mtbf_secs), Because.FAILURES
