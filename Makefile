@@ -111,7 +111,7 @@ matrix: venv  ## the integration tests at the ends of the supported versions: AR
 	$(BIN)/python -m tests.matrix $(ARGS)
 
 megatron: venv  ## a checkout of Megatron-DeepSpeed or Megatron-LM loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
-	$(BIN)/python -m tests.$(if $(wildcard $(DIR)/megatron/training/),megatron_core,megatron).program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
+	$(BIN)/python -m tests.megatron.program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
 
 slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root): slurm/'s scripts as they are, nodes die
 	$(PYTEST) -rs tests/slurm $(ARGS)
