@@ -32,15 +32,7 @@ def make_pacer(
     ranks_here: int,
     staging: StagingArea | None,
 ) -> Pacer:
-    """The pacer with its gate.
-
-    Args:
-        has: settings.
-        engine: copies the bytes.
-        stage_id, stages, micro_batches: of this rank's pipeline.
-        ranks_here: ranks on this node.
-        staging: where ``has.overflow`` is 'staging'.
-    """
+    """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
     gate = StreamGate() if engine.asynchronous else HostGate()
     # Until something was measured: beside computation, as slowly as ever allowed.
     share = _share_of_computing(has.compute_share, engine, ranks_here)
@@ -128,11 +120,6 @@ class OptimizerFence:
     """Stands before the optimizer step or, where it was seen to come within it, before the first write.
 
     A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
-
-    Args:
-        worker: returns what copies; None before the session starts.
-        copying: told of the optimizer step.
-        stats: the waits are counted there.
     """
 
     def __init__(
