@@ -16,7 +16,7 @@ import pytest
 from arena_tools import SECRET, fill, header, make, write_version
 
 from reft.errors import ArenaError
-from reft.memory import files as arena_lock
+from reft.memory import arena as arena_lock
 from reft.memory.arena import Arena, ArenaState
 
 pytestmark = pytest.mark.timeout(60)

@@ -256,8 +256,8 @@ def test_a_live_job_is_removed_by_force_and_its_process_goes_on(tmp_path: Path) 
     job = JobDir.open_or_create(tmp_path, "job", "node0")
     with make(job.path / "rank0-slot0.arena", secret=job.secret) as arena:
         with pytest.raises(ArenaError, match="--force"):
-            job.remove()
-        job.remove(force=True)
+            remove_job(job.path)
+        remove_job(job.path, force=True)
         assert not job.path.exists()
         write_version(arena, 1)
 
