@@ -390,12 +390,12 @@ class Arena:
         if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
-        return self._take(fcntl.LOCK_EX, blocking=False)
+        return self._take(fcntl.LOCK_EX)
 
-    def lock_shared(self, blocking: bool = False) -> bool:
+    def lock_shared(self) -> bool:
         """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
         self._unlock_after_write = False
-        return self._take(fcntl.LOCK_SH, blocking)
+        return self._take(fcntl.LOCK_SH)
 
     def unlock(self) -> None:
         """Give up the lock, if any is held."""
@@ -404,14 +404,14 @@ class Arena:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._held = None
 
-    def _take(self, operation: int, blocking: bool) -> bool:
+    def _take(self, operation: int) -> bool:
         if self._held == operation:
             return True
         self.unlock()
         if self._fd < 0:
             raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
         try:
-            fcntl.flock(self._fd, operation if blocking else operation | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         self._held = operation
