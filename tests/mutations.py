@@ -43,7 +43,7 @@ MUTATIONS = {
         WORKER,
         "if approached or self._state.holds_training:",
         "if False:",
-        ("tests/snapshot/test_breaking_off.py", "tests/snapshot/test_worker.py"),
+        ("tests/snapshot/test_worker.py",),
     ),
     "p2-late-copy-keeps-its-version": Mutation(
         VERSION,

@@ -22,7 +22,7 @@ from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
 from reft.memory.arena import Arena
 from reft.memory.arena_files import ARENA_SUFFIX, scan
-from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory
+from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, remove_job
 from reft.memory.joblock import LOCK_FILE, JobLock
 from reft.node.client import request
 from reft.node.daemon import END_SIGNAL
@@ -157,7 +157,7 @@ class NodeMemory:
             return
         try:
             if self._is_ours():
-                self.job_dir.remove(force=True)
+                remove_job(self.job_dir.path, force=True)
         except (OSError, ReftError) as error:
             logger.warning("%s could not be removed: %s", self.path, error)
         if self._lock is not None:

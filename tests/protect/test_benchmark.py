@@ -44,15 +44,6 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
 
 
 @pytest.mark.process
-def test_the_table_is_for_people(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--quick"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "of the bound" in done.stdout
-    assert "decode rs:2, 2 lost" in done.stdout
-
-
-@pytest.mark.process
 def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: Path) -> None:
     command = [
         sys.executable,

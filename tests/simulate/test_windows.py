@@ -39,23 +39,6 @@ def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t
     assert simulated.makespan_secs == analytic.step_secs
 
 
-@settings(max_examples=50, deadline=None)
-@given(pipelines, st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
-def test_rounding_makes_no_windows(pipeline, t_f, t_b):
-    stages, micro_batches = pipeline
-    simulated = simulate(train_schedule(stages, micro_batches), Costs.equal(stages, t_f, t_b))
-    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
-    for stage in simulated.stages:
-        found, expected = stage.windows, analytic.windows(stage.stage_id)
-        # A window may be shorter than the rounding of the whole step (t_f a millionth of t_b).
-        negligible = 1e-9 * analytic.step_secs
-        found = [w for w in found if w.length_secs > negligible]
-        expected = [w for w in expected if w.length_secs > negligible]
-        assert [(w.kind, w.position) for w in found] == [(w.kind, w.position) for w in expected]
-        assert [w.start_secs for w in found] == pytest.approx([w.start_secs for w in expected])
-        assert [w.stop_secs for w in found] == pytest.approx([w.stop_secs for w in expected])
-
-
 def test_the_example_of_the_reference():
     lengths = [
         [(w.kind.value, w.length_secs) for w in AnalyticEstimator(4, 8, 1.0, 2.0).windows(p)]

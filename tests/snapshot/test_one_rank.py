@@ -1,4 +1,4 @@
-"""Training waits where a window closes for whoever has the permit: nobody who has it does what takes long."""
+"""What training and peers are spared where one rank's worker is slow, has no slot, or breaks off (P6)."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from reft.config import Variant
-from reft.control.control import ControlGroup
-from reft.faults import FaultPlan
-from reft.grid import Degrees, Topology
+from reft.errors import TransferError
 from reft.memory.arena import Arena
-from reft.memory.arena_files import SlotFiles, scan
+from reft.memory.arena_files import scan
 from reft.naming import Label
-from reft.node.protection import ProtectionRecord
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import SchemeSwitch
+from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
-
-WAIT_SECS = 30.0
-SECRET = b"s" * 32
+from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
 
 
 class SlowToPin(CpuCopyEngine):
@@ -52,28 +46,10 @@ class Alone:
     """A job of one rank, which takes versions of a tensor."""
 
     def __init__(self, folder: Path) -> None:
-        topology = Topology(Degrees(1, 1, 1), Degrees(1, 1, 1).coordinates(), ("A",))
-        self.engine, self.gate, self.stats = SlowToPin(), HostGate(), SnapshotStats()
+        self.engine, self.gate = SlowToPin(), HostGate()
         self.gate.patience_secs = 10 * WAIT_SECS
         pacer: Any = SimpleNamespace(plan=None, gate=self.gate, version_done=lambda sections, chunks: None)
-        control = ControlGroup(60).for_worker()
-        self.arenas = ArenaSet(
-            SlotFiles(folder, 0, 2, SECRET),
-            ArenaIdentity("job", "A", topology.degrees, topology.coordinates[0]),
-            frozen={},
-            limit_bytes=None,
-            engine=self.engine,
-        )
-        self.worker = SnapshotWorker(
-            control=control,
-            topology=topology,
-            arenas=self.arenas,
-            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
-            copier=Copier(self.engine, 65536),
-            pacer=pacer,
-            watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
-        )
+        self.worker = make_worker(folder, Copier(self.engine, 65536), pacer)
         self.images = LiveImages(SectionImage([("state", torch.ones(100_000))]), SectionImage([]), "layout")
 
     def submit(self, step: int, **options: Any) -> SnapshotRequest:
@@ -90,16 +66,16 @@ class Alone:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    job = Alone(tmp_path)
-    yield job
-    job.worker.close(10)
-    dist.destroy_process_group()
+    with group_of_one():
+        job = Alone(tmp_path)
+        yield job
+        job.worker.close(10)
 
 
 def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone, tmp_path: Path) -> None:
-    """Somebody has removed the file that the next version goes to: it is made, touched and pinned anew."""
-    assert alone.take(1).committed, alone.stats.last_error
+    """Training waits where a window closes for whoever has the permit. Somebody has removed the file that the
+    next version goes to: it is made, touched and pinned anew, by nobody who has it."""
+    assert alone.take(1).committed
     for path in tmp_path.glob("*.arena"):
         path.unlink()
     alone.engine.pinning.clear()
@@ -116,7 +92,7 @@ def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone, tmp_path: Path)
         alone.engine.pinned.set()
     alone.worker.fence()
     assert second.done.wait(WAIT_SECS)
-    assert second.committed, alone.stats.last_error
+    assert second.committed
 
 
 def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone, tmp_path: Path) -> None:
@@ -125,13 +101,45 @@ def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone
     assert alone.take(2).committed
     readers = [arena for _, arena in scan(tmp_path, SECRET) if isinstance(arena, Arena)]
     assert all(reader.lock_shared() for reader in readers)
-    alone.arenas.pin_secs = 0.1
+    alone.worker.arenas.pin_secs = 0.1
     refused = alone.take(3)
     assert "all slots are in use" in str(refused.given_up)
-    alone.arenas.pin_secs = WAIT_SECS
+    alone.worker.arenas.pin_secs = WAIT_SECS
     waiting = alone.submit(4, must=True)
-    assert not waiting.done.wait(0.1)
     for reader in readers:
         reader.close()
     assert waiting.done.wait(WAIT_SECS)
-    assert waiting.committed, alone.stats.last_error
+    assert waiting.committed
+
+
+def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_path: Path) -> None:
+    control = mock.Mock(rank=0, world_size=1)
+    control.vote.side_effect = TransferError("a peer votes on another step")
+    control.rejoin.side_effect = TransferError("nobody came")
+    skips: list[tuple[int, str]] = []
+    worker = make_worker(
+        tmp_path,
+        Copier(CpuCopyEngine(), 65536),
+        control=control,
+        on_skip=lambda step, cause: skips.append((step, cause)),
+    )
+    requests = [SnapshotRequest(Label(1, n), None, cause=Cause("nothing to show")) for n in (1, 2)]
+    for request in requests:
+        worker.submit(request)
+        assert request.done.wait(WAIT_SECS)
+    worker.close(10)
+    assert worker.broken == "a peer votes on another step"
+    assert requests[0].given_up == Cause("interrupted", "a peer votes on another step")
+    assert skips[0] == (1, "interrupted")
+
+
+def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -> None:
+    """Its peers wait for it in the exchange."""
+    label = Label(1, 7)
+    placement = mock.Mock(kept_by=mock.Mock(return_value=(0, 1)))
+    layout = SimpleNamespace(member=0, plan=SimpleNamespace(placement=placement))
+    filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
+    peers = PeerOptimizers(mock.Mock())
+    peers.replicas[1] = mock.Mock(stale="", number=label.step)
+    peers.compare(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
+    assert peers.stats.resynced == {"KeyError": 1}
