@@ -72,7 +72,9 @@ class ArenaReport:
             "redundant_bytes": self.redundant_bytes,
             "memory_bytes": self.nbytes,
             "sealed_unix_secs": header.sealed_unix_secs if header else None,
-            "bad_blocks": None if self.bad_blocks is None else [_name(key) for key in self.bad_blocks],
+            "bad_blocks": None
+            if self.bad_blocks is None
+            else [f"{key.section} block {key.index} of member {key.member}" for key in self.bad_blocks],
         }
 
 
@@ -265,7 +267,3 @@ def _judge(
     if isinstance(plan, NotRecoverable):
         return None, plan.reasons
     return plan.label, (f"bytes from: {format_bytes_from(plan.bytes_from)}", *plan.rejected)
-
-
-def _name(key: BlockKey) -> str:
-    return f"{key.section} block {key.index} of member {key.member}"

@@ -138,7 +138,9 @@ class SectionImage:
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         kept = _without_aliases([(name, t.detach()) for name, t in tensors])
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
-        self._views = [_byte_view(t) for _, t in kept]
+        # The memory of each as 1-D uint8, in memory order.
+        flat = (t.as_strided((t.numel(),), (1,), t.storage_offset()) for _, t in kept)
+        self._views = [t.view(torch.uint8) for t in flat]
         self.offsets: tuple[int, ...]
         self.nbytes: int
         self.offsets, self.nbytes = end_to_end(view.numel() for view in self._views)
@@ -314,9 +316,3 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as 1-D uint8, in memory order."""
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)

@@ -27,7 +27,7 @@ from reft.engine.checks.start import (
     what_begins_anew,
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
+from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Resumed, Sound, nothing_sound
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
@@ -354,9 +354,11 @@ class Restorer:
                 plan = outcome
         sound = sound or self._disk.newest_sound(found)
         if sound is not None:
-            self._explain_disk(plan, sound.checkpoint)
+            if session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
+                logger.warning("resuming from disk (%s): %s", sound.checkpoint, plan)
             return self._load_sound(original, call, sound)
-        self._memory.refuse_silent_restart(plan, self._nothing_sound(found))
+        refused = self._disk.refused(found)
+        self._memory.refuse_silent_restart(plan, nothing_sound(refused) if refused else "")
         if isinstance(outcome, NotRecoverable):
             self._memory.refuse_half_written(outcome)
         result: tuple[Any, Any] = (None, None)
@@ -537,11 +539,6 @@ class Restorer:
 
     # -- refusals ---------------------------------------------------------------------------------
 
-    def _nothing_sound(self, found: Found) -> str:
-        """What is wrong with the checkpoints on disk, in lines; empty where there are none."""
-        refused = self._disk.refused(found)
-        return nothing_sound(refused) if refused else ""
-
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
@@ -557,10 +554,6 @@ class Restorer:
             consequence = "After every failure it would go back there."
         warn(session, f"{did}. {consequence} {to_write}")
         session.start({})
-
-    def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
-        if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
-            logger.warning("resuming from disk (%s): %s", disk, plan)
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
