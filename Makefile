@@ -96,9 +96,8 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm devi
 	$(GPU_PYTHON) -m pytest -rs $(GPU_TESTS)
 	$(GPU_PYTHON) benchmarks/has_gpu.py --json > has_gpu.json
 
-faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
-	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m tests.faults.write_hole)
+faults: venv  ## the fault matrix: every pair of values, with all variants and protections; ARGS='-k host': some of them
+	REFT_FAULTS=1 $(PYTEST) tests/faults/test_matrix.py tests/faults/test_write_hole.py $(ARGS)
 
 storm: venv  ## real jobs under random attacks, compared with undisturbed runs: SEED=, SECS=
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs $(or $(SECS),1800) $(ARGS)

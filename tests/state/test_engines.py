@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(520)]
 
 WORLD = 4
 LIMIT_SECS = 500  # for a crowded machine; an idle one needs a tenth
-Results = dict[str, list[dict[str, Any]]]
-"""Per case, what every rank reports."""
+Results = dict[str, list[dict[str, Any]]]  # Per case, what every rank reports
 needs_fp16 = pytest.mark.skipif(FP16_MISSING is not None, reason=str(FP16_MISSING))
 
 
