@@ -77,7 +77,9 @@ def test_losses_are_equal_after_failures(
 
 
 @only_when_asked_for
-@pytest.mark.parametrize(("number", "job"), [*enumerate(JOBS)], ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("number", "job"), [*enumerate(JOBS)], ids=lambda value: str(value).replace(" ", "-")
+)
 def test_p1_p3_every_pair(scratch: Scratch, number: int, job: PlannedJob) -> None:
     if job.optimizer.needs_fp16 and FP16_MISSING:
         pytest.skip(str(FP16_MISSING))

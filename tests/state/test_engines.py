@@ -49,6 +49,16 @@ def test_p8_a_resumed_run_equals_the_uninterrupted_one(results: Results, name: s
         assert found["skipped_steps"] == (2 if "fp16" in name else 0), "no overflow was injected"
 
 
+def test_p8_what_is_written_from_a_version_is_what_deepspeed_writes(runs: Results) -> None:
+    """Recorded a step before, filled in with the bytes of the version: every file, key, type, value and bit."""
+    for name, found in runs.items():
+        files = [of_rank["files"] for of_rank in found]
+        assert [f["problems"] for f in files] == [[]] * WORLD, name
+        assert files[0]["rebuilt"] == files[0]["saved"] == sorted(n for f in files for n in f["own"]), name
+        partitioned = ADAPTERS[name][0] in ("BF16Adapter", "ZeroAdapter")
+        assert [f["scripts"] for f in files] == [partitioned, *[False] * (WORLD - 1)], name
+
+
 def test_p2_nothing_is_written_before_the_hooks_of_the_innermost_optimizer(runs: Results) -> None:
     """There the fence is; on overflow nothing is written."""
     for name, found in runs.items():
