@@ -119,7 +119,7 @@ slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root)
 mpi: venv mpi-libraries  ## all that goes over MPI, under Open MPI and MPICH: the transport, recoveries, steps that die
 	$(PYTEST) -rs $(MPI_TESTS) $(ARGS)
 
-MPI_TESTS := tests/control/test_transport.py tests/control/test_mpi_traffic.py tests/recover/test_over_mpi.py \
+MPI_TESTS := tests/control/test_transport.py tests/control/test_mpi_traffic.py tests/recover/test_transfer.py \
   tests/job/test_mpi_run.py tests/job/test_daemon_between_steps.py
 
 clean:
