@@ -195,8 +195,7 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
-    """Report on one job. Raises ArenaError: if the directories belong to several jobs, or to none. Raises
-    AuthenticationError: if a directory is somebody else's or its secret is missing."""
+    """Report on one job."""
     nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
     arenas: list[ArenaReport] = []

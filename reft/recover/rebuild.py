@@ -105,9 +105,9 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's where
-        the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is in its
-        room does. Raises KeyError: the block is not, or no longer, a term: twice, it would cancel itself."""
+        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's
+        where the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is
+        in its room does."""
         with self._lock:
             self._missing.remove(key)
             if not (self._adds_up or stays or key in self._rooms) and self._missing:
@@ -229,7 +229,7 @@ class Decoder:
         self._lock = threading.Lock()
 
     def reserve(self) -> None:
-        """Make the arena; before the first block is taken. Raises OutOfMemoryError: there is no room."""
+        """Make the arena; before the first block is taken."""
         blocks = self._rebuild.blocks
         if not blocks:
             return

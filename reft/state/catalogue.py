@@ -88,8 +88,7 @@ class Manifest:
         return cls(*sections)
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
-        """Refuse images that are not exactly what this manifest describes. Raises LayoutError: names the
-        first tensor that differs."""
+        """Refuse images that are not exactly what this manifest describes."""
         found = Manifest.of(images)
         for section in ("replicated", "owned"):
             _check_section(section, getattr(self, section), getattr(found, section))
@@ -250,8 +249,7 @@ class Adapter(Protocol):
 
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
         """Give the optimizer the state entries that the snapshot has, so that the images match. Returns
-        images whose bytes are to be written. Raises LayoutError: the running job has other tensors or
-        another optimizer."""
+        images whose bytes are to be written."""
 
 
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -190,8 +190,7 @@ def _bytes_in(directory: Path) -> int:
 def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) -> None:
     """Make the checkpoint files of ``coordinates`` and put their ``done`` records.
 
-    The parts of every sharding group concerned must be there. Raises PersistError: if what was staged is not
-    whole, or cannot be turned into a checkpoint."""
+    The parts of every sharding group concerned must be there."""
     for coordinate in coordinates:
         own = read_part(work, coordinate, secret)
         group = [Coordinate(coordinate.pp, d, coordinate.tp) for d in range(own.degrees.dp)]

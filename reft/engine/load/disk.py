@@ -73,7 +73,7 @@ class CheckpointParts:
         self._files: dict[str, Any] = {}
 
     def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
-        """A tensor of a rank, flat. Raises LayoutError: the files do not have it where DeepSpeed puts it."""
+        """A tensor of a rank, flat."""
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")

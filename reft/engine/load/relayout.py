@@ -61,13 +61,11 @@ class Source(Protocol):
         ...
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among :func:`spoken_by`, a new object in every call. Raises LayoutError: it is not
-        there."""
+        """Of a rank among :func:`spoken_by`, a new object in every call."""
         ...
 
     def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """Find the bytes of these moves; nothing is written. Raises LayoutError: they are not there, or of
-        another type than what is live."""
+        """Find the bytes of these moves; nothing is written."""
         ...
 
     def carry_out(self) -> None:
@@ -96,8 +94,7 @@ class Relayout:
 
     def take_up(self) -> dict[str, Any]:
         """Write model, optimizer and counters into the engine. Returns the host state, as this rank has it
-        now; data and client state are left to the caller. Raises LayoutError: names do not allow it, or
-        the source lacks something; on all ranks. Where it is the names, nothing has been written."""
+        now; data and client state are left to the caller."""
         self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
@@ -162,8 +159,7 @@ class Relayout:
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """What was made for one tensor slice is not what another number of slices has. Collective. Raises
-        LayoutError: a buffer follows from the slice; on all ranks."""
+        """What was made for one tensor slice is not what another number of slices has. Collective."""
         if not self._resliced:
             return
         mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
@@ -286,7 +282,7 @@ class MemorySource:
         self._places, self._ranges = list(places.values()), dict(ranges)
 
     def carry_out(self) -> None:
-        """See there. Raises TransferError: a peer is gone, or its memory changed while it was read."""
+        """See there."""
         self._memory.bring(self._places, self._write)
 
     def _write(self, fetch: Fetch, data: torch.Tensor) -> None:
@@ -363,7 +359,7 @@ class CheckpointSource:
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 
     def carry_out(self) -> None:
-        """See there. Raises LayoutError: the files lack something."""
+        """See there."""
         on_all(self._control, self._write)
 
     def _write(self) -> None:
