@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from reft.errors import PersistError, ReftError
@@ -58,17 +57,6 @@ class Assembler:
         self._errors: IO[bytes] | None = None
         self._said = b""
         self._ready = False
-
-    def __enter__(self) -> Assembler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def pid(self) -> int | None:
