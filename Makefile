@@ -100,9 +100,8 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm devi
 	$(GPU_PYTHON) -m pytest -rs $(GPU_TESTS)
 	$(GPU_PYTHON) benchmarks/has_gpu.py --json > has_gpu.json
 
-faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
-	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m tests.faults.write_hole)
+faults: venv  ## the fault matrix: every pair of values, with all variants and protections; ARGS='-k host': some of them
+	REFT_FAULTS=1 $(PYTEST) tests/faults/test_matrix.py tests/faults/test_write_hole.py $(ARGS)
 
 storm: venv  ## real jobs under random attacks, compared with undisturbed runs: SEED=, SECS=
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs $(or $(SECS),1800) $(ARGS)
@@ -124,7 +123,7 @@ slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root)
 mpi: venv mpi-libraries  ## all that goes over MPI, under Open MPI and MPICH: the transport, recoveries, steps that die
 	$(PYTEST) -rs $(MPI_TESTS) $(ARGS)
 
-MPI_TESTS := tests/control/test_transport.py tests/recover/test_over_mpi.py \
+MPI_TESTS := tests/control/test_transport.py tests/recover/test_transfer.py \
   tests/job/test_mpi_run.py tests/job/test_daemon_between_steps.py
 
 clean:

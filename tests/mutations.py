@@ -92,7 +92,7 @@ MUTATIONS = {
         "recover/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
     ),
     "p5-arena-of-another-version": Mutation(
-        "recover/inventory.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
+        "recover/inventory.py", "header.label == label and header.state.whole", "True", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
         "state/fingerprint.py",

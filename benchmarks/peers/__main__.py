@@ -2,9 +2,9 @@
 
     python benchmarks/peers build/peers [--quick] [--json FILE]
 
-What a version of every step costs (``memory_copy.py``: DP2, 60M parameters, 687 MiB a rank), and the time from
-a killed trainer and a killed node, with a spare, to the next step (``mttr.py``: DP2, a small model). The first
-argument is the folder of the others' packages. All on CPUs over gloo: DLRover's and NVIDIA's asynchronous
+What a version of every step costs (``memory_copy.py``: DP2, 60M parameters, 687 MiB a rank), and the time
+from a killed trainer and a killed node with a spare to the next step (``mttr.py``: DP2, a small model). The
+first argument is the folder of the packages. All on CPUs over gloo: DLRover's and NVIDIA's asynchronous
 copies, which ask for a device, are not in it, nor is torchft, which restarts nothing. A quarter of an hour.
 """
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -60,7 +60,11 @@ def clean_command(
     if force and job is None:
         raise ConfigError("--force removes the memory of a live job: say which one with --job")
     dirs = _memory_dirs(memory_dir)
-    jobs = [s for d in dirs for s in list_jobs(d)] if job is None else _named(dirs, job)
+    jobs = (
+        [s for d in dirs for s in list_jobs(d)]
+        if job is None
+        else [summarise(path) for path in find_memory(dirs, job)]
+    )
     results = [_clean(summary, force, dry_run) for summary in jobs]
     if as_json:
         told = [{**r.summary.to_json(), "action": r.action, "removed": r.removed} for r in results]
@@ -140,10 +144,6 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
         if not path.is_dir():
             raise ConfigError(f"--memory-dir {path}: no such directory")
     return dirs
-
-
-def _named(dirs: Sequence[Path], job: str) -> list[JobSummary]:
-    return [summarise(path) for path in find_memory(dirs, job)]
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,8 @@ def _arenas_table(report: JobReport) -> Table:
         row = [arena.node, arena.path.name, *_content(arena)]
         if report.verified:
             bad = arena.bad_blocks
-            row.append("not read" if bad is None else ", ".join(_block(k) for k in bad[:4]) or "none")
+            named = ", ".join(f"{k.section} {k.member}.{k.index}" for k in (bad or ())[:4])
+            row.append("not read" if bad is None else named or "none")
         table.add_row(*row)
     return table
 
@@ -260,10 +261,6 @@ def _content(arena: ArenaReport) -> list[str]:
         say_size(arena.own_bytes),
         say_size(arena.redundant_bytes),
     ]
-
-
-def _block(key: Any) -> str:
-    return f"{key.section} {key.member}.{key.index}"
 
 
 def _show_cleaning(results: Sequence[_Cleaning], dirs: Sequence[Path], dry_run: bool) -> None:

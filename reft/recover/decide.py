@@ -38,9 +38,6 @@ def preferred_label(
         held_by: per *recoverable* version, the places that hold it SEALED or COMMITTED. A place is
             where arenas lie, whosever bytes they hold: (node, local rank).
         newest_committed: newest version that any arena found says is committed.
-
-    Returns:
-        The label, or None if nothing is recoverable.
     """
     current = sorted(label for label in held_by if newest_committed is None or newest_committed <= label)
     chosen: Label | None = None
@@ -117,12 +114,7 @@ def judge(
 
 
 def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
-    """Choose the best version that every group can recover.
-
-    The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
-    than the last commit: then it was never committed, and restoring it would let the copies of the
-    older one go while a single loss can still break it (:func:`~reft.recover.decide.preferred_label`).
-    """
+    """Choose the best version that every group can recover."""
     rejected: dict[Label, str] = {}
     whole: list[Label] = []
     for label in sorted(findings.by_label, reverse=True):
@@ -162,9 +154,9 @@ def plan_decided(
     *,
     wanted: Wanted = NOTHING_WANTED,
 ) -> RecoveryPlan:
-    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version of another
-    data-parallel degree, what each member takes of the partitions, once that is known; the plan is without
-    it before. Raises LayoutError: something is wanted that the version does not have."""
+    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version of
+    another data-parallel degree, what each member takes of the partitions, once that is known; the plan is
+    without it before."""
     topology, written = findings.topology, findings.sizes[decision.label]
     resize = Resize(written, topology.degrees.dp)
     needs = {

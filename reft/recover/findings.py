@@ -116,11 +116,6 @@ class Summary:
     problems: tuple[str, ...]  # why files could not be read
     newest_committed: Label | None  # newest label marked committed in an arena of this job, misfits included
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether any arena of this job was found, of whatever layout."""
-        return bool(self.heads or self.misfits)
-
     def encode(self) -> bytes:
         """Bytes to send: about 40 per arena."""
         heads = [
@@ -320,7 +315,7 @@ def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: st
             why = f"of another data-parallel degree under the same name, {label}"
             ignored[why] = [f"{head.path} on node {head.node}" for head in others]
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
-    with_memory = {s.node for s in summaries if s.has_memory}
+    with_memory = {s.node for s in summaries if s.heads or s.misfits}
     notes = [
         f"left aside, {why}: {listing(sorted(places), count=len(places))}"
         for why, places in sorted(ignored.items())

@@ -72,7 +72,9 @@ class ArenaReport:
             "redundant_bytes": self.redundant_bytes,
             "memory_bytes": self.nbytes,
             "sealed_unix_secs": header.sealed_unix_secs if header else None,
-            "bad_blocks": None if self.bad_blocks is None else [_name(key) for key in self.bad_blocks],
+            "bad_blocks": None
+            if self.bad_blocks is None
+            else [f"{key.section} block {key.index} of member {key.member}" for key in self.bad_blocks],
         }
 
 
@@ -193,8 +195,7 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
-    """Report on one job. Raises ArenaError: if the directories belong to several jobs, or to none. Raises
-    AuthenticationError: if a directory is somebody else's or its secret is missing."""
+    """Report on one job."""
     nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
     arenas: list[ArenaReport] = []
@@ -265,7 +266,3 @@ def _judge(
     if isinstance(plan, NotRecoverable):
         return None, plan.reasons
     return plan.label, (f"bytes from: {format_bytes_from(plan.bytes_from)}", *plan.rejected)
-
-
-def _name(key: BlockKey) -> str:
-    return f"{key.section} block {key.index} of member {key.member}"

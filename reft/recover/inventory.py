@@ -192,17 +192,13 @@ def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> fr
     for source, fetch in {fetch.source: fetch for fetch in fetches}.items():
         place = fetch.node, fetch.arena
         if place not in current:
-            current[place] = place in arenas and _holds(arenas[place], label)
+            header = arenas[place].header() if place in arenas else None
+            current[place] = header is not None and header.label == label and header.state.whole
         if not current[place] or not matches(fetch, arenas):
             bad.add(source)
     for (node, arena), count in Counter((source.node, source.arena) for source in bad).items():
         logger.warning("node %s: %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label)
     return frozenset(bad)
-
-
-def _holds(arena: Arena, label: Label) -> bool:
-    header = arena.header()
-    return header is not None and header.label == label and header.state.whole
 
 
 def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:

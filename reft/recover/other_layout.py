@@ -72,10 +72,9 @@ class OtherMemory:
         self.moved: list[TransferStats] = []  # What this rank has brought
 
     def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
-        """The newest whole version in another layout, as its job would recover it; every block was checked.
-        Nothing is touched, but that blocks which only parity has are decoded and stored. Returns the plan
-        of all its coordinates, the same on all ranks; None: there is no such memory. Raises TransferError:
-        a peer is gone, or could not read its memory."""
+        """The newest whole version in another layout, as its job would recover it; every block was
+        checked. Nothing is touched, but that blocks which only parity has are decoded and stored. Returns
+        the plan of all its coordinates, the same on all ranks; None: there is no such memory."""
         self._look(beyond)
         while True:
             # Ends: every further round knows more corrupt sources, or finds fewer lost blocks.
@@ -93,8 +92,7 @@ class OtherMemory:
             self._look(beyond)
 
     def bring_hosts(self, wanted: Iterable[Coordinate]) -> dict[Coordinate, bytes]:
-        """The host images of these old coordinates, which every rank may name others of. After a survey.
-        Raises TransferError: a peer is gone, or a block did not arrive as it is stored."""
+        """The host images of these old coordinates, which every rank may name others of. After a survey."""
         sizes = {at: self._plan.image_bytes(at, Section.HOST) for at in sorted(wanted)}
         images = {at: bytearray(nbytes) for at, nbytes in sizes.items()}
         places = [p for at, nbytes in sizes.items() for p in self.places_of(at, Section.HOST, 0, nbytes)]
@@ -125,8 +123,7 @@ class OtherMemory:
         return self._plan.fetches[self._plan.degrees.coordinates()[coordinate]][number]
 
     def bring(self, places: Sequence[Place], sink: Sink) -> None:
-        """Blocks of the version, each verified before the sink has it. After a survey. Raises TransferError:
-        as above; live state is incomplete then."""
+        """Blocks of the version, each verified before the sink has it. After a survey."""
         self._move(places, sink, self._faults)
 
     # -- what there is ----------------------------------------------------------------------------

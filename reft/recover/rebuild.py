@@ -104,9 +104,9 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's where
-        the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is in its
-        room does. Raises KeyError: the block is not, or no longer, a term: twice, it would cancel itself."""
+        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's
+        where the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is
+        in its room does."""
         with self._lock:
             self._missing.remove(key)
             if not (self._adds_up or stays or key in self._rooms) and self._missing:
@@ -117,7 +117,8 @@ class Stripe:
                 return
             self._kept[key] = data
             if not self._missing:
-                self._solve()
+                keys, rows, matrix = equations(self.blocks)
+                solve_ragged(rows, matrix, [self._kept[key] for key in keys], self._targets)
                 self._release_all()
 
     def _copy(self, key: BlockKey, data: Bytes) -> Bytes:
@@ -143,10 +144,6 @@ class Stripe:
     def _release(self, key: BlockKey) -> None:
         if key in self._rooms:
             self._pool.give_back(self._rooms.pop(key))
-
-    def _solve(self) -> None:
-        keys, rows, matrix = equations(self.blocks)
-        solve_ragged(rows, matrix, [self._kept[key] for key in keys], self._targets)
 
     def _add_up(self, key: BlockKey, data: Bytes) -> None:
         for coefficients, target in zip(self._coefficients, self._targets, strict=True):
@@ -231,14 +228,16 @@ class Decoder:
         self._lock = threading.Lock()
 
     def reserve(self) -> None:
-        """Make the arena; before the first block is taken. Raises OutOfMemoryError: there is no room."""
+        """Make the arena; before the first block is taken."""
         blocks = self._rebuild.blocks
         if not blocks:
             return
         stripes = stripes_of(blocks)
         # Padded lengths are multiples of the alignment.
         offsets = list(accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0))
-        path = _new_path(self._directory, self._at)
+        # A file that no earlier attempt has written: its blocks may be among the sources.
+        paths = (self._directory / decoded_name(str(self._at), n) for n in count())
+        path = next(path for path in paths if not path.exists())
         self._arena = Arena.create(path, offsets[-1], len(blocks), self._secret)
         self._arena.begin(self._header())
         memory = np.frombuffer(self._arena.data, np.uint8)
@@ -276,10 +275,12 @@ class Decoder:
             digest = checksum(data.data)
             # Beyond what the owner has told, no checksum is right.
             if lost.position < len(known) and digest == known[lost.position]:
-                done.append(self._entry(lost, offset, digest))
+                place = lost.start_bytes, lost.nbytes, self._rebuild.image_bytes, offset
+                done.append(Entry(lost.key, *place, digest, owner=False))
             else:
                 wrong.append(lost)
-        refused = self._parities_of(wrong)
+        keys = {key for lost in wrong for key in lost.parities}
+        refused = frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
         if refused:
             logger.warning(
                 "%d blocks of step %d decoded from verified blocks are not what their owner copied: the "
@@ -303,10 +304,6 @@ class Decoder:
                 for at, (lost, data) in enumerate(zip(stripe.blocks, stripe.results(), strict=True)):
                     yield lost, start + at * lost.padded_bytes, data
 
-    def _parities_of(self, blocks: Sequence[LostBlock]) -> frozenset[BlockSource]:
-        keys = {key for lost in blocks for key in lost.parities}
-        return frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
-
     def close(self) -> None:
         """Let go of the arena, which stays if anything was sealed in it."""
         self._stripes.clear()
@@ -315,10 +312,6 @@ class Decoder:
             self._arena.close()
             if not self._sealed:
                 self._arena.path.unlink(missing_ok=True)
-
-    def _entry(self, lost: LostBlock, offset: int, digest: int) -> Entry:
-        image_bytes = self._rebuild.image_bytes
-        return Entry(lost.key, lost.start_bytes, lost.nbytes, image_bytes, offset, digest, owner=False)
 
     def _header(self) -> ArenaHeader:
         # Further redundancy of the version, as the job that wrote it was laid out.
@@ -332,11 +325,6 @@ class Decoder:
             state=ArenaState.WRITING,
             layout=self._rebuild.layout,
         )
-
-
-def _new_path(directory: Path, at: Coordinate) -> Path:
-    """A file that no earlier attempt has written: its blocks may be among the sources."""
-    return next(p for p in (directory / decoded_name(str(at), n) for n in count()) if not p.exists())
 
 
 def rebuild_offline(

@@ -127,8 +127,7 @@ class Recovery:
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
         """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
-        sharding group, for the version that all ranks decided on. Raises TransferError: a peer is gone, or
-        could not read its memory."""
+        sharding group, for the version that all ranks decided on."""
         self._look()
         self._plan()
         return self._found.plans[self._group] if self._found.plans else self._found.refused()

@@ -153,8 +153,7 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
     """Where all that the new rank ``at`` holds comes from, but for padding (:func:`paddings`).
 
     Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
-    what slices hold whole), one of them is named, the nearest by its coordinate. Raises LayoutError: the
-    layouts do not hold the same parameters, or it is not known how slices share one."""
+    what slices hold whole), one of them is named, the nearest by its coordinate."""
     splits = _splits(old, new)
     _check_same(old, new, splits)
     index = _Index(old)

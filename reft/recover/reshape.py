@@ -93,8 +93,7 @@ class OwnedTensor:
 
 
 def cut(tensors: Sequence[OwnedTensor], resize: Resize, dp: int) -> tuple[Piece, ...]:
-    """Where every byte of the new member ``dp`` comes from, but for padding (:func:`padding`). Raises
-    LayoutError: a tensor does not fit."""
+    """Where every byte of the new member ``dp`` comes from, but for padding (:func:`padding`)."""
     return tuple(piece for tensor in tensors for piece in _pieces(tensor, resize, dp))
 
 
@@ -133,8 +132,7 @@ def needed_by(
     sources: GroupSources, resize: Resize, dp: int, pieces: Sequence[Piece]
 ) -> tuple[SourceBlock, ...]:
     """Blocks that the new member ``dp`` fetches: replicated image, owned blocks, host image of one member.
-    ``pieces``: what it takes of the old partitions; not looked at where the degree has not changed. Raises
-    LayoutError: a piece lies beyond what the old members own."""
+    ``pieces``: what it takes of the old partitions; not looked at where the degree has not changed."""
     images = sources.images
     owned = images[Section.OWNED, dp] if resize.old == resize.new else _blocks_of(sources, pieces)
     return images[Section.REPLICATED, -1] + owned + images[Section.HOST, resize.host_from(dp)]

@@ -29,8 +29,7 @@ class Exchange:
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
-        ``doing``: what for, for the error message. Raises TransferError: a peer is gone, or its stage
-        failed. Raises Exception: what this rank's own stage raised, after the peers were told."""
+        ``doing``: what for, for the error message."""
         mine, failure = b"", None
         try:
             mine = stage()
@@ -42,10 +41,8 @@ class Exchange:
         return bodies
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
-        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all is
-        well. Raises TransferError: a peer is gone, or its stage failed. Raises PeerLostError,
-        BrokenOffError: this rank's own stage failed so that the peers cannot be told. Raises Exception:
-        what this rank's own stage raised, after the peers were told."""
+        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all
+        is well."""
         said, failure = False, None
         try:
             said = stage()

@@ -192,8 +192,7 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[Move]:
     """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
-    peer, and that what is decoded together arrives together. Raises TransferError: if a source lies on a
-    node that has no rank."""
+    peer, and that what is decoded together arrives together."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]

@@ -127,8 +127,7 @@ class StateAdapter:
 
     def partitioned(self) -> tuple[int, ...]:
         """Elements of every parameter group of which each DP peer has an equal part, one behind the other;
-        padding at the end is not counted. Equal at every data-parallel degree; empty where nothing is cut.
-        Raises LayoutError: the order of the elements differs between the degrees."""
+        padding at the end is not counted. Equal at every data-parallel degree; empty where nothing is cut."""
         return ()
 
     def grouped(self) -> list[list[torch.Tensor]]:

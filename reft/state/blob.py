@@ -119,7 +119,7 @@ class HostBlob:
 
 
 class DecodedBlob:
-    """A host block read back. Raises LayoutError: it is not one of reft's host blocks."""
+    """A host block read back."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         content = decode(data)

@@ -88,8 +88,7 @@ class Manifest:
         return cls(*sections)
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
-        """Refuse images that are not exactly what this manifest describes. Raises LayoutError: names the
-        first tensor that differs."""
+        """Refuse images that are not exactly what this manifest describes."""
         found = Manifest.of(images)
         for section in ("replicated", "owned"):
             _check_section(section, getattr(self, section), getattr(found, section))
@@ -138,7 +137,9 @@ class SectionImage:
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         kept = _without_aliases([(name, t.detach()) for name, t in tensors])
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
-        self._views = [_byte_view(t) for _, t in kept]
+        # The memory of each as 1-D uint8, in memory order.
+        flat = (t.as_strided((t.numel(),), (1,), t.storage_offset()) for _, t in kept)
+        self._views = [t.view(torch.uint8) for t in flat]
         self.offsets: tuple[int, ...]
         self.nbytes: int
         self.offsets, self.nbytes = end_to_end(view.numel() for view in self._views)
@@ -248,8 +249,7 @@ class Adapter(Protocol):
 
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
         """Give the optimizer the state entries that the snapshot has, so that the images match. Returns
-        images whose bytes are to be written. Raises LayoutError: the running job has other tensors or
-        another optimizer."""
+        images whose bytes are to be written."""
 
 
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -314,9 +314,3 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as 1-D uint8, in memory order."""
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)

@@ -67,8 +67,7 @@ _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozense
 
 
 def encode(value: Any) -> bytes:
-    """Encode ``value``. Raises UnsupportedStateError: for a class outside the list; names the path to the
-    value and the class."""
+    """Encode ``value``."""
     return _pack(_lower(value, "state", 0))
 
 

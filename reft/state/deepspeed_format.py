@@ -97,7 +97,7 @@ def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], hos
 
     No file is made, no tensor is copied and no collective is entered, so a rank may do this by itself between
     two steps. Needed once per layout, not once per step. ``host_state``: host state captured at the same
-    step. Raises UnsupportedStateError: names the file, the key and the class that reft cannot describe."""
+    step."""
     import deepspeed
 
     recorded, model_file, has_scripts = _record(engine)
@@ -371,8 +371,7 @@ def write_checkpoint(
 ) -> dict[str, WrittenFile]:
     """Write one rank's files into a tag directory: DeepSpeed's, and the host state beside them.
 
-    Every file appears under its name only when it is complete and flushed to storage. Raises PersistError: if
-    template, images and host state do not fit together."""
+    Every file appears under its name only when it is complete and flushed to storage."""
     written = {}
     for name, state_dict in rebuild(template, read, host_state):
         written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
@@ -437,7 +436,7 @@ def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
 
 
 def read_host_file(path: Path) -> dict[str, Any]:
-    """Read a rank's host state back, verified (P5). Raises FileNotFoundError: if there is none."""
+    """Read a rank's host state back, verified (P5)."""
     data = path.read_bytes()
     body = data[len(HOST_FILE_MAGIC) + 8 :]
     digest = data[len(HOST_FILE_MAGIC) : len(HOST_FILE_MAGIC) + 8]

@@ -142,8 +142,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_apex(optimizer: Any) -> None:
-    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers.
-    Raises UnsupportedStateError: names the class and what to change."""
+    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers."""
     attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
     if "_amp_stash" in attributes:
         raise _refuse_apex(

@@ -64,8 +64,7 @@ class TemplateBuilder:
     host_state: HostState
 
     def build(self, value: Any, path: Path = ()) -> Node:
-        """The node of ``value``. Raises UnsupportedStateError: names the file, the key path and the class
-        that is not known."""
+        """The node of ``value``."""
         host_path = self.resolve(path, value)
         if host_path is not None:
             return self._host(value, path, host_path)

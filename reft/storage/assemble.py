@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from reft.errors import PersistError, ReftError
@@ -58,17 +57,6 @@ class Assembler:
         self._errors: IO[bytes] | None = None
         self._said = b""
         self._ready = False
-
-    def __enter__(self) -> Assembler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def pid(self) -> int | None:
@@ -190,8 +178,7 @@ def _bytes_in(directory: Path) -> int:
 def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) -> None:
     """Make the checkpoint files of ``coordinates`` and put their ``done`` records.
 
-    The parts of every sharding group concerned must be there. Raises PersistError: if what was staged is not
-    whole, or cannot be turned into a checkpoint."""
+    The parts of every sharding group concerned must be there."""
     for coordinate in coordinates:
         own = read_part(work, coordinate, secret)
         group = [Coordinate(coordinate.pp, d, coordinate.tp) for d in range(own.degrees.dp)]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -353,7 +353,7 @@ class _Writing:
 
     def _assemble(self) -> None:
         with ExitStack() as stack:
-            assembler = self.options.assembler or stack.enter_context(Assembler())
+            assembler = self.options.assembler or stack.enter_context(closing(Assembler()))
             try:
                 assembler.assemble(
                     *(self.work, list(self.source.blocks), self.source.secret),

@@ -145,7 +145,7 @@ def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[Persi
     directories whose marker cannot be read.
 
     A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at that
-    instant it may be the only one. Raises PersistError: if it cannot be listed."""
+    instant it may be the only one."""
     found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):

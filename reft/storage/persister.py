@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ class Persister:
     # -- the writing thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._assembler:
+        with closing(self._assembler):
             self._write_what_is_due()
 
     def _write_what_is_due(self) -> None:

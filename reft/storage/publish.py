@@ -50,10 +50,9 @@ def publish(
     *,
     writer: int = 0,
 ) -> None:
-    """Make a finished working directory the checkpoint to resume from. ``reached``: called with ``renaming``,
-    ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job that writes, if
-    it is a later one than the version's. Raises FencedError: a newer start of the job has claimed the
-    directory."""
+    """Make a finished working directory the checkpoint to resume from. ``reached``: called with
+    ``renaming``, ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job
+    that writes, if it is a later one than the version's."""
     problems = check_files(work.root, info.files, read=False)
     if problems:
         raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")

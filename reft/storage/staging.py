@@ -192,8 +192,7 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
 
 class StagedImages:
     """The images of one coordinate, read from the image files of its sharding group. ``coordinate``: whose
-    owned and host sections are read. ``parts``: records of every member of its sharding group, by dp.
-    Raises PersistError: if the records do not cover every image exactly, or disagree."""
+    owned and host sections are read. ``parts``: records of every member of its sharding group, by dp."""
 
     def __init__(self, work: WorkDir, coordinate: Coordinate, parts: Sequence[Part]) -> None:
         self._maps = [_map(work.image(part.coordinate)) for part in parts]

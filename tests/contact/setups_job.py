@@ -1,14 +1,15 @@
 """Two ranks that try one wrong or insufficient set-up after the other, each up to its second step.
 
-A set-up is a function of this module: it is given where to write, makes an engine and trains as its user would.
+A set-up is a function: it is given where to write, makes an engine and trains as its user would.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,25 @@ def settle(engine: Any) -> None:
         session.worker.drain(120)
 
 
-def train(engine: Any) -> None:
+def train(engine: Any, data: Iterable[torch.Tensor] = itertools.repeat(torch.ones(2, WIDTH))) -> None:
+    for batch in data:
+        step(engine, batch)
+        settle(engine)
+        if engine.global_steps == STEPS:
+            break
+
+
+def resumed(place: Place, model: nn.Module | None = None, **block: Any) -> Any:
+    engine = make(place.block(**block), model)
+    reft.resume(engine)
+    return engine
+
+
+def pipeline_with(place: Place, data: Any, **block: Any) -> None:
+    engine = pipeline(place.block(**block))
+    reft.resume(engine)
     while engine.global_steps < STEPS:
-        step(engine, torch.ones(2, WIDTH))
+        engine.train_batch(data)
         settle(engine)
 
 
@@ -137,62 +154,17 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
 
 
-# -- where the ranks are ---------------------------------------------------------------------------------
-
-
-def pipeline_over_two_nodes(place: Place) -> None:
-    pipeline(place.block())
-
-
-def pipeline_allowed_to_be_unprotected(place: Place) -> None:
-    engine = pipeline(place.block(allow_unprotected=True))
-    engine.load_checkpoint(str(place.checkpoints))
-    while engine.global_steps < STEPS:
-        engine.train_batch(batches())
+# -- set-ups ---------------------------------------------------------------------------------------------
 
 
 def pipeline_restarted(place: Place) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    engine = pipeline(place.block())
-    reft.resume(engine)
-    while engine.global_steps < STEPS:
-        engine.train_batch(batches())
-
-
-def more_losses_than_nodes(place: Place) -> None:
-    make(place.block(tolerance=2))
-
-
-def auto_for_more_losses_than_nodes(place: Place) -> None:
-    make(place.block(protection="auto", tolerance=2))
-
-
-def no_protection(place: Place) -> None:
-    make(place.block(protection="none"))
-
-
-# -- engines ---------------------------------------------------------------------------------------------
-
-
-def zero_2(place: Place) -> None:
-    make(place.block(), zero_optimization={"stage": 2})
-
-
-def zero_3(place: Place) -> None:
-    make(place.block(), zero_optimization={"stage": 3})
+    pipeline_with(place, batches())
 
 
 def optimizer_with_secrets(place: Place) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     make(place.block(), model, optimizer=Secretive(model.parameters(), lr=0.1))
-
-
-def scheduler_without_state(place: Place) -> None:
-    make(place.block(), lr_scheduler=Forgetful)
-
-
-def no_optimizer(place: Place) -> None:
-    make(place.block(), optimizer=None)
 
 
 def experts(place: Place) -> None:
@@ -215,38 +187,9 @@ def two_engines(place: Place) -> None:
         session_of(first).close()
 
 
-def attached_but_not_enabled(place: Place) -> None:
-    reft.attach(make(None), config={"enabled": False})
-
-
-def unknown_key(place: Place) -> None:
-    make(place.block(protecton="arc"))
-
-
-def checkpoints_without_a_place(place: Place) -> None:
-    make(place.block(persist={"interval_steps": 5}))
-
-
-def no_room_for_parities(place: Place) -> None:
-    make(place.block(protection="rs:2"))
-
-
-def two_names(place: Place) -> None:
-    make({**place.block(), "job_id": f"name{os.environ['RANK']}"})
-
-
-# -- loads -----------------------------------------------------------------------------------------------
-
-
-def no_load(place: Place) -> None:
-    train(make(place.block()))
-
-
 def without_the_launcher(place: Place) -> None:
     os.environ.pop("REFT_LAUNCHER_PID", None)
-    engine = make(place.block())
-    reft.resume(engine)
-    train(engine)
+    train(resumed(place))
 
 
 def attached_with_other_settings(place: Place) -> None:
@@ -283,7 +226,7 @@ def other_learning_rate(place: Place) -> None:
 
 def other_model(place: Place) -> None:
     lived(place)
-    reft.resume(make(place.block(), nn.Linear(WIDTH, WIDTH, bias=False)))
+    resumed(place, nn.Linear(WIDTH, WIDTH, bias=False))
 
 
 def other_arguments(place: Place) -> None:
@@ -292,22 +235,9 @@ def other_arguments(place: Place) -> None:
         sys.argv = [before[0], "--corpus", "english", "--steps", "5"]
         lived(place)
         sys.argv = [before[0], "--corpus", "german", "--steps", "9"]
-        reft.resume(make(place.block()))
+        resumed(place)
     finally:
         sys.argv = before
-
-
-# -- data ------------------------------------------------------------------------------------------------
-
-
-def loader_with_workers(place: Place) -> None:
-    engine = make(place.block())
-    reft.resume(engine)
-    for (batch,) in loader(num_workers=1):
-        step(engine, batch)
-        settle(engine)
-        if engine.global_steps == STEPS:
-            break
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -324,37 +254,10 @@ class Shards:
         return batches()
 
 
-def loader_of_a_stream(place: Place) -> None:
-    engine = make(place.block())
-    reft.resume(engine)
-    for batch in DataLoader(Stream(), batch_size=2):
-        step(engine, batch)
-        settle(engine)
-        if engine.global_steps == STEPS:
-            break
-
-
 def nodes_may_change_and_the_order_is_a_replicas(place: Place) -> None:
     os.environ["REFT_NODES"] = "1:2"
-    engine = make(place.block())
-    reft.resume(engine)
-    resumed = reft.resumable(loader())
-    for (batch,) in resumed:
-        step(engine, batch)
-        settle(engine)
-        if engine.global_steps == STEPS:
-            break
-
-
-def own_order(place: Place) -> None:
-    engine = make(place.block())
-    reft.resume(engine)
-    data = torch.ones(64, WIDTH)
-    for indices in torch.randperm(64).split(2):
-        step(engine, data[indices])
-        settle(engine)
-        if engine.global_steps == STEPS:
-            break
+    engine = resumed(place)
+    train(engine, (batch for (batch,) in reft.resumable(loader())))
 
 
 def resumable_of_a_list(place: Place) -> None:
@@ -369,105 +272,65 @@ def client_state_that_cannot_be_kept(place: Place) -> None:
     train(engine)
 
 
-# -- memory and disk -------------------------------------------------------------------------------------
-
-
-def module_with_extra_state(place: Place) -> None:
-    engine = make(place.block(), Counting(WIDTH, WIDTH))
-    reft.resume(engine)
-    train(engine)
-
-
-def too_little_memory(place: Place) -> None:
-    engine = make(place.block(memory_limit_bytes=2**16))
-    reft.resume(engine)
-    train(engine)
-
-
-def no_place_for_checkpoints(place: Place) -> None:
-    make(place.block(persist={"dir": str(place.checkpoints / "not" / "there")}))
-
-
-def pipeline_with_a_list(place: Place) -> None:
-    engine = pipeline(place.block(allow_unprotected=True))
-    reft.resume(engine)
-    given = [next(batches())] * STEPS
-    data = iter(given)
-    while engine.global_steps < STEPS:
-        engine.train_batch(data)
-        settle(engine)
-
-
-def pipeline_with_a_generator(place: Place) -> None:
-    engine = pipeline(place.block(allow_unprotected=True))
-    reft.resume(engine)
-    data = batches()
-    while engine.global_steps < STEPS:
-        engine.train_batch(data)
-        settle(engine)
-
-
-def pipeline_with_shards(place: Place) -> None:
-    engine = pipeline(place.block(allow_unprotected=True))
-    reft.resume(engine)
-    data = RepeatingLoader(Shards())
-    while engine.global_steps < STEPS:
-        engine.train_batch(data)
-        settle(engine)
-
-
 def everybody_on_one_node(place: Place) -> None:
     os.environ["REFT_NODE_ID"], os.environ["LOCAL_RANK"] = "node", os.environ["RANK"]
     shared = place.memory.parent / "memory"
     make({**place.block(), "memory_dir": str(shared)})
 
 
-SETUPS: tuple[Callable[[Place], None], ...] = (
-    zero_2,
-    zero_3,
-    optimizer_with_secrets,
-    scheduler_without_state,
-    no_optimizer,
-    two_engines,
-    attached_but_not_enabled,
-    unknown_key,
-    checkpoints_without_a_place,
-    no_room_for_parities,
-    two_names,
-    no_load,
-    without_the_launcher,
-    attached_with_other_settings,
-    only_base_weights,
-    always_one_tag,
-    restarted_without_load,
-    other_learning_rate,
-    other_model,
-    other_arguments,
-    loader_with_workers,
-    loader_of_a_stream,
-    nodes_may_change_and_the_order_is_a_replicas,
-    own_order,
-    resumable_of_a_list,
-    client_state_that_cannot_be_kept,
-    module_with_extra_state,
-    too_little_memory,
-    no_place_for_checkpoints,
-    more_losses_than_nodes,
-    auto_for_more_losses_than_nodes,
-    no_protection,
-    everybody_on_one_node,
-    experts,
+Setup = Callable[[Place], object]
+SETUPS: dict[str, Setup] = {
+    "zero_2": lambda at: make(at.block(), zero_optimization={"stage": 2}),
+    "zero_3": lambda at: make(at.block(), zero_optimization={"stage": 3}),
+    "optimizer_with_secrets": optimizer_with_secrets,
+    "scheduler_without_state": lambda at: make(at.block(), lr_scheduler=Forgetful),
+    "no_optimizer": lambda at: make(at.block(), optimizer=None),
+    "two_engines": two_engines,
+    "attached_but_not_enabled": lambda at: reft.attach(make(None), config={"enabled": False}),
+    "unknown_key": lambda at: make(at.block(protecton="arc")),
+    "checkpoints_without_a_place": lambda at: make(at.block(persist={"interval_steps": 5})),
+    "no_room_for_parities": lambda at: make(at.block(protection="rs:2")),
+    "two_names": lambda at: make({**at.block(), "job_id": f"name{os.environ['RANK']}"}),
+    "no_load": lambda at: train(make(at.block())),
+    "without_the_launcher": without_the_launcher,
+    "attached_with_other_settings": attached_with_other_settings,
+    "only_base_weights": only_base_weights,
+    "always_one_tag": always_one_tag,
+    "restarted_without_load": restarted_without_load,
+    "other_learning_rate": other_learning_rate,
+    "other_model": other_model,
+    "other_arguments": other_arguments,
+    "loader_with_workers": lambda at: train(resumed(at), (b for (b,) in loader(num_workers=1))),
+    "loader_of_a_stream": lambda at: train(resumed(at), DataLoader(Stream(), batch_size=2)),
+    "nodes_may_change_and_the_order_is_a_replicas": nodes_may_change_and_the_order_is_a_replicas,
+    "own_order": lambda at: train(
+        resumed(at), map(torch.ones(64, WIDTH).__getitem__, torch.randperm(64).split(2))
+    ),
+    "resumable_of_a_list": resumable_of_a_list,
+    "client_state_that_cannot_be_kept": client_state_that_cannot_be_kept,
+    "module_with_extra_state": lambda at: train(resumed(at, Counting(WIDTH, WIDTH))),
+    "too_little_memory": lambda at: train(resumed(at, memory_limit_bytes=2**16)),
+    "no_place_for_checkpoints": lambda at: make(
+        at.block(persist={"dir": str(at.checkpoints / "not" / "there")})
+    ),
+    "more_losses_than_nodes": lambda at: make(at.block(tolerance=2)),
+    "auto_for_more_losses_than_nodes": lambda at: make(at.block(protection="auto", tolerance=2)),
+    "no_protection": lambda at: make(at.block(protection="none")),
+    "everybody_on_one_node": everybody_on_one_node,
+    "experts": experts,
     # DeepSpeed's groups are a pipeline's from here on.
-    pipeline_over_two_nodes,
-    pipeline_allowed_to_be_unprotected,
-    pipeline_restarted,
-    pipeline_with_a_list,
-    pipeline_with_a_generator,
-    pipeline_with_shards,
-)
+    "pipeline_over_two_nodes": lambda at: pipeline(at.block()),
+    "pipeline_allowed_to_be_unprotected": lambda at: pipeline_with(at, batches(), allow_unprotected=True),
+    "pipeline_restarted": pipeline_restarted,
+    "pipeline_with_a_list": lambda at: pipeline_with(
+        at, iter([next(batches())] * STEPS), allow_unprotected=True
+    ),
+    "pipeline_with_a_generator": lambda at: pipeline_with(at, batches(), allow_unprotected=True),
+    "pipeline_with_shards": lambda at: pipeline_with(at, RepeatingLoader(Shards()), allow_unprotected=True),
+}
 
 
-def tried(setup: Callable[[Place], None], root: Path, *, strict: bool = False) -> dict[str, Any]:
+def tried(name: str, root: Path, *, strict: bool = False) -> dict[str, Any]:
     """What was said at which step, and how it ended: with an error and an exit code; where it trains, with
     ``strict`` in the block too."""
     HEARD.lines.clear()
@@ -478,7 +341,7 @@ def tried(setup: Callable[[Place], None], root: Path, *, strict: bool = False) -
         os.environ["REFT_LAUNCHER_PID"] = "1"
     out: dict[str, Any] = {"error": None, "code": 0}
     try:
-        setup(Place(root, setup.__name__ + "-strict" * strict, strict))
+        SETUPS[name](Place(root, name + "-strict" * strict, strict))
     except reft.ReftError as error:
         out["error"], out["code"] = str(error), EX_REFUSED if is_refusal(error) else 1
     finally:
@@ -489,13 +352,13 @@ def tried(setup: Callable[[Place], None], root: Path, *, strict: bool = False) -
     if HEARD.engine is not None and (session := session_of(HEARD.engine)) is not None:
         session.close()
     if out["error"] is None and not strict:
-        out["strict"] = tried(setup, root, strict=True)
+        out["strict"] = tried(name, root, strict=True)
     return out
 
 
 def main(root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(HEARD)
-    return {setup.__name__: tried(setup, root) for setup in SETUPS}
+    return {name: tried(name, root) for name in SETUPS}
 
 
 if __name__ == "__main__":

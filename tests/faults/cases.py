@@ -17,8 +17,7 @@ from reft.protect.codes import Scheme
 _FIRST_STEP = 4
 _RANGE_STEPS = 10
 """A version may be skipped, so that a fault is armed for several steps in a row and fires at the first."""
-_GAP_STEPS = 8
-"""Between two faults: what was restored after the first lies before the range of the second."""
+_GAP_STEPS = 8  # Between two faults: what was restored after the first lies before the range of the second
 _PERSIST_STEPS = 80
 _TAIL_STEPS = 6
 
@@ -110,11 +109,6 @@ class Setup:
     protection: str = "arc"
 
     @property
-    def possible(self) -> bool:
-        """Whether its sharding groups have the members that the protection needs."""
-        return Scheme.parse(self.protection).least_members <= self.shape.degrees.dp
-
-    @property
     def values(self) -> tuple[str, ...]:
         return (self.shape.name, self.optimizer.name, str(self.variant), self.protection)
 
@@ -144,33 +138,16 @@ class Case:
         return _pairs((*self.setup.values, self.moment, self.node))
 
 
-Pair = tuple[int, Any, int, Any]
-"""Two factors, by their number, each with its value."""
+Pair = tuple[int, Any, int, Any]  # Two factors, by their number, each with its value
 
 
 def _pairs(values: Sequence[Any]) -> frozenset[Pair]:
     return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
 
 
-def setups(
-    shapes: Iterable[Shape] = SHAPES,
-    optimizers: Iterable[Optimizer] = OPTIMIZERS,
-    variants: Iterable[Variant] = VARIANTS,
-    protections: Iterable[str] = PROTECTIONS,
-) -> list[Setup]:
-    """Every setup that is possible."""
-    combined = (Setup(*values) for values in iter_product(shapes, optimizers, variants, protections))
-    return [setup for setup in combined if setup.possible]
-
-
 def product(chosen: Iterable[Setup]) -> list[Case]:
     """Every cell of some setups."""
-    return [
-        Case(moment, node, setup)
-        for setup in chosen
-        for node in range(setup.shape.nodes)
-        for moment in Moment
-    ]
+    return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in Moment]
 
 
 class _Paired(Protocol):
@@ -194,31 +171,23 @@ def pairwise(cases: Sequence[P]) -> list[P]:
     return chosen
 
 
-def pairwise_cases(possible: Sequence[Setup]) -> list[Case]:
-    """Few cases in few jobs: a job has one setup, so setups that hold every pair of theirs come first, then
-    of their cells those that hold every pair."""
-    return pairwise(product(pairwise(possible)))
+_COMBINED = (Setup(*values) for values in iter_product(SHAPES, OPTIMIZERS, VARIANTS, PROTECTIONS))
+SETUPS = [s for s in _COMBINED if Scheme.parse(s.protection).least_members <= s.shape.degrees.dp]
+# Few cases in few jobs: a job has one setup, so setups that hold every pair of theirs come first, then of their
+# cells those that hold every pair.
+PAIRS = pairwise(product(pairwise(SETUPS)))
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of a job.
+    """One fault of a job."""
 
-    Attributes:
-        case: the cell it stands for; None: it only leads up to the next one.
-        moment: when.
-        coordinate: whose node fails.
-        action: ``kill_node`` or ``kill``.
-        incarnation: in which life of the job.
-        steps: versions at which it is armed.
-    """
-
-    case: Case | None
-    moment: Moment
-    coordinate: Coordinate
-    action: str
-    incarnation: int
-    steps: range
+    case: Case | None  # the cell it stands for; None: it only leads up to the next one
+    moment: Moment  # when
+    coordinate: Coordinate  # whose node fails
+    action: str  # ``kill_node`` or ``kill``
+    incarnation: int  # in which life of the job
+    steps: range  # versions at which it is armed
 
     @property
     def restarts(self) -> bool:
@@ -356,12 +325,8 @@ _OTHER = {"kill": "kill_node", "kill_node": "kill"}
 
 
 def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
-    """One job for cases of the same setup.
-
-    Args:
-        cases: every moment at most once.
-        number: of the job; the first action alternates with it.
-    """
+    """One job for cases of the same setup. ``cases``: every moment at most once. ``number``: of the job; the
+    first action alternates with it."""
     ordered = sorted(cases, key=lambda case: _ORDER.index(case.moment))
     plan = _Plan(action=("kill_node", "kill")[number % 2])
     for case in ordered:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.faults.job import Scratch
+
+only_when_asked_for = pytest.mark.skipif(
+    os.environ.get("REFT_FAULTS") != "1", reason="takes hours; make faults runs it"
+)
 
 
 @pytest.fixture(scope="session")

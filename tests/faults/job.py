@@ -27,11 +27,9 @@ MODEL = (
     # The learning rate must not depend on how long a run is.
     *("--warmup", "5", "--decay-steps", "1000", "--log-interval", "20"),
 )
-SECS_PER_LIFE = 150.0
-"""Far more than a start of the job takes; a busy machine must not fail a test."""
+SECS_PER_LIFE = 150.0  # Far more than a start of the job takes; a busy machine must not fail a test
 _POLL_SECS = 0.02
-_SETTLE_SECS = 60.0
-"""A launcher whose job has failed still flushes for the grace, 25 s, before it ends."""
+_SETTLE_SECS = 60.0  # A launcher whose job has failed still flushes for the grace, 25 s, before it ends
 _SIGKILLED = -9
 
 Losses = Mapping[int, str]
@@ -51,15 +49,10 @@ def write_corpus(directory: Path) -> Path:
 
 @dataclass
 class Scratch:
-    """Where jobs are run: text and logs.
+    """Where jobs are run: text and logs."""
 
-    Attributes:
-        root: of everything.
-        shared: where undisturbed runs are kept, and found by other suites and workers of this run.
-    """
-
-    root: Path
-    shared: Path
+    root: Path  # of everything
+    shared: Path  # where undisturbed runs are kept, and found by other suites and workers of this run
 
     @classmethod
     def of_the_run(cls, factory: pytest.TempPathFactory, name: str) -> Scratch:
@@ -77,11 +70,8 @@ class Scratch:
         ]
 
     def reference(self, shape: Shape, optimizer: Optimizer, steps: int) -> Losses:
-        """Losses of the undisturbed run without reft, as ``float.hex`` by step: trained once, by whoever asks first.
-
-        Raises:
-            LocalClusterError: it did not finish.
-        """
+        """Losses of the undisturbed run without reft, as ``float.hex`` by step: trained once, by whoever asks
+        first. Raises LocalClusterError: it did not finish."""
         key = f"{shape.name}-{optimizer.name}"
         self.shared.mkdir(parents=True, exist_ok=True)
         kept = self.shared / f"{key}.json"
@@ -118,11 +108,7 @@ class Scratch:
 
 
 def wait_while_it_trains(cluster: LocalCluster, events_dir: Path, still_secs: float) -> dict[int, int]:
-    """Wait for the end of a job as long as it writes events; returns the launchers' exit codes by node.
-
-    Raises:
-        LocalClusterError: it wrote none for ``still_secs``.
-    """
+    """Wait for the end of a job as long as it writes events; returns the launchers' exit codes by node."""
     written, deadline = -1, 0.0
     while any(node.running for node in cluster.current.values()):
         now = sum(path.stat().st_size for path in events_dir.glob("*"))
@@ -198,11 +184,7 @@ class FaultJob:
         self.cluster.close()
 
     def run_to_end(self, timeout_secs: float) -> str | None:
-        """Replace nodes that are gone, until the job ends.
-
-        Returns:
-            Why it did not end well; None: it did.
-        """
+        """Replace nodes that are gone, until the job ends. Returns why it did not end well; None: it did."""
         deadline = time.monotonic() + timeout_secs
         failed_at: float | None = None
         while True:
@@ -315,12 +297,8 @@ def _source(life: Incarnation) -> str:
 
 def wrong_losses(history: History, reference: Losses, steps: int | None = None) -> list[str]:
     """Every step whose loss, however often it was computed, is not the undisturbed run's to the bit.
-
-    Args:
-        history: of the run.
-        reference: of the undisturbed one.
-        steps: that must all have been done; None: those that were.
-    """
+    ``history``: of the run. ``reference``: of the undisturbed one. ``steps``: that must all have been
+    done; None: those that were."""
     wrong = []
     wanted = range(1, steps + 1) if steps is not None else sorted(set(history.losses) & set(reference))
     for step in wanted:
@@ -348,50 +326,13 @@ def broken_promises(history: History) -> list[str]:
 class Outcome:
     """What one planned job has shown."""
 
-    job: PlannedJob
     problems: tuple[str, ...]
     recoveries: tuple[Recovery, ...]
-    secs: float
     directory: Path
-
-    @property
-    def good(self) -> bool:
-        return not self.problems
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "shape": self.job.shape.name,
-            "optimizer": self.job.optimizer.name,
-            "variant": str(self.job.setup.variant),
-            "protection": self.job.setup.protection,
-            "steps": self.job.steps,
-            "faults": [
-                {
-                    "moment": f.moment,
-                    "coordinate": str(f.coordinate),
-                    "action": f.action,
-                    "counts": bool(f.case),
-                }
-                for f in self.job.faults
-            ],
-            "recoveries": [
-                {
-                    "source": r.source,
-                    "version": r.version,
-                    "lost_steps": r.lost_steps,
-                    "commit_lag": r.commit_lag,
-                }
-                for r in self.recoveries
-            ],
-            "problems": list(self.problems),
-            "secs": round(self.secs, 1),
-            "logs": str(self.directory),
-        }
 
 
 def run_planned(scratch: Scratch, job: PlannedJob, name: str, reference: Losses) -> Outcome:
     """Run one job of the matrix with all its faults, and judge it."""
-    began = time.monotonic()
     running = FaultJob(
         scratch,
         name,
@@ -411,8 +352,7 @@ def run_planned(scratch: Scratch, job: PlannedJob, name: str, reference: Losses)
     problems += wrong_losses(history, reference, job.steps)
     problems += broken_promises(history)
     problems += _unmade_faults(job, running, history)
-    found = tuple(recoveries(history))
-    return Outcome(job, tuple(problems), found, time.monotonic() - began, running.directory)
+    return Outcome(tuple(problems), tuple(recoveries(history)), running.directory)
 
 
 _TRAINER_KILLED = re.compile(r"trainers ended: .*killed by SIGKILL")

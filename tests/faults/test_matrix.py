@@ -1,17 +1,37 @@
-"""The part of the fault matrix that tells most. The rest: ``make faults``."""
+"""The fault matrix: real jobs, real kills. Every run is compared, step by step and bit by bit, with an undisturbed run
+without reft, and no recovery may go back behind the newest commit.
+
+Here is the part that tells most. ``make faults`` covers every pair of moment, node, layout, optimizer, snapshot variant
+and protection."""
 
 from __future__ import annotations
 
 import pytest
 
 from reft.grid import Degrees
-from tests.faults.cases import OPTIMIZERS, SHAPES, Case, Moment, Optimizer, Setup, Shape, plan_job
+from tests.faults.cases import (
+    OPTIMIZERS,
+    PAIRS,
+    SHAPES,
+    Case,
+    Moment,
+    Optimizer,
+    PlannedJob,
+    Setup,
+    Shape,
+    plan_job,
+    plan_jobs,
+    reference_steps,
+)
+from tests.faults.conftest import only_when_asked_for
 from tests.faults.job import Scratch, run_planned
+from tests.machine import FP16_MISSING
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
 SHAPE = {shape.name: shape for shape in SHAPES}
 OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
+JOBS = plan_jobs(PAIRS)
 DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 
 
@@ -54,3 +74,16 @@ def test_losses_are_equal_after_failures(
     early = {Moment.BEFORE_ANY_COMMIT, Moment.DURING_RECOVERY, Moment.DURING_PERSIST}
     after_commit = {fault.moment for fault in job.faults} - early
     assert [r.source for r in outcome.recoveries].count("memory") >= len(after_commit)
+
+
+@only_when_asked_for
+@pytest.mark.parametrize(
+    ("number", "job"), [*enumerate(JOBS)], ids=lambda value: str(value).replace(" ", "-")
+)
+def test_p1_p3_every_pair(scratch: Scratch, number: int, job: PlannedJob) -> None:
+    if job.optimizer.needs_fp16 and FP16_MISSING:
+        pytest.skip(str(FP16_MISSING))
+    steps = reference_steps(JOBS)[job.shape.name, job.optimizer.name]
+    reference = scratch.reference(job.shape, job.optimizer, steps)
+    outcome = run_planned(scratch, job, f"job{number:03d}", reference)
+    assert outcome.problems == (), f"logs: {outcome.directory}"

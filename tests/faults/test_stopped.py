@@ -26,8 +26,7 @@ DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 PP2 = Shape("PP2xDP1", Degrees(2, 1, 1), nodes=2, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[2]
 STEPS = 220
-GRACE_SECS = 100.0
-"""Long, for a busy machine: that a signal ends the job within it is what is tested."""
+GRACE_SECS = 100.0  # Long, for a busy machine: that a signal ends the job within it is what is tested
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,7 @@ from tests.persist.job_memory import DEGREES, JOB, Memory, made_up_images
 
 @pytest.fixture(scope="module")
 def assembler() -> Iterator[Assembler]:
-    with Assembler() as assembler:
+    with closing(Assembler()) as assembler:
         yield assembler
 
 

@@ -17,24 +17,17 @@ RING = Fleet(place(Degrees(1, 4, 1), "single"), scale=50, block_bytes=1024)
 GRID = Fleet(place(Degrees(2, 2, 1), "replica"), scale=20, block_bytes=512)
 AEC = Fleet(RING.topology, copies=0, parities=1, scale=50, block_bytes=1024)
 RS2 = Fleet(RING.topology, copies=0, parities=2, scale=50, block_bytes=1024)
-DEAD = Coordinate(0, 2, 0)
-"""The newcomer, killed while it completes the version."""
+DEAD = Coordinate(0, 2, 0)  # The newcomer, killed while it completes the version
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job's memory and what happens to it.
-
-    Attributes:
-        labels: versions in memory, by slot.
-        lost: nodes whose directories are gone; empty ones replace them.
-        topology: new placement if it is not just the replacement.
-    """
+    """A job's memory and what happens to it."""
 
     fleet: Fleet = RING
-    labels: tuple[Label, ...] = (NEW,)
-    lost: tuple[str, ...] = ()
-    topology: Topology | None = None
+    labels: tuple[Label, ...] = (NEW,)  # versions in memory, by slot
+    lost: tuple[str, ...] = ()  # nodes whose directories are gone; empty ones replace them
+    topology: Topology | None = None  # new placement if it is not just the replacement
 
     @property
     def placement(self) -> Topology:
@@ -51,8 +44,7 @@ _SIX = Fleet(place(Degrees(1, 6, 1), "single"), copies=2, scale=50, block_bytes=
 _THREE = Fleet(place(Degrees(1, 3, 1), "single"), scale=50, block_bytes=1024, uneven=0)
 _FIVE = Fleet(place(Degrees(1, 5, 1), "single"), copies=0, parities=1, scale=50, block_bytes=1024, uneven=0)
 _FOUR = place(Degrees(1, 4, 1), "single")
-PADDING = 5
-"""Bytes at the end of the last old partition."""
+PADDING = 5  # Bytes at the end of the last old partition
 RESIZED = ("shrunk", "shrunk_corrupt", "grown", "shrunk_decoded")
 SCENARIOS = {
     "nothing_lost": Scenario(),
@@ -93,8 +85,7 @@ SCENARIOS = {
 
 
 MORE = ("messages", "forged_message")
-NOT_OVER_MPI = ("peer_killed",)
-"""Sockets are not counted there, and a rank that dies ends the MPI job."""
+NOT_OVER_MPI = ("peer_killed",)  # Sockets are not counted there, and a rank that dies ends the MPI job
 
 
 def damage(path: Path, section: Section, member: int, index: int = 0) -> None:

@@ -80,7 +80,11 @@ CASES: dict[str, Case] = {
     "pipe_fp16_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "fp16": FP16, **ZERO1}},
     "pipe_bf16_z0": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, scheduler=WARMUP)},
     "pipe_bf16_z1_fp32_accumulation": {"pipe": True, "config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO1)},
-    "pipe_bf16_z1_bf16_accumulation": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1)},
+    "pipe_bf16_z1_bf16_accumulation": {
+        "pipe": True,
+        "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1),
+        "persist": True,
+    },
 }
 
 _WRAPPERS = {

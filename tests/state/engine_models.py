@@ -10,8 +10,7 @@ from torch import nn
 
 VERSION = tuple(int(n) for n in deepspeed.__version__.split(".")[:2])
 VOCABULARY, WIDTH, BATCH = 19, 13, 3
-LATE = 4
-"""The step from which on the parameter ``late`` gets gradients: after the snapshot."""
+LATE = 4  # The step from which on the parameter ``late`` gets gradients: after the snapshot
 
 
 class Embed(nn.Module):

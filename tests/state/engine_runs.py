@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from engine_cases import Case
+from engine_files import CLIENT, persisted_from, template_of, written_from
 from engine_models import BATCH, VOCABULARY, Block, Embed, Net, head, loss_fn
 from torch import nn
 
+from reft.engine.identity import coordinate_of
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest, SectionImage
+from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
 from tests.old_deepspeed import step_without_autograd
 
@@ -111,14 +114,14 @@ def snapshot(engine: Any, adapter: Any) -> dict[str, Any]:
     return {
         "images": [read(image) for image in images],
         "manifest": Manifest.of(images).encode(),
-        "host": codec.encode(capture_host_state(engine, adapter, {"epoch": 3}, [1, 2])),
+        "host": codec.encode(capture_host_state(engine, adapter, CLIENT, [1, 2])),
     }
 
 
 def restore(engine: Any, snap: dict[str, Any]) -> Any:
     adapter = adapter_for(engine)
     host = codec.decode(snap["host"])
-    assert host["client"] == {"epoch": 3}
+    assert host["client"] == CLIENT
     assert host["data"] == [1, 2]
     addresses = [p.data_ptr() for p in engine.module.parameters()]
     images = adapter.prepare(Manifest.decode(snap["manifest"]), host["adapter"])
@@ -175,11 +178,26 @@ def links(engine: Any) -> bool:
     return True
 
 
-def restore_from_disk(engine: Any, snap: dict[str, Any], directory: Path) -> Any:
-    """DeepSpeed's own checkpoint, and from the host state what DeepSpeed does not save."""
-    engine.load_checkpoint(str(directory))
-    restore_data_free_state(engine, codec.decode(snap["host"]))
+def restore_from_disk(engine: Any, directory: Path) -> Any:
+    """What was written from the version, by DeepSpeed; and from the host file what DeepSpeed does not save."""
+    path, client = engine.load_checkpoint(str(directory))
+    assert {key: client[key] for key in CLIENT} == CLIENT
+    restore_data_free_state(
+        engine, read_host_file(Path(path).parent / host_file_name(coordinate_of(engine)[0]))
+    )
     return adapter_for(engine)
+
+
+def files_of(engine: Any, case: Case, snap: dict[str, Any], template: bytes, root: Path) -> dict[str, Any]:
+    """What ``save_checkpoint`` writes of the version, and what reft does."""
+    at, tag = coordinate_of(engine)[0], f"global_step{engine.global_steps}"
+    engine.save_checkpoint(str(root / "saved"), client_state=CLIENT)
+    torch.distributed.barrier()
+    saved = root / "saved" / tag
+    found = written_from(snap, template, at, saved, root / "rebuilt" / tag)
+    if case.get("persist"):
+        found["problems"] += persisted_from(snap, template, at, saved, root / "memory")
+    return found
 
 
 def watch(engine: Any, adapter: Any) -> list[str]:
@@ -216,12 +234,14 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     engine = build(case)
     adapter = adapter_for(engine)
     at = case.get("snap", SNAP)
+    train(engine, case, max(at - 1, 0))
+    host = capture_host_state(engine, adapter, CLIENT, [1, 2])
+    template = template_of(engine, adapter, codec.decode(codec.encode(host)))
     train(engine, case, at)
     before = adapter.signature()
     snap = snapshot(engine, adapter)
     unchanged = before == adapter.signature()
-    if case.get("disk"):
-        engine.save_checkpoint(str(directory))
+    files = files_of(engine, case, snap, template, directory)
     watched = watch(engine, adapter)
     expected = train(engine, case, END)
     appeared = before != adapter.signature()
@@ -231,7 +251,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     seed(4711 + int(os.environ["RANK"]), case)
     fresh = build(case)
     train(fresh, case, case.get("fresh_steps", 0))
-    restored = restore_from_disk(fresh, snap, directory) if case.get("disk") else restore(fresh, snap)
+    restored = restore_from_disk(fresh, directory / "rebuilt") if case.get("disk") else restore(fresh, snap)
     at_once = differences(snap, snapshot(fresh, restored))
     linked = links(fresh)
     resumed = train(fresh, case, END)
@@ -244,6 +264,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
         "host_bytes": len(snap["host"]),
         "skipped_steps": skipped,
         "unchanged": unchanged,
+        "files": files,
         "appeared": appeared,
         "watched": watched,
         "after_restore": at_once,

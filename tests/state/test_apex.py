@@ -16,8 +16,7 @@ from reft.errors import UnsupportedStateError
 from reft.state.support import check_optimizer
 from tests.apex_standin import FusedAdam, FusedLAMB
 
-AMP = "_amp_stash"
-"""What ``amp.initialize`` gives an optimizer."""
+AMP = "_amp_stash"  # What ``amp.initialize`` gives an optimizer
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(520)]
 
 WORLD = 4
 LIMIT_SECS = 500  # for a crowded machine; an idle one needs a tenth
-Results = dict[str, list[dict[str, Any]]]
-"""Per case, what every rank reports."""
+Results = dict[str, list[dict[str, Any]]]  # Per case, what every rank reports
 needs_fp16 = pytest.mark.skipif(FP16_MISSING is not None, reason=str(FP16_MISSING))
 
 
@@ -48,6 +47,16 @@ def test_p8_a_resumed_run_equals_the_uninterrupted_one(results: Results, name: s
         assert found["unchanged"], "the signature changed without a change"
         assert found["appeared"] == ("before_first_step" in name)
         assert found["skipped_steps"] == (2 if "fp16" in name else 0), "no overflow was injected"
+
+
+def test_p8_what_is_written_from_a_version_is_what_deepspeed_writes(runs: Results) -> None:
+    """Recorded a step before, filled in with the bytes of the version: every file, key, type, value and bit."""
+    for name, found in runs.items():
+        files = [of_rank["files"] for of_rank in found]
+        assert [f["problems"] for f in files] == [[]] * WORLD, name
+        assert files[0]["rebuilt"] == files[0]["saved"] == sorted(n for f in files for n in f["own"]), name
+        partitioned = ADAPTERS[name][0] in ("BF16Adapter", "ZeroAdapter")
+        assert [f["scripts"] for f in files] == [partitioned, *[False] * (WORLD - 1)], name
 
 
 def test_p2_nothing_is_written_before_the_hooks_of_the_innermost_optimizer(runs: Results) -> None:

@@ -73,7 +73,7 @@ class CheckpointParts:
         self._files: dict[str, Any] = {}
 
     def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
-        """A tensor of a rank, flat. Raises LayoutError: the files do not have it where DeepSpeed puts it."""
+        """A tensor of a rank, flat."""
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")
@@ -226,23 +226,17 @@ class Found:
         return cls(tuple(_from_fields(c) for c in checkpoints), tuple(problems))
 
 
-def _to_fields(c: DiskCheckpoint) -> list[Any]:
+def _to_fields(c: DiskCheckpoint) -> dict[str, Any]:
     files = None if c.files is None else {n: [f.nbytes, f.checksum] for n, f in c.files.items()}
     label = None if c.label is None else [c.label.incarnation, c.label.step]
-    return [str(c.directory), c.tag, c.step, label, c.job_id, files, c.fingerprint]
+    return {**vars(c), "label": label, "files": files}
 
 
-def _from_fields(fields: Sequence[Any]) -> DiskCheckpoint:
-    directory, tag, step, label, job_id, files, fingerprint = fields
-    return DiskCheckpoint(
-        directory=Path(directory),
-        tag=tag,
-        step=step,
-        label=None if label is None else Label(*label),
-        job_id=job_id,
-        files=None if files is None else {n: FileRecord(*f) for n, f in files.items()},
-        fingerprint=fingerprint,
-    )
+def _from_fields(fields: dict[str, Any]) -> DiskCheckpoint:
+    label, files = fields["label"], fields["files"]
+    label = None if label is None else Label(*label)
+    files = None if files is None else {n: FileRecord(*f) for n, f in files.items()}
+    return DiskCheckpoint(**{**fields, "label": label, "files": files})
 
 
 @dataclass(frozen=True)

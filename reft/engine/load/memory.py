@@ -177,8 +177,7 @@ class MemoryRestorer:
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
-        """Refuse what another job left, or this one with other settings. Collective. Raises FingerprintError:
-        it is such."""
+        """Refuse what another job left, or this one with other settings. Collective."""
         session = self._session
         session.memory.identity.check_memory(
             *(session.memory.job_dir.path, plan.label),

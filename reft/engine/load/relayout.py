@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -52,29 +52,6 @@ def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
     return None if any(session.control.gather_bytes(b"own" if has_own else b"")) else was
 
 
-class Source(Protocol):
-    """A version of another layout, as :class:`Relayout` reads it. ``str`` names it."""
-
-    @property
-    def degrees(self) -> Degrees:
-        """Of the job that wrote it."""
-        ...
-
-    def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among :func:`spoken_by`, a new object in every call. Raises LayoutError: it is not
-        there."""
-        ...
-
-    def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """Find the bytes of these moves; nothing is written. Raises LayoutError: they are not there, or of
-        another type than what is live."""
-        ...
-
-    def carry_out(self) -> None:
-        """Write what was located. Collective; where it fails on one rank it raises on all."""
-        ...
-
-
 def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
     """The old ranks whose host state the new rank ``at`` reads: the first replica's, which say what is held,
     and those of its own replica, which have its buffers."""
@@ -86,7 +63,9 @@ def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
 class Relayout:
     """Takes up one version. Collective: all methods, on all ranks."""
 
-    def __init__(self, session: Session, engine: DeepSpeedEngine, source: Source) -> None:
+    def __init__(
+        self, session: Session, engine: DeepSpeedEngine, source: MemorySource | CheckpointSource
+    ) -> None:
         self._control: ControlGroup = session.control
         self._at: Coordinate = session.coordinate
         self._topology = session.topology
@@ -96,8 +75,7 @@ class Relayout:
 
     def take_up(self) -> dict[str, Any]:
         """Write model, optimizer and counters into the engine. Returns the host state, as this rank has it
-        now; data and client state are left to the caller. Raises LayoutError: names do not allow it, or
-        the source lacks something; on all ranks. Where it is the names, nothing has been written."""
+        now; data and client state are left to the caller."""
         self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
@@ -162,8 +140,7 @@ class Relayout:
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """What was made for one tensor slice is not what another number of slices has. Collective. Raises
-        LayoutError: a buffer follows from the slice; on all ranks."""
+        """What was made for one tensor slice is not what another number of slices has. Collective."""
         if not self._resliced:
             return
         mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
@@ -249,9 +226,7 @@ class _Range(NamedTuple):
 
 
 class MemorySource:
-    """A :class:`~reft.engine.load.relayout.Source`. Collective: what ranks need of others' host state is
-    brought at once.
-    """
+    """A version in memory. Collective: what ranks need of others' host state is brought at once."""
 
     def __init__(self, memory: OtherMemory, plan: RecoveryPlan, job_id: str, at: Coordinate) -> None:
         self._memory = memory
@@ -265,11 +240,11 @@ class MemorySource:
         return self._name
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """See there."""
+        """Of a rank among :func:`spoken_by`, a new object in every call."""
         return DecodedBlob(self._hosts[at]).state
 
     def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """See there."""
+        """Find the bytes of these moves; nothing is written."""
         stored = {group: self._stored(Coordinate(group[0], 0, group[1])) for group in old.held}
         ranges: dict[_Block, list[_Range]] = defaultdict(list)
         places: dict[BlockSource, Place] = {}
@@ -286,7 +261,7 @@ class MemorySource:
         self._places, self._ranges = list(places.values()), dict(ranges)
 
     def carry_out(self) -> None:
-        """See there. Raises TransferError: a peer is gone, or its memory changed while it was read."""
+        """Write what was located. Collective; where it fails on one rank it raises on all."""
         self._memory.bring(self._places, self._write)
 
     def _write(self, fetch: Fetch, data: torch.Tensor) -> None:
@@ -339,7 +314,7 @@ def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Store
 
 
 class CheckpointSource:
-    """A :class:`~reft.engine.load.relayout.Source`."""
+    """A version in DeepSpeed's files, which are opened one after the other, while they are read."""
 
     def __init__(self, checkpoint: Path, degrees: Degrees, control: ControlGroup) -> None:
         self._checkpoint = checkpoint
@@ -351,19 +326,16 @@ class CheckpointSource:
         return str(self._checkpoint)
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """See there."""
         state = read_host_state(self._checkpoint, at)
         if state is None:
             raise LayoutError(f"{self._checkpoint} has no host state of {at}; expected one of every rank")
         return state
 
     def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """See there. The files are opened one after the other, while they are read."""
         parts = CheckpointParts(self._checkpoint, self.degrees, old.held, _tied_layers(module))
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 
     def carry_out(self) -> None:
-        """See there. Raises LayoutError: the files lack something."""
         on_all(self._control, self._write)
 
     def _write(self) -> None:

@@ -27,7 +27,7 @@ from reft.engine.checks.start import (
     what_begins_anew,
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
+from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Resumed, Sound, nothing_sound
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
@@ -81,9 +81,8 @@ class OtherLayoutRestorer:
         return replace(own, reasons=self._why_not.reasons, notes=(*own.notes, *self._why_not.notes))
 
     def restore(self, plan: RecoveryPlan) -> bool:
-        """Take the version up, start the session, and protect it. Returns whether it was; False: names do not
-        allow it, and nothing has been written. Raises FingerprintError: another job left it, or this one
-        with other settings. Raises TransferError: a peer is gone, or its memory changed while it was read."""
+        """Take the version up, start the session, and protect it. Returns whether it was; False: names do
+        not allow it, and nothing has been written."""
         session, label = self._session, plan.label
         began = time.perf_counter()
         job_dir = session.memory.job_dir
@@ -117,9 +116,8 @@ def differs_in_replicas(session: Session, was: Degrees) -> bool:
 def host_state_of_replica(
     session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
 ) -> dict[str, Any]:
-    """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its replica
-    left; where there was none, another's with the random states of a fresh start. Collective. Raises
-    ReftError: a rank's file is not there, or cannot be read; on all ranks."""
+    """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its
+    replica left; where there was none, another's with the random states of a fresh start. Collective."""
     at, resize = session.coordinate, Resize(was.dp, session.topology.degrees.dp)
     source = CheckpointSource(checkpoint, was, session.control)
     state = on_all(session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp))))
@@ -140,8 +138,7 @@ _BASE_ONLY = (
 
 
 def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults left out. Raises TypeError: ``original`` does not take
-    them."""
+    """The arguments of a call by name, defaults left out."""
     signature = inspect.signature(original)
     named = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -265,8 +262,7 @@ class Restorer:
             warn(session, moved)
 
     def before_first_step(self, data_iter: Any = None) -> None:
-        """Called before every step; does its work once. Raises SystemExit: the job was told to stop, and
-        has."""
+        """Called before every step; does its work once."""
         self._session.stopping.end_if_stopped(self._session)
         if not self._trains:
             check_orders(self._session, self._engine.data.orders(data_iter))
@@ -354,9 +350,11 @@ class Restorer:
                 plan = outcome
         sound = sound or self._disk.newest_sound(found)
         if sound is not None:
-            self._explain_disk(plan, sound.checkpoint)
+            if session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
+                logger.warning("resuming from disk (%s): %s", sound.checkpoint, plan)
             return self._load_sound(original, call, sound)
-        self._memory.refuse_silent_restart(plan, self._nothing_sound(found))
+        refused = self._disk.refused(found)
+        self._memory.refuse_silent_restart(plan, nothing_sound(refused) if refused else "")
         if isinstance(outcome, NotRecoverable):
             self._memory.refuse_half_written(outcome)
         result: tuple[Any, Any] = (None, None)
@@ -537,11 +535,6 @@ class Restorer:
 
     # -- refusals ---------------------------------------------------------------------------------
 
-    def _nothing_sound(self, found: Found) -> str:
-        """What is wrong with the checkpoints on disk, in lines; empty where there are none."""
-        refused = self._disk.refused(found)
-        return nothing_sound(refused) if refused else ""
-
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
@@ -557,10 +550,6 @@ class Restorer:
             consequence = "After every failure it would go back there."
         warn(session, f"{did}. {consequence} {to_write}")
         session.start({})
-
-    def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
-        if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
-            logger.warning("resuming from disk (%s): %s", disk, plan)
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
