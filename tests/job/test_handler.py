@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,19 +16,60 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from reft.control.keyvalue import KeyValueServer
+from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.state import IncarnationRecord, JobState, Scaling, decode_state
-from tests.job.store_nodes import (
-    WAIT_SECS,
-    beat,
-    client,
-    go_on,
-    parameters,
-    rewrite,
-    shared,
-    wait_until,
-)
+from reft.job.rendezvous.state import IncarnationRecord, JobState, Scaling, decode_state, encode_state
+from tests.job.conftest import SECRET
+
+WAIT_SECS = 60.0
+
+
+def client(port: int) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{port}", SECRET, timeout_secs=WAIT_SECS)
+
+
+def parameters(port: int) -> RendezvousParameters:
+    """Nobody is struck out for minutes, however slow the machine is, but whom a test makes silent for an hour."""
+    return RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, "127.0.0.1", keep_alive_interval=60)
+
+
+def rewrite(port: int, change: Any) -> None:
+    """Change the shared state, as another node does."""
+    store = client(port)
+    while True:
+        held = store.peek("rendezvous/job")
+        state = JobState() if held is None else decode_state(held)
+        change(state)
+        if store.compare_set("rendezvous/job", held, encode_state(state))[0]:
+            return
+
+
+def shared(port: int) -> JobState:
+    held = client(port).peek("rendezvous/job")
+    assert held is not None
+    return decode_state(held)
+
+
+def beat(handler: StoreRendezvous) -> None:
+    handler._state_holder.synced_at -= 1.0  # type: ignore[attr-defined]
+    handler._keep_alive()
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def go_on(handler: StoreRendezvous) -> threading.Thread:
+    def join() -> None:
+        with suppress(RendezvousGracefulExitError):  # of a spare that was not needed
+            handler.next_rendezvous()
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return thread
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"{}", b"[]", b'{"round": "x"}', b"\x80\x04N."]))
