@@ -88,8 +88,7 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
-  tests/snapshot/test_staging.py tests/snapshot/test_parity.py tests/protect/test_backends.py tests/state/test_late.py \
-  tests/engine/test_device_costs.py
+  tests/snapshot/test_staging.py tests/snapshot/test_parity.py tests/protect/test_backends.py tests/state/test_late.py
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
 	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch finds no device'"
@@ -112,7 +111,7 @@ matrix: venv  ## the integration tests at the ends of the supported versions: AR
 	$(BIN)/python -m tests.matrix $(ARGS)
 
 megatron: venv  ## a checkout of Megatron-DeepSpeed or Megatron-LM loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
-	$(BIN)/python -m tests.$(if $(wildcard $(DIR)/megatron/training/),megatron_core,megatron).program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
+	$(BIN)/python -m tests.megatron.program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
 
 slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root): slurm/'s scripts as they are, nodes die
 	$(PYTEST) -rs tests/slurm $(ARGS)

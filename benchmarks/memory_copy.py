@@ -136,7 +136,7 @@ class Rank:
         watch.watch(worker_module, "_encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")
         watch.watch(Filling, "hash_rest", "worker: hash rest")
-        watch.watch(worker.sealer, "exchange", "worker: exchange")
+        watch.watch(worker, "_exchange", "worker: exchange")
         watch.watch(worker.votes, "cast", "worker: votes")
         for name in ("begin", "seal", "lost", "commit"):
             watch.watch(Arena, name, f"worker: arena {name}")

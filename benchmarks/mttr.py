@@ -61,7 +61,7 @@ def kill_once(job: Job, kind: str, number: int) -> Recovered:
     now = time.time()
     job.kill(victim, KillKind.NODE)
     if kind == "node_replaced":
-        job.cluster.replace_node(victim)
+        job.cluster.start_node(victim)
         return job.wait_for_recovery(now)
     recovered = job.wait_for_recovery(now)
     # The spare has taken the place; the node that comes back waits as the next one.

@@ -13,8 +13,7 @@ from typing import Any
 from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
 from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
-from reft.tools.demo.history import Event, EventReader, History
-from reft.tools.demo.report import failure_to_step
+from reft.tools.demo.history import Event, EventReader, History, failure_to_step
 
 _STORE = """
 import json, signal, sys

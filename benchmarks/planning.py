@@ -128,7 +128,7 @@ class Job:
         for rank, at in enumerate(self.topology.coordinates):
             node = self.topology.nodes[rank]
             records = [] if node == "new" else self._pair(at, ())
-            mine = arenas_to_tell(records, self.topology, rank, job_id=JOB, layout=None)
+            mine = arenas_to_tell(records, self.topology, rank, job_id=JOB)
             told.append(summarize(node, mine, self.topology, job_id=JOB).encode())
         return told
 

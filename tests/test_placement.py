@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from reft.engine.identity import Place, declared_on_one_host, hosts_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
-from reft.protect.codes import Scheme, schemes_for
+from reft.protect.codes import Scheme
+from reft.protect.decode import survives
 from reft.protect.placement import (
     fatal_nodes,
     group_tolerance,
@@ -21,7 +22,7 @@ from reft.protect.placement import (
     tolerance,
     tolerance_left,
 )
-from reft.protect.tolerance import survives
+from tests.protect.reference import schemes_for
 
 node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
 

@@ -110,12 +110,7 @@ def persist_command(
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
-    """The directories of one job on all given nodes.
-
-    Raises:
-        ConfigError: if a directory does not exist, or there are several jobs and none was named.
-        ReftError: if there is no memory of the job.
-    """
+    """The directories of one job on all given nodes."""
     dirs = _memory_dirs(memory_dirs)
     found = find_job_dirs(dirs)
     places = ", ".join(map(str, dirs))

@@ -2,8 +2,7 @@
 
 What is followed, and restored:
 
-- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol,
-  reft's own sampler);
+- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol);
 - an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
   ``training_data`` too;
 - loaders that the script has made :func:`reft.resumable`;

@@ -48,16 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_with_host_state(session: Session, original: Callable[..., Any], call: Mapping[str, Any]) -> Any:
-    """``engine.save_checkpoint``, with the client state that was attached and the one that is given.
-
-    Args:
-        session: of the engine.
-        original: DeepSpeed's method.
-        call: its arguments, by name.
-
-    Returns:
-        What DeepSpeed returns.
-    """
+    """``engine.save_checkpoint``, with the client state that was attached and the one that is given."""
     attached = dict(session.state.client_state()) if session.state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
@@ -141,12 +132,7 @@ def flops_per_token(gathered: Iterable[int]) -> int:
 
 
 class TokensSeen:
-    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids.
-
-    Args:
-        page: of the trainer.
-        micro_batch: samples in it.
-    """
+    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids."""
 
     def __init__(self, page: ProgressPage, micro_batch: int) -> None:
         self._page = page
@@ -179,12 +165,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Program(Protocol):
-    """What is asked of the program that has made an engine.
-
-    Attributes:
-        data_is_bound: why its data are others at another data-parallel degree, and what to write; "" where
-            they are not.
-    """
+    """The program that has made an engine. ``data_is_bound``: why its data are others at another
+    data-parallel degree, and what to write; "" where they are not."""
 
     data_is_bound: str
 

@@ -29,9 +29,10 @@ from reft.state.rng import capture_rng
 
 
 class Resizing:
-    """A :class:`~reft.engine.engine.Resizing`.
+    """Takes up versions that were written at another data-parallel degree.
 
     Attributes:
+        why_not: why this job would not be the same at another degree; "" where it would.
         data_is_bound: why the program's data are others at another degree; "" where they are not.
     """
 
@@ -48,7 +49,19 @@ class Resizing:
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
     ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
-        """See there."""
+        """Give the live state the shape that it has in this job, and make the host state one of this job's.
+
+        Args:
+            blob: the host block of the member :meth:`Resize.host_from`; its state is changed.
+            resize: from which degree to which.
+            dp: this rank's place among its data-parallel peers.
+
+        Returns:
+            Images whose bytes are to be written, and from where those of the owned one come.
+
+        Raises:
+            LayoutError: the running job has another model or optimizer, or the state cannot be cut.
+        """
         old = blob.manifest
         lengths = self._adapter.partitioned()
         live = {spec.name: spec for spec in self._adapter.images()[1].specs}

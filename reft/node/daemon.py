@@ -41,7 +41,7 @@ from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages
 from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
-from reft.storage.persister import Persister, PersistFunction, PersistStatus, label_json
+from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Daemon:
         self,
         job_dir: JobDir,
         launcher_pid: int = 0,
-        persist: PersistFunction = persist_label,
+        persist: Callable[..., Path] = persist_label,
         linger_secs: float = 0.0,
     ) -> None:
         self._job_dir = job_dir

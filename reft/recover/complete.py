@@ -38,17 +38,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Room:
-    """Where a block lies in an arena.
+    """Where a block lies in an arena."""
 
-    Attributes:
-        start_bytes: the block's offset in its section's image.
-        nbytes: its length; of a host block the room for it.
-        arena_offset: from the start of the arena's data region.
-    """
-
-    start_bytes: int
-    nbytes: int
-    arena_offset: int
+    start_bytes: int  # the block's offset in its section's image
+    nbytes: int  # its length; of a host block the room for it
+    arena_offset: int  # from the start of the arena's data region
 
     def fits(self, fetch: Fetch) -> bool:
         exact = fetch.key.section is not Section.HOST
@@ -67,17 +61,11 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Completing:
-    """How this incarnation stores versions.
+    """How this incarnation stores versions."""
 
-    Attributes:
-        scheme: the protection in force.
-        path: the arena file to complete a version in; None if this rank has no slot without a file.
-        blueprint: lays out this rank's arena, from the bytes of the replicated image and of every member's
-            owned image.
-    """
-
-    scheme: str
-    path: Path | None
+    scheme: str  # the protection in force
+    path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
+    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
     blueprint: Callable[[int, tuple[int, ...]], Blueprint]
 
 
@@ -87,11 +75,8 @@ def plan_kept(
     records: Sequence[ArenaRecord],
     topology: Topology,
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """What members that hold nothing of the version have to keep for their ring peers. Pure.
-
-    Returns:
-        Per newcomer the blocks that it does not restore itself; empty where the version cannot be completed.
-    """
+    """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
+    newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
     for record in records:
@@ -123,20 +108,14 @@ def plan_kept(
 
 
 class Completion:
-    """One newcomer's arena, filled as blocks arrive.
-
-    Args:
-        plan: of its sharding group.
-        at: the newcomer.
-        how: how this incarnation stores versions.
-        stored: of any arena of the group that holds the version.
-    """
+    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
+    version."""
 
     def __init__(
         self,
         plan: RecoveryPlan,
         at: Coordinate,
-        how: Completing,
+        how: Completing | None,
         *,
         node: str,
         stored: ArenaHeader,
@@ -144,19 +123,10 @@ class Completion:
     ) -> None:
         self._plan = plan
         self._at = at
-        self._wanted = at in plan.kept and stored.scheme == how.scheme
-        self._how = how
+        self._how = how if how is not None and at in plan.kept and stored.scheme == how.scheme else None
         self._secret = secret
-        self._header = ArenaHeader(
-            job_id=plan.job_id,
-            node=node,
-            degrees=plan.degrees,
-            coordinate=at,
-            label=plan.label,
-            state=ArenaState.WRITING,
-            layout=stored.layout,
-            scheme=how.scheme,
-        )
+        self._node = node
+        self._layout = stored.layout
         self._rooms: Mapping[BlockKey, Room] = {}
         self._arena: Arena | None = None
         self._arrived: dict[BlockKey, Fetch] = {}
@@ -165,15 +135,25 @@ class Completion:
     def begin(self) -> None:
         """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
         not completed here, and the job goes on."""
-        plan, path = self._plan, self._how.path
-        if path is None or not self._wanted:
+        plan, how = self._plan, self._how
+        if how is None or how.path is None:
             return
+        header = ArenaHeader(
+            job_id=plan.job_id,
+            node=self._node,
+            degrees=plan.degrees,
+            coordinate=self._at,
+            label=plan.label,
+            state=ArenaState.WRITING,
+            layout=self._layout,
+            scheme=how.scheme,
+        )
         owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
         try:
-            drawn = self._how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
-            arena = Arena.create(path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
+            drawn = how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
+            arena = Arena.create(how.path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
             self._arena = arena
-            arena.begin(self._header)
+            arena.begin(header)
         except (ReftError, OSError) as error:  # the state is restored all the same
             self._give_up(error)
             return

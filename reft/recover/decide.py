@@ -17,7 +17,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
-from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
+from reft.recover.findings import Findings, Group, listing, put_together, summarize
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
@@ -57,17 +57,11 @@ _MOST_GAPS = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a sharding group says about one version.
+    """What a sharding group says about one version."""
 
-    Attributes:
-        missing: how much of it is missing; 0 if the group can recover it.
-        gaps: the first of what is missing, in words.
-        decodes: whether lost blocks have to be decoded first.
-    """
-
-    missing: int
-    gaps: tuple[str, ...]
-    decodes: bool
+    missing: int  # how much of it is missing; 0 if the group can recover it
+    gaps: tuple[str, ...]  # the first of what is missing, in words
+    decodes: bool  # whether lost blocks have to be decoded first
 
     @classmethod
     def of(cls, sources: GroupSources) -> Verdict:
@@ -95,17 +89,11 @@ def decode_verdicts(body: bytes) -> Verdicts:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks restore.
+    """What all ranks restore."""
 
-    Attributes:
-        label: the version.
-        rejected: for every newer version why it is not used.
-        decodes: whether some group has to decode lost blocks first.
-    """
-
-    label: Label
-    rejected: tuple[str, ...]
-    decodes: bool
+    label: Label  # the version
+    rejected: tuple[str, ...]  # for every newer version why it is not used
+    decodes: bool  # whether some group has to decode lost blocks first
 
 
 def judge(
@@ -114,13 +102,8 @@ def judge(
     sizes: Mapping[Label, int],
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> dict[Label, GroupSources]:
-    """What each version has in one sharding group.
-
-    Args:
-        records: arenas of its members, of any version.
-        sizes: versions that any rank of the job holds whole, with the members that the group had then.
-        bad: (node, arena, key) of blocks not to use.
-    """
+    """What each version has in one sharding group. ``sizes``: versions that any rank of the job holds whole,
+    with the members that the group had then."""
     by_label: dict[Label, list[ArenaRecord]] = {label: [] for label in sizes}
     for record in records:
         header = record.header
@@ -179,17 +162,9 @@ def plan_decided(
     *,
     wanted: Wanted = NOTHING_WANTED,
 ) -> RecoveryPlan:
-    """The plan of one sharding group for the version that was decided on.
-
-    Args:
-        sources: what the group has of that version.
-        records: arenas of the group's members, of any version.
-        wanted: of a version of another data-parallel degree, what each member takes of the partitions, once
-            that is known; the plan is without it before.
-
-    Raises:
-        LayoutError: something is wanted that the version does not have.
-    """
+    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version of another
+    data-parallel degree, what each member takes of the partitions, once that is known; the plan is without
+    it before. Raises LayoutError: something is wanted that the version does not have."""
     topology, written = findings.topology, findings.sizes[decision.label]
     resize = Resize(written, topology.degrees.dp)
     needs = {
@@ -217,26 +192,15 @@ def plan_recovery(
     topology: Topology,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> RecoveryPlan | NotRecoverable:
     """The whole job's plan in one place, for tools that read the memory of all nodes. Pure, deterministic.
 
     The ranks of a job decide the same from summaries, and each plans for its own group alone
-    (:mod:`reft.recover.recover`).
-
-    Args:
-        inventories: what every node holds, in any order.
-        topology: placement of the *new* incarnation; nodes may be new and empty, and coordinates may
-            have moved to other nodes (P7).
-        job_id: arenas of other jobs are ignored, with a note.
-        layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
-        bad: (node, arena, key) of blocks that failed verification.
-    """
-    inventories = _once(inventories)
+    (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
+    empty, and coordinates may have moved to other nodes (P7)."""
     summaries = [
-        summarize(i.node, i.arenas, topology, job_id=job_id, layout=layout, problems=i.problems)
-        for i in inventories
+        summarize(i.node, i.arenas, topology, job_id=job_id, problems=i.problems) for i in inventories
     ]
     findings = put_together(summaries, topology, job_id=job_id)
     fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
@@ -260,11 +224,8 @@ def plan_recovery(
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
-    """A placement to plan with where no job runs: every coordinate on the node that holds its newest arena.
-
-    Raises:
-        LayoutError: if no whole version of the job is there to take the degrees from.
-    """
+    """A placement to plan with where no job runs: every coordinate on the node that holds its newest
+    arena."""
     records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
     if not records:
         raise LayoutError(
@@ -285,16 +246,12 @@ def plan_verified(
     arenas: ArenaSet,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
-    """Plan over arenas that can all be read here, and replan until every source checks out.
-
-    Returns:
-        The plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the way.
-    """
+    """Plan over arenas that can all be read here, and replan until every source checks out. Returns the plan,
+    every source of which was verified, and ``bad`` with the corrupt blocks met on the way."""
     while True:
-        plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
+        plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
             return plan, bad
         decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
@@ -303,18 +260,3 @@ def plan_verified(
         if not found:
             return plan, bad
         bad |= found
-
-
-def _once(inventories: Iterable[Inventory]) -> list[Inventory]:
-    """Every arena once, in (node, name) order: several ranks of a node may have sent the same ones."""
-    records: dict[str, dict[str, ArenaRecord]] = {}
-    problems: dict[str, list[str]] = {}
-    for inventory in inventories:
-        problems.setdefault(inventory.node, []).extend(inventory.problems)
-        records.setdefault(inventory.node, {})
-        for record in inventory.arenas:
-            records.setdefault(record.node, {}).setdefault(record.path, record)
-    return [
-        Inventory(node, tuple(found[path] for path in sorted(found)), tuple(problems.get(node, ())))
-        for node, found in sorted(records.items())
-    ]

@@ -28,7 +28,6 @@ def arenas_to_tell(
     rank: int,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     any_dp: bool = False,
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
@@ -38,7 +37,7 @@ def arenas_to_tell(
 
     def speaker(record: ArenaRecord) -> int:
         at = record.header.coordinate
-        if not _fits(record, topology, job_id, layout, any_dp):
+        if not _fits(record, topology, job_id, any_dp):
             return topology.local_ranks(node)[0]
         return topology.readers(node, at.pp, at.tp)[0]
 
@@ -51,21 +50,20 @@ def tables_of(
     topology: Topology,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     any_dp: bool = False,
 ) -> dict[Group, list[ArenaRecord]]:
-    """The whole arenas that may serve each of these sharding groups: of this job, its degrees and its layout,
+    """The whole arenas that may serve each of these sharding groups: of this job and its degrees,
     whatever else has the same label (P7)."""
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
-        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout, any_dp):
+        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, any_dp):
             tables[at.pp, at.tp].append(record)
     return tables
 
 
-def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec, any_dp: bool) -> bool:
-    return record.header.job_id == job_id and not misfit(record, topology, layout, any_dp=any_dp)
+def _fits(record: ArenaRecord, topology: Topology, job_id: str, any_dp: bool) -> bool:
+    return record.header.job_id == job_id and not _misfit(record, topology, any_dp=any_dp)
 
 
 def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
@@ -82,27 +80,20 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
     return parts
 
 
-Group = tuple[int, int]
-"""A sharding group: (pp, tp)."""
-LayoutSpec = str | Mapping[tuple[int, int], str] | None
-"""Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""
+Group = tuple[int, int]  # A sharding group: (pp, tp)
 
 _MOST_NAMED = 6
 
 
 class Head(NamedTuple):
-    """An arena of this job without its block table: whose bytes of which version lie where.
-
-    Attributes:
-        dp: data-parallel degree of the job that wrote it.
-    """
+    """An arena of this job without its block table: whose bytes of which version lie where."""
 
     label: Label
     state: ArenaState
     coordinate: Coordinate
     node: str
     path: str
-    dp: int
+    dp: int  # data-parallel degree of the job that wrote it
 
     @property
     def place(self) -> tuple[str, str]:
@@ -115,23 +106,15 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank found, or one node.
+    """What one rank found, or one node."""
 
-    Attributes:
-        node: where.
-        heads: arenas of the right job, degrees and layout.
-        misfits: what other degrees or layouts were found, in words, with their newest label.
-        ignored: why arenas are left aside, in words, and which.
-        problems: why files could not be read.
-        newest_committed: newest label marked committed in an arena of this job, misfits included.
-    """
-
-    node: str
-    heads: tuple[Head, ...]
+    node: str  # where
+    heads: tuple[Head, ...]  # arenas of the right job, degrees and layout
+    # what other degrees or layouts were found, in words, with their newest label
     misfits: Mapping[str, Label]
-    ignored: Mapping[str, Sequence[str]]
-    problems: tuple[str, ...]
-    newest_committed: Label | None
+    ignored: Mapping[str, Sequence[str]]  # why arenas are left aside, in words, and which
+    problems: tuple[str, ...]  # why files could not be read
+    newest_committed: Label | None  # newest label marked committed in an arena of this job, misfits included
 
     @property
     def has_memory(self) -> bool:
@@ -153,11 +136,7 @@ class Summary:
 
     @classmethod
     def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
-        """Inverse of :meth:`encode`.
-
-        Args:
-            known: labels met so far, shared by all summaries of a job.
-        """
+        """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a job."""
         node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
         heads = []
         for incarnation, step, state, pp, dp, tp, path, size in rows:
@@ -184,28 +163,19 @@ def _pack(label: Label) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The arenas of one job.
-
-    Attributes:
-        by_label: SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label
-            were written by a job of one data-parallel degree.
-        unfinished: arenas of the job that were being written when their rank died.
-        misfits: what other degrees or layouts were found, in words, with their newest label.
-        notes: everything left aside, in words.
-        newest_committed: newest label marked committed in any arena of this job.
-        present: nodes that sent a summary or have ranks.
-        bare: those of them that hold no arena of this job.
-    """
+    """The arenas of one job."""
 
     job_id: str
     topology: Topology
+    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written by
+    # a job of one data-parallel degree.
     by_label: Mapping[Label, tuple[Head, ...]]
-    unfinished: tuple[Head, ...]
-    misfits: tuple[str, ...]
-    notes: tuple[str, ...]
-    newest_committed: Label | None
-    present: tuple[str, ...]
-    bare: tuple[str, ...]
+    unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
+    misfits: tuple[str, ...]  # what other degrees or layouts were found, in words, with their newest label
+    notes: tuple[str, ...]  # everything left aside, in words
+    newest_committed: Label | None  # newest label marked committed in any arena of this job
+    present: tuple[str, ...]  # nodes that sent a summary or have ranks
+    bare: tuple[str, ...]  # those of them that hold no arena of this job
 
     @property
     def empty(self) -> bool:
@@ -301,11 +271,10 @@ def summarize(
     topology: Topology,
     *,
     job_id: str,
-    layout: LayoutSpec = None,
     problems: Sequence[str] = (),
     any_dp: bool = False,
 ) -> Summary:
-    """Sum up arenas of one node; see :class:`Summary` and :func:`misfit`."""
+    """Sum up arenas of one node; see :class:`Summary`."""
     heads: list[Head] = []
     misfits: dict[str, Label] = {}
     ignored: dict[str, list[str]] = {}
@@ -318,7 +287,7 @@ def summarize(
             continue
         if record.committed:
             committed.append(header.label)
-        if what := misfit(record, topology, layout, any_dp=any_dp):
+        if what := _misfit(record, topology, any_dp=any_dp):
             misfits[what] = max(misfits.get(what, header.label), header.label)
             ignored.setdefault(f"of another layout, {what}", []).append(place)
             continue
@@ -360,7 +329,7 @@ def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: st
         job_id=job_id,
         topology=topology,
         by_label={label: tuple(heads) for label, heads in by_label.items()},
-        unfinished=tuple(unfinished),
+        unfinished=tuple(sorted(unfinished, key=lambda head: (head.node, head.path))),
         misfits=tuple(f"{what} (newest {label})" for what, label in sorted(misfits.items())),
         notes=(*notes, *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems})),
         newest_committed=max((s.newest_committed for s in summaries if s.newest_committed), default=None),
@@ -377,15 +346,9 @@ def _of_one_dp(heads: Sequence[Head], dp: int) -> tuple[list[Head], list[Head]]:
     return [h for h in heads if h.dp == size], [h for h in heads if h.dp != size]
 
 
-def misfit(
-    record: ArenaRecord, topology: Topology, layout: LayoutSpec, *, any_dp: bool = False
-) -> str | None:
-    """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout.
-
-    Args:
-        any_dp: whether one that was written at another data-parallel degree may serve
-            (:mod:`reft.recover.reshape`).
-    """
+def _misfit(record: ArenaRecord, topology: Topology, *, any_dp: bool) -> str | None:
+    """Why an arena of this job cannot serve the running one, in words. ``any_dp``: one that was written at
+    another data-parallel degree may (:mod:`reft.recover.reshape`)."""
     header = record.header
     written = header.degrees
     if written != topology.degrees and not (
@@ -396,7 +359,4 @@ def misfit(
     limits = (written.pp, written.dp, written.tp)
     if not all(0 <= i < limit for i, limit in zip((at.pp, at.dp, at.tp), limits, strict=True)):
         return f"coordinate {at} outside {written}"
-    expected = layout.get((at.pp, at.tp)) if isinstance(layout, Mapping) else layout
-    if expected is not None and header.layout != expected:
-        return f"layout {header.layout[:12]} instead of {expected[:12]} at pp{at.pp}.tp{at.tp}"
     return None

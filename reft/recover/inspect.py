@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.errors import ArenaError, LayoutError
+from reft.errors import LayoutError
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
-from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
+from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
 from reft.recover.decide import offline_topology, plan_recovery
-from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
 
 BadBlock = tuple[str, str, BlockKey]
@@ -29,20 +29,13 @@ BadBlock = tuple[str, str, BlockKey]
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """One arena file.
+    """One arena file."""
 
-    Attributes:
-        node: node it lies on.
-        path: the file.
-        header: what it says about itself; None for an EMPTY one.
-        nbytes: memory it takes.
-        bad_blocks: blocks whose bytes do not match their checksum; None if they were not read.
-    """
-
-    node: str
-    path: Path
-    header: ArenaHeader | None
-    nbytes: int
+    node: str  # node it lies on
+    path: Path  # the file
+    header: ArenaHeader | None  # what it says about itself; None for an EMPTY one
+    nbytes: int  # memory it takes
+    # blocks whose bytes do not match their checksum; None if they were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
 
     @property
@@ -85,21 +78,13 @@ class ArenaReport:
 
 @dataclass(frozen=True)
 class VersionReport:
-    """One version, over all nodes that were looked at.
+    """One version, over all nodes that were looked at."""
 
-    Attributes:
-        label: the version.
-        arenas: every arena that holds it, or was being written for it.
-        ranks: ranks of the job.
-        recoverable: whether every byte of it is there (and, if verified, right).
-        reasons: why not; or, if it is, where bytes would come from.
-    """
-
-    label: Label
-    arenas: tuple[ArenaReport, ...]
-    ranks: int
-    recoverable: bool
-    reasons: tuple[str, ...]
+    label: Label  # the version
+    arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
+    ranks: int  # ranks of the job
+    recoverable: bool  # whether every byte of it is there (and, if verified, right)
+    reasons: tuple[str, ...]  # why not; or, if it is, where bytes would come from
 
     @property
     def committed(self) -> bool:
@@ -150,29 +135,17 @@ class VersionReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """The memory of one job.
+    """The memory of one job."""
 
-    Attributes:
-        job_id: the job.
-        directories: directory looked at, per node.
-        alive_because: live processes, per node.
-        versions: newest first.
-        restores: version that a restart on these nodes would restore; None if none can be.
-        why: what the plan says about it.
-        empty: arenas that hold nothing.
-        problems: arenas that could not be read, and why.
-        verified: whether every stored block was read.
-    """
-
-    job_id: str
-    directories: Mapping[str, Path]
-    alive_because: Mapping[str, tuple[str, ...]]
-    versions: tuple[VersionReport, ...]
-    restores: Label | None
-    why: tuple[str, ...]
-    empty: tuple[ArenaReport, ...]
-    problems: tuple[str, ...]
-    verified: bool
+    job_id: str  # the job
+    directories: Mapping[str, Path]  # directory looked at, per node
+    alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node
+    versions: tuple[VersionReport, ...]  # newest first
+    restores: Label | None  # version that a restart on these nodes would restore; None if none can be
+    why: tuple[str, ...]  # what the plan says about it
+    empty: tuple[ArenaReport, ...]  # arenas that hold nothing
+    problems: tuple[str, ...]  # arenas that could not be read, and why
+    verified: bool  # whether every stored block was read
 
     @property
     def arenas(self) -> tuple[ArenaReport, ...]:
@@ -220,17 +193,9 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
-    """Report on one job.
-
-    Args:
-        job_dirs: the job's directory on every node to look at.
-        verify: read every stored block and compare it with its checksum.
-
-    Raises:
-        ArenaError: if the directories belong to several jobs, or to none.
-        AuthenticationError: if a directory is somebody else's or its secret is missing.
-    """
-    nodes = _nodes([JobDir.open(path) for path in job_dirs])
+    """Report on one job. Raises ArenaError: if the directories belong to several jobs, or to none. Raises
+    AuthenticationError: if a directory is somebody else's or its secret is missing."""
+    nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
     arenas: list[ArenaReport] = []
     problems: list[str] = []
@@ -255,17 +220,6 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
         problems=tuple(problems),
         verified=verify,
     )
-
-
-def _nodes(jobs: Sequence[JobDir]) -> dict[str, JobDir]:
-    """Directories by node id; two directories of one name are told apart by their paths."""
-    if len({job.job_id for job in jobs}) != 1:
-        raise ArenaError(
-            f"directories of {len({job.job_id for job in jobs})} jobs were given "
-            f"({', '.join(sorted({job.job_id for job in jobs})) or 'none'}); expected one job: say --job"
-        )
-    names = [job.node for job in jobs]
-    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:

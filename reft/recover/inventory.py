@@ -12,7 +12,7 @@ import logging
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
+from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.recover.plan import BlockSource, Fetch
 
@@ -42,17 +43,11 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True)
 class ArenaRecord:
-    """One arena as found on a node.
+    """One arena as found on a node."""
 
-    Attributes:
-        node: node on which it was found (``header.node`` is where it was written).
-        path: file name within the node's job directory.
-        header: whose version it holds, and its block table.
-    """
-
-    node: str
-    path: str
-    header: ArenaHeader
+    node: str  # node on which it was found (``header.node`` is where it was written)
+    path: str  # file name within the node's job directory
+    header: ArenaHeader  # whose version it holds, and its block table
 
     @property
     def usable(self) -> bool:
@@ -80,11 +75,7 @@ class Inventory:
 
     @classmethod
     def unpack(cls, body: bytes) -> Inventory:
-        """Inverse of :meth:`pack`.
-
-        Raises:
-            TransferError: if it is not an inventory of this version of reft.
-        """
+        """Inverse of :meth:`pack`."""
         try:
             node, arenas, problems = msgpack.unpackb(body)
             records = tuple(
@@ -109,11 +100,7 @@ class Inventory:
 
 def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
     """List the arenas in a node's job directory. Unreadable ones become ``problems``, never errors.
-
-    Args:
-        job_dir: the node's directory of the job; a missing one is an empty inventory.
-        node: id of the node as the running incarnation knows it.
-    """
+    ``job_dir``: the node's directory of the job; a missing one is an empty inventory."""
     arenas: list[ArenaRecord] = []
     problems: list[str] = []
     for path, found in scan(job_dir, secret):
@@ -145,63 +132,61 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]
-"""Opened arenas by (node, file name)."""
-
-
-def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> dict[tuple[str, str], Arena]:
-    """Open the usable arenas of one job directory for reading; end with :func:`close_arenas`.
-
-    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the
-    plan falls down the ladder.
-    """
-    arenas: dict[tuple[str, str], Arena] = {}
-    for record in inventory.arenas:
-        try:
-            if record.usable:
-                arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
-        except (ArenaError, OSError) as error:
-            logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
-    return arenas
-
-
-def close_arenas(arenas: ArenaSet) -> None:
-    """Close all of them. Views that are still alive keep their mapping until they die."""
-    for arena in arenas.values():
-        arena.close()
-
-
-def close_behind(arenas: ArenaSet) -> None:
-    """:func:`close_arenas` on a thread of its own: to unmap what was read takes up to a fifth of the time
-    that reading it took, and nobody has to wait for that."""
-    threading.Thread(target=close_arenas, args=(arenas,), name="reft-unmap", daemon=True).start()
+ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
 
 
 @contextmanager
 def opened_arenas(
-    job_dir: Path,
-    inventories: Iterable[Inventory],
-    secret: bytes | None,
-    *,
-    close: Callable[[ArenaSet], None] = close_arenas,
+    job_dir: Path, inventory: Inventory, secret: bytes | None, *, wait: bool = True
 ) -> Iterator[dict[tuple[str, str], Arena]]:
-    """:func:`open_arenas` of several inventories of one directory, closed at the end."""
+    """The usable arenas of one job directory, to be read.
+
+    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
+    falls down the ladder. In the end they are closed; views that are still alive keep their mapping.
+    """
     arenas: dict[tuple[str, str], Arena] = {}
     try:
-        for inventory in inventories:
-            arenas.update(open_arenas(job_dir, inventory, secret))
+        for record in inventory.arenas:
+            try:
+                if record.usable:
+                    arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
+            except (ArenaError, OSError) as error:
+                logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
         yield arenas
     finally:
-        close(arenas)
+        if wait:
+            _close(arenas)
+        else:
+            # To unmap what was read takes up to a fifth of the time that reading it took.
+            threading.Thread(target=_close, args=(arenas,), name="reft-unmap", daemon=True).start()
+
+
+def _close(arenas: ArenaSet) -> None:
+    for arena in arenas.values():
+        arena.close()
+
+
+def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
+    """The directories of one job by node id; of equal ids, as of directories brought together from
+    elsewhere, each is told by its path.
+
+    Raises:
+        ArenaError: if they are several jobs', or none's.
+        AuthenticationError: if a directory is somebody else's or its secret is missing.
+    """
+    jobs = [JobDir.open(path) for path in job_dirs]
+    if len({(job.job_id, job.secret) for job in jobs}) != 1:
+        found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
+        raise ArenaError(
+            f"found the directories {found}; expected one job, and its secret in all of them: say --job"
+        )
+    names = [job.node for job in jobs]
+    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
 
 
 def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
     """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read (P5).
-
-    Args:
-        label: version the arenas have to hold.
-        fetches: blocks to check; one that several coordinates need is read once.
-    """
+    ``fetches``: blocks to check; one that several coordinates need is read once."""
     current: dict[tuple[str, str], bool] = {}
     bad: set[BlockSource] = set()
     for source, fetch in {fetch.source: fetch for fetch in fetches}.items():

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from reft.errors import PersistError
 from reft.grid import Coordinate
 from reft.memory.arena import Arena
-from reft.memory.jobdir import JobDir, newest_record
+from reft.memory.jobdir import newest_record
 from reft.recover.decide import offline_topology, plan_verified
-from reft.recover.inventory import ArenaSet, Inventory, opened_arenas, stored_bytes, take_inventory
+from reft.recover.inventory import ArenaSet, Inventory, open_job, opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence
@@ -32,17 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineResult:
-    """What :func:`persist_offline` did.
+    """What :func:`persist_offline` did."""
 
-    Attributes:
-        checkpoint: what was written.
-        plan: which version, and where its blocks came from.
-        corrupt_blocks: blocks that did not match their checksum and were replaced by copies.
-    """
-
-    checkpoint: PersistedInfo
-    plan: RecoveryPlan
-    corrupt_blocks: int
+    checkpoint: PersistedInfo  # what was written
+    plan: RecoveryPlan  # which version, and where its blocks came from
+    corrupt_blocks: int  # blocks that did not match their checksum and were replaced by copies
 
 
 def persist_offline(
@@ -59,22 +52,20 @@ def persist_offline(
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
-        directory: where to write, in a directory of the job's name, whose ``latest`` is switched.
-        keep: newest checkpoints of the job to keep there.
 
     Raises:
         PersistError: if the directories are not one job's, or it cannot be written.
         UnrecoverableError: if no version is whole; says what is missing.
         LayoutError: if there is nothing to take the layout from.
     """
-    jobs = [JobDir.open(path) for path in job_dirs]
-    job_id, secret = _one_job(jobs)
-    nodes = _distinct_nodes(jobs)
-    inventories = [take_inventory(job.path, node, secret) for job, node in zip(jobs, nodes, strict=True)]
+    nodes = open_job(job_dirs)
+    jobs = [*nodes.values()]
+    job_id, secret = jobs[0].job_id, jobs[0].secret
+    inventories = [take_inventory(job.path, node, secret) for node, job in nodes.items()]
     with ExitStack() as stack:
         arenas: dict[tuple[str, str], Arena] = {}
         for job, inventory in zip(jobs, inventories, strict=True):
-            arenas.update(stack.enter_context(opened_arenas(job.path, [inventory], secret)))
+            arenas.update(stack.enter_context(opened_arenas(job.path, inventory, secret)))
         topology = offline_topology(inventories, job_id)
         plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
         while isinstance(plan, RecoveryPlan) and plan.rebuilds:
@@ -82,7 +73,7 @@ def persist_offline(
             folder = TemporaryDirectory(prefix=".decoded-", dir=job_dirs[0].parent)
             scratch = Path(stack.enter_context(folder))
             decoded, refused = rebuild_offline(plan, arenas, scratch, f"decoded {scratch.name}", secret)
-            arenas.update(stack.enter_context(opened_arenas(scratch, [decoded], secret)))
+            arenas.update(stack.enter_context(opened_arenas(scratch, decoded, secret)))
             inventories.append(decoded)
             plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
         if isinstance(plan, NotRecoverable):
@@ -96,21 +87,6 @@ def persist_offline(
         source = replace(found, fingerprint=fingerprint, writer=writer)
         options = PersistOptions(directory=target, keep=keep, progress=progress)
         return OfflineResult(write_version(source, options), plan, len(bad))
-
-
-def _one_job(jobs: Sequence[JobDir]) -> tuple[str, bytes]:
-    if len({(job.job_id, job.secret) for job in jobs}) != 1:
-        found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
-        raise PersistError(
-            f"found the directories {found}; expected those of one job, all written with the same secret"
-        )
-    return jobs[0].job_id, jobs[0].secret
-
-
-def _distinct_nodes(jobs: Sequence[JobDir]) -> list[str]:
-    """Node ids to plan with. Directories brought together from elsewhere may name the same node."""
-    names = [job.node for job in jobs]
-    return [n if names.count(n) == 1 else f"{n} in {job.path}" for n, job in zip(names, jobs, strict=True)]
 
 
 def _source(

@@ -28,7 +28,6 @@ from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import (
     ArenaRecord,
     Inventory,
-    close_behind,
     find_corrupt,
     opened_arenas,
     take_inventory,
@@ -70,19 +69,13 @@ class OtherMemory:
         self._here = Inventory(self._node, ())
         self._plan: RecoveryPlan
         self._blocks: dict[tuple[Coordinate, Section], list[tuple[int, int]]] = {}
-        self.moved: list[TransferStats] = []
-        """What this rank has brought."""
+        self.moved: list[TransferStats] = []  # What this rank has brought
 
     def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
         """The newest whole version in another layout, as its job would recover it; every block was checked.
-        Nothing is touched, but that blocks which only parity has are decoded and stored.
-
-        Returns:
-            The plan of all its coordinates, the same on all ranks; None: there is no such memory.
-
-        Raises:
-            TransferError: a peer is gone, or could not read its memory.
-        """
+        Nothing is touched, but that blocks which only parity has are decoded and stored. Returns the plan
+        of all its coordinates, the same on all ranks; None: there is no such memory. Raises TransferError:
+        a peer is gone, or could not read its memory."""
         self._look(beyond)
         while True:
             # Ends: every further round knows more corrupt sources, or finds fewer lost blocks.
@@ -101,10 +94,7 @@ class OtherMemory:
 
     def bring_hosts(self, wanted: Iterable[Coordinate]) -> dict[Coordinate, bytes]:
         """The host images of these old coordinates, which every rank may name others of. After a survey.
-
-        Raises:
-            TransferError: a peer is gone, or a block did not arrive as it is stored.
-        """
+        Raises TransferError: a peer is gone, or a block did not arrive as it is stored."""
         sizes = {at: self._plan.image_bytes(at, Section.HOST) for at in sorted(wanted)}
         images = {at: bytearray(nbytes) for at, nbytes in sizes.items()}
         places = [p for at, nbytes in sizes.items() for p in self.places_of(at, Section.HOST, 0, nbytes)]
@@ -135,11 +125,8 @@ class OtherMemory:
         return self._plan.fetches[self._plan.degrees.coordinates()[coordinate]][number]
 
     def bring(self, places: Sequence[Place], sink: Sink) -> None:
-        """Blocks of the version, each verified before the sink has it. After a survey.
-
-        Raises:
-            TransferError: as above; live state is incomplete then.
-        """
+        """Blocks of the version, each verified before the sink has it. After a survey. Raises TransferError:
+        as above; live state is incomplete then."""
         self._move(places, sink, self._faults)
 
     # -- what there is ----------------------------------------------------------------------------
@@ -201,7 +188,7 @@ class OtherMemory:
         share = [here[source] for source in sorted(here)][ranks.index(self._control.rank) :: len(ranks)]
 
         def looked() -> bytes:
-            with opened_arenas(self._job_dir, [self._here], self._secret) as arenas:
+            with opened_arenas(self._job_dir, self._here, self._secret) as arenas:
                 return pack_sources(find_corrupt(plan.label, share, arenas))
 
         told = self._exchange.gather(looked, f"checking {plan.label}")
@@ -259,14 +246,13 @@ class OtherMemory:
 
         def move() -> bool:
             nonlocal bad
-            with opened_arenas(self._job_dir, [self._here], self._secret, close=close_behind) as arenas:
-                result = execute(
+            with opened_arenas(self._job_dir, self._here, self._secret, wait=False) as arenas:
+                stats, bad = execute(
                     *([plan], self._topology, self._control, arenas, sink),
                     window_bytes=self._window_bytes,
                     faults=faults,
                 )
-            self.moved.append(result.stats)
-            bad = result.bad
+            self.moved.append(stats)
             return bool(bad)
 
         if self._exchange.agree(move, f"bringing {plan.label}"):

@@ -17,27 +17,19 @@ from reft.memory.arena_files import is_decoded
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import BlockCode
-from reft.protect.decode import Combination, plan_decode
+from reft.protect.decode import plan_decode
 
 
 @dataclass(frozen=True)
 class LostBlock:
-    """A replicated block to be decoded.
+    """A replicated block to be decoded."""
 
-    Attributes:
-        key: identity.
-        start_bytes: offset in the replicated image.
-        nbytes: true length.
-        padded_bytes: length at which its stripe was encoded.
-        position: which of its owner's blocks it is: the index of its checksum.
-        terms: stored blocks and their coefficients; shorter ones count as padded with zeros.
-    """
-
-    key: BlockKey
-    start_bytes: int
-    nbytes: int
-    padded_bytes: int
-    position: int
+    key: BlockKey  # identity
+    start_bytes: int  # offset in the replicated image
+    nbytes: int  # true length
+    padded_bytes: int  # length at which its stripe was encoded
+    position: int  # which of its owner's blocks it is: the index of its checksum
+    # stored blocks and their coefficients; shorter ones count as padded with zeros
     terms: tuple[tuple[BlockKey, int], ...]
 
     @property
@@ -61,15 +53,8 @@ def stripes_of(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]
 
 
 def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBlock, ...], str | None]:
-    """The replicated blocks of a group that are not among ``have``, with a way to decode each.
-
-    Args:
-        code: the group's code.
-        have: stored blocks (replicated and parity) that can be read.
-
-    Returns:
-        The lost blocks, and None or why some of them cannot be decoded (there are then no blocks).
-    """
+    """The replicated blocks of a group that are not among ``have``, with a way to decode each. Returns the
+    lost blocks, and None or why some of them cannot be decoded (there are then no blocks)."""
     rows: dict[int, list[int]] = {}
     sizes = {}
     for member in range(code.code.size):
@@ -79,19 +64,18 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
                 rows.setdefault(row, []).append(sub_block)
                 sizes[block.key] = (block.start_bytes, block.nbytes, position)
     lost: list[LostBlock] = []
-    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, Combination]] = {}
+    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, tuple[tuple[int, int], ...]]] = {}
     for row, wanted in sorted(rows.items()):
         keys = {p.index: code.key_of(p, row) for p in code.code.pieces}
         bad = frozenset(index for index, key in keys.items() if key is not None and key not in have)
         case = bad, tuple(wanted)
         try:
             if case not in known:
-                plan = plan_decode(code.code, bad=bad, wanted=wanted)
-                known[case] = {c.sub_block: c for c in plan.combinations}
+                known[case] = plan_decode(code.code, bad=bad, wanted=wanted)
         except UnrecoverableError as error:
             return (), str(error)
         for sub_block in wanted:
-            terms = known[case][sub_block].terms
+            terms = known[case][sub_block]
             stored = tuple((key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None)
             # The parities are the longest of their stripe.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
@@ -104,14 +88,10 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
 class SourceKind(StrEnum):
     """Where in the memory of the nodes the bytes of a block come from, in the order of the ladder."""
 
-    LOCAL = "local"
-    """Read on the node that needs it."""
-    PEER = "peer"
-    """Sent by another node from the owner's own bytes."""
-    COPY = "copy"
-    """Sent by another node from a redundant copy: the owner is lost or corrupt."""
-    PARITY = "parity"
-    """Decoded from several blocks on some node, and taken from there."""
+    LOCAL = "local"  # Read on the node that needs it
+    PEER = "peer"  # Sent by another node from the owner's own bytes
+    COPY = "copy"  # Sent by another node from a redundant copy: the owner is lost or corrupt
+    PARITY = "parity"  # Decoded from several blocks on some node, and taken from there
 
 
 class BlockSource(NamedTuple):
@@ -124,31 +104,18 @@ class BlockSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One block that one coordinate needs, and where to take it.
+    """One block that one coordinate needs, and where to take it."""
 
-    Attributes:
-        key: identity within the sharding group.
-        pp: pipeline stage of the sharding group.
-        tp: tensor slice of the sharding group.
-        start_bytes: offset in the section's image.
-        nbytes: length.
-        checksum: xxh3_64 of the bytes, taken when they were copied.
-        kind: level of the ladder.
-        node: node that holds the source.
-        arena: file name of the arena on that node.
-        arena_offset: offset in the arena's data region.
-    """
-
-    key: BlockKey
-    pp: int
-    tp: int
-    start_bytes: int
-    nbytes: int
-    checksum: int
-    kind: SourceKind
-    node: str
-    arena: str
-    arena_offset: int
+    key: BlockKey  # identity within the sharding group
+    pp: int  # pipeline stage of the sharding group
+    tp: int  # tensor slice of the sharding group
+    start_bytes: int  # offset in the section's image
+    nbytes: int  # length
+    checksum: int  # xxh3_64 of the bytes, taken when they were copied
+    kind: SourceKind  # level of the ladder
+    node: str  # node that holds the source
+    arena: str  # file name of the arena on that node
+    arena_offset: int  # offset in the arena's data region
 
     @property
     def source(self) -> BlockSource:
@@ -187,19 +154,14 @@ def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Lost blocks of one sharding group that one coordinate decodes and stores before anything is restored.
+    """Lost blocks of one sharding group that one coordinate decodes and stores before anything is
+    restored."""
 
-    Attributes:
-        blocks: what is decoded.
-        image_bytes: size of the replicated image.
-        layout: the group's layout hash.
-        fetches: the stored blocks that are read, each once: replicated and parity ones, and the checksums
-            that the results are compared with.
-    """
-
-    blocks: tuple[LostBlock, ...]
-    image_bytes: int
-    layout: str
+    blocks: tuple[LostBlock, ...]  # what is decoded
+    image_bytes: int  # size of the replicated image
+    layout: str  # the group's layout hash
+    # the stored blocks that are read, each once: replicated and parity ones, and the checksums that the
+    # results are compared with
     fetches: tuple[Fetch, ...]
 
     @property
@@ -209,45 +171,33 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """Which version is restored and from where, in one sharding group or in the whole job.
+    """Which version is restored and from where, in one sharding group or in the whole job."""
 
-    Attributes:
-        label: the version.
-        committed: whether some arena had already marked it committed. A version that all ranks
-            sealed is as good: every byte of it is there and checked.
-        degrees: parallel degrees of the job.
-        written_dp: data-parallel degree of the job that wrote the version.
-        fetches: for every coordinate that is planned for the blocks it needs: the replicated
-            image of its (pp, tp) in image order, then its owned, then its host image. Of a version that was
-            written at another data-parallel degree the blocks of the partitions from which its own is cut.
-        newest_committed: newest label marked committed in any usable arena.
-        rejected: for every newer version why it is not used.
-        notes: what else was found and left aside (foreign, torn, other layout; diverged copies).
-        rebuilds: what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
-            complete in the plan that is made once the decoded blocks are stored.
-        kept: blocks that members which hold nothing of the version keep for their ring peers, to complete it.
-    """
-
-    label: Label
+    label: Label  # the version
+    # whether some arena had already marked it committed. A version that all ranks sealed is as good: every
+    # byte of it is there and checked.
     committed: bool
-    degrees: Degrees
-    written_dp: int
+    degrees: Degrees  # parallel degrees of the job
+    written_dp: int  # data-parallel degree of the job that wrote the version
+    # for every coordinate that is planned for the blocks it needs: the replicated image of its (pp, tp) in
+    # image order, then its owned, then its host image. Of a version that was written at another data-parallel
+    # degree the blocks of the partitions from which its own is cut.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
-    newest_committed: Label | None = None
-    rejected: tuple[str, ...] = ()
+    newest_committed: Label | None = None  # newest label marked committed in any usable arena
+    rejected: tuple[str, ...] = ()  # for every newer version why it is not used
+    # what else was found and left aside (foreign, torn, other layout; diverged copies)
     notes: tuple[str, ...] = ()
     job_id: str = ""
+    # what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are complete in the
+    # plan that is made once the decoded blocks are stored.
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
+    # blocks that members which hold nothing of the version keep for their ring peers, to complete it
     kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
-        """The plans of all sharding groups as one.
-
-        Args:
-            plans: at least one, of the same decision.
-            notes: those that all of them have in common, which come last.
-        """
+        """The plans of all sharding groups as one. ``plans``: at least one, of the same decision. ``notes``:
+        those that all of them have in common, which come last."""
         own = [note for plan in plans for note in plan.notes if note not in notes]
         return replace(
             plans[0],
@@ -313,21 +263,13 @@ class RecoveryPlan:
 
 @dataclass(frozen=True)
 class NotRecoverable:
-    """No version is whole in the memory of the nodes that are present.
+    """No version is whole in the memory of the nodes that are present."""
 
-    Attributes:
-        reasons: per candidate label what is missing and why, newest first.
-        notes: what was found and left aside.
-        empty: nothing of this job was found in any state: a new job, or all of its memory is gone.
-        layout_mismatch: versions of this job exist, but only of another layout or other degrees.
-        newest_committed: newest label marked committed in any usable arena.
-    """
-
-    reasons: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    empty: bool = False
-    layout_mismatch: bool = False
-    newest_committed: Label | None = None
+    reasons: tuple[str, ...]  # per candidate label what is missing and why, newest first
+    notes: tuple[str, ...] = ()  # what was found and left aside
+    empty: bool = False  # nothing of this job was found in any state: a new job, or all of its memory is gone
+    layout_mismatch: bool = False  # versions of this job exist, but only of another layout or other degrees
+    newest_committed: Label | None = None  # newest label marked committed in any usable arena
 
     def __str__(self) -> str:
         lines = ["no version of the job can be recovered from memory:"]

@@ -23,12 +23,11 @@ from reft.grid import Coordinate
 from reft.memory.arena import Arena
 from reft.memory.arena_files import decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import unpack_checksums
 from reft.protect.gf256 import Row, reduce_rows
 from reft.protect.rs import CELL_BYTES
-from reft.protect.solve import solve_ragged
 from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory
 from reft.recover.plan import BlockSource, Fetch, LostBlock, Rebuild, RecoveryPlan, stripes_of
 
@@ -71,13 +70,9 @@ class Pool:
 
 
 class Stripe:
-    """Lost blocks that are decoded from the same others. Several threads may bring terms at once.
-
-    Args:
-        blocks: what is decoded.
-        out: where, one after the other at their padded length, which is the same for all; uint8.
-        pool: for terms that do not stay where they are.
-    """
+    """Lost blocks that are decoded from the same others. Several threads may bring terms at once. ``out``:
+    where, one after the other at their padded length, which is the same for all; uint8. ``pool``: for
+    terms that do not stay where they are."""
 
     def __init__(self, blocks: Sequence[LostBlock], out: Bytes, pool: Pool) -> None:
         self.blocks = tuple(blocks)
@@ -109,16 +104,9 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Take one term's bytes. The last one decodes.
-
-        Args:
-            key: which term.
-            data: its bytes, shorter than the stripe's where the section ends.
-            stays: whether ``data`` may be read until all terms are there. What is in its room does.
-
-        Raises:
-            KeyError: the block is not, or no longer, a term: twice, it would cancel itself.
-        """
+        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's where
+        the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is in its
+        room does. Raises KeyError: the block is not, or no longer, a term: twice, it would cancel itself."""
         with self._lock:
             self._missing.remove(key)
             if not (self._adds_up or stays or key in self._rooms) and self._missing:
@@ -174,12 +162,8 @@ class Stripe:
 def equations(
     blocks: Sequence[LostBlock],
 ) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
-    """The system behind the blocks of a stripe, as sparse and plain as the parities have it:
-    ``matrix · blocks = rows · terms``.
-
-    Returns:
-        The keys of the terms, ``rows`` and ``matrix``.
-    """
+    """The system behind the blocks of a stripe, as sparse and plain as the parities have it: ``matrix ·
+    blocks = rows · terms``. Returns the keys of the terms, ``rows`` and ``matrix``."""
     parities = sorted({key for lost in blocks for key in lost.parities})
     others = sorted({key for lost in blocks for key, _ in lost.terms} - set(parities))
     keys = (*parities, *others)
@@ -209,7 +193,7 @@ def _add_multiple(target: Bytes, coefficient: int, data: Bytes) -> None:
     for start in range(0, len(data), CELL_BYTES):
         part = target[start : start + CELL_BYTES]
         cell = data[start : start + len(part)]
-        combine_ragged(numpy_backend(), ((coefficient,),), [cell], (product[: len(part)],))
+        combine_ragged(NumpyBackend(), ((coefficient,),), [cell], (product[: len(part)],))
         np.bitwise_xor(part, product[: len(part)], out=part)
 
 
@@ -218,16 +202,9 @@ _NOTHING = Rebuild((), 0, "", ())
 
 class Decoder:
     """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes from them what was lost
-    where it is to stay: there is no second copy of it (P9).
-
-    Args:
-        plan: names the version and what it needs decoded.
-        at: decodes its part of it, which may be nothing.
-        directory: for the arena.
-        node: where that is.
-        kept_bytes: most memory for blocks from other nodes that wait until all that are read together are
-            there. With less than a few stripes' worth decoding is slower.
-    """
+    where it is to stay: there is no second copy of it (P9). ``kept_bytes``: most memory for blocks from
+    other nodes that wait until all that are read together are there. With less than a few stripes' worth
+    decoding is slower."""
 
     def __init__(
         self,
@@ -254,11 +231,7 @@ class Decoder:
         self._lock = threading.Lock()
 
     def reserve(self) -> None:
-        """Make the arena; before the first block is taken.
-
-        Raises:
-            OutOfMemoryError: there is no room.
-        """
+        """Make the arena; before the first block is taken. Raises OutOfMemoryError: there is no room."""
         blocks = self._rebuild.blocks
         if not blocks:
             return
@@ -280,12 +253,9 @@ class Decoder:
         return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
 
     def take(self, fetch: Fetch, data: Bytes, *, stays: bool) -> None:
-        """A verified block has arrived. Several threads may bring blocks at once.
-
-        Args:
-            stays: whether they may be read until :meth:`close`, as those received in their room do anyway; if
-                not, they are copied, or used at once.
-        """
+        """A verified block has arrived. Several threads may bring blocks at once. ``stays``: whether they may
+        be read until :meth:`close`, as those received in their room do anyway; if not, they are copied, or
+        used at once."""
         if fetch.key.section is Section.CHECKSUMS:
             with self._lock:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
@@ -294,12 +264,9 @@ class Decoder:
 
     def store(self) -> frozenset[BlockSource]:
         """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
-        checksums did not: nothing can be said about them before another holder was asked.
-
-        Returns:
-            Parities that cannot be used: what was decoded from them, with other verified blocks, is not what
-            its owner copied. Planning again without them falls down the ladder (P5).
-        """
+        checksums did not: nothing can be said about them before another holder was asked. Returns parities
+        that cannot be used: what was decoded from them, with other verified blocks, is not what its owner
+        copied. Planning again without them falls down the ladder (P5)."""
         done: list[Entry] = []
         wrong: list[LostBlock] = []
         for lost, offset, data in self._decoded():
@@ -375,15 +342,8 @@ def _new_path(directory: Path, at: Coordinate) -> Path:
 def rebuild_offline(
     plan: RecoveryPlan, arenas: ArenaSet, directory: Path, node: str, secret: bytes
 ) -> tuple[Inventory, frozenset[BlockSource]]:
-    """Decode everything on this machine, where all arenas can be read.
-
-    Args:
-        directory: for the decoded arenas.
-        node: name to plan with for what is in ``directory``.
-
-    Returns:
-        The inventory of ``directory``, and the corrupt sources met: plan again without them.
-    """
+    """Decode everything on this machine, where all arenas can be read. Returns the inventory of
+    ``directory``, and the corrupt sources met: plan again without them."""
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
         with closing(Decoder(plan, coordinate, directory, node, secret)) as decoder:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Topology
+from reft.grid import Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.complete import Completing, Completion, plan_kept
@@ -51,7 +52,6 @@ from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
     Inventory,
-    close_behind,
     find_corrupt,
     opened_arenas,
     take_inventory,
@@ -60,7 +60,7 @@ from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, 
 from reft.recover.rebuild import Decoder
 from reft.recover.reshape import Piece, Resize, decode_pieces, encode_pieces
 from reft.recover.sources import GroupSources
-from reft.recover.stages import Exchange, Flaw, Ledger, Repair
+from reft.recover.stages import Exchange, Flaw, Ledger, Repair, Stage
 from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
 
 logger = logging.getLogger(__name__)
@@ -69,165 +69,6 @@ Prepare = Callable[[bytes, Resize], Sequence[Piece]]
 """Takes this coordinate's verified host image and gives the live state the shape it describes. Where the
 version was written at another data-parallel degree, the host image is that of :meth:`Resize.host_from`, and
 what is returned says which bytes of the partitions this coordinate needs."""
-
-
-@dataclass
-class Execution:
-    """Carries plans out on one rank and adds up what it moved."""
-
-    topology: Topology
-    control: ControlGroup
-    ledger: Ledger
-    window_bytes: int
-    arenas: ArenaSet = field(default_factory=dict)
-    moved: list[TransferStats] = field(default_factory=list)
-    plans: Mapping[Group, RecoveryPlan] = field(default_factory=dict)
-    parts: Mapping[Group, tuple[int, ...]] = field(default_factory=dict)
-
-    def take_up(
-        self, plans: Mapping[Group, RecoveryPlan], parts: Mapping[Group, tuple[int, ...]], own: Group
-    ) -> None:
-        """What to carry out: the plans of the groups this rank takes part in, its own first."""
-        self.plans, self.parts, self._plan = plans, parts, plans[own]
-
-    @property
-    def _at(self) -> Coordinate:
-        return self.topology.coordinates[self.control.rank]
-
-    @property
-    def _node(self) -> str:
-        return self.topology.nodes[self.control.rank]
-
-    def rebuild(self, job_dir: Path, secret: bytes) -> None:
-        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
-        the ledger; what they are part of is decoded in a later round, in another way."""
-        part = {group: plan.to_decode() for group, plan in self.plans.items()}
-
-        def reserve() -> frozenset[BlockSource]:
-            # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            decoder.reserve()
-            return frozenset()
-
-        def move() -> frozenset[BlockSource]:
-            return self._move([*part.values()], take, room_for=room_for, counted=False)
-
-        def room_for(fetch: Fetch) -> torch.Tensor | None:
-            room = decoder.room_for(fetch)
-            return None if room is None else torch.from_numpy(room)
-
-        def take(fetch: Fetch, data: torch.Tensor) -> None:
-            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
-
-        kept_bytes = self.window_bytes
-        decoder = Decoder(self._plan, self._at, job_dir, self._node, secret, kept_bytes=kept_bytes)
-        with closing(decoder):
-            self._share(part, reserve, Flaw.STORED)
-            if self._share(part, move, Flaw.IN_TRANSIT):
-                return
-            self._share(part, decoder.store, Flaw.OTHER_DATA)
-
-    def _share(
-        self, plans: Mapping[Group, RecoveryPlan], stage: Callable[[], frozenset[BlockSource]], flaw: Flaw
-    ) -> bool:
-        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
-        refused = self.ledger.share(plans, self.parts, stage, flaw)
-        if refused and flaw is Flaw.IN_TRANSIT:
-            label, suspects = self._plan.label, self.ledger.in_transit(self._node, self._plan.label)
-            self.ledger.share(
-                plans, self.parts, lambda: find_corrupt(label, suspects, self.arenas), Flaw.STORED
-            )
-        return refused
-
-    def bring_host(
-        self, prepare: Prepare, resize: Resize, completion: Completion | None
-    ) -> Sequence[Piece] | None:
-        """Collective: the host state of every coordinate. What ``prepare`` returned; None if a source turned
-        out corrupt anywhere, which is then in the ledger.
-
-        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
-        """
-        plans = tuple(self.plans.values())
-        pieces: Sequence[Piece] = ()
-        nbytes = self._plan.image_bytes(self._at, Section.HOST)
-        host = torch.empty(nbytes, dtype=torch.uint8)
-
-        def begin() -> frozenset[BlockSource]:
-            # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            if completion is not None:
-                completion.begin()
-            return frozenset()
-
-        def move_host() -> frozenset[BlockSource]:
-            def keep(fetch: Fetch, data: torch.Tensor) -> None:
-                host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
-                if completion is not None:
-                    completion.take(fetch, data)
-
-            return self._move([plan.only(Section.HOST) for plan in plans], keep)
-
-        def prepare_state() -> frozenset[BlockSource]:
-            nonlocal pieces
-            pieces = prepare(host.numpy().tobytes(), resize)
-            return frozenset()
-
-        stages = [move_host, prepare_state] if completion is None else [begin, move_host, prepare_state]
-        return pieces if self._all_right(stages) else None
-
-    def bring_state(self, copy: Copy, faults: FaultPlan | None, completion: Completion | None) -> bool:
-        """Collective, after :meth:`bring_host`: everything else. False as there."""
-        plans = tuple(self.plans.values())
-        kept = tuple(plan.to_keep() for plan in plans)
-
-        def take(fetch: Fetch, data: torch.Tensor) -> None:
-            if completion is not None:
-                completion.take(fetch, data)
-
-        def move_state() -> frozenset[BlockSource]:
-            only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
-            return self._move(only, take, copy=copy, faults=faults)
-
-        def move_kept() -> frozenset[BlockSource]:
-            return self._move(kept, take, counted=False)
-
-        def seal() -> frozenset[BlockSource]:
-            if completion is not None:
-                completion.seal()
-            return frozenset()
-
-        return self._all_right([move_state] if completion is None else [move_state, move_kept, seal])
-
-    def _all_right(self, stages: Iterable[Callable[[], frozenset[BlockSource]]]) -> bool:
-        """Go through the stages up to the first in which some rank refused a source."""
-        known = {group: plan.with_kept() for group, plan in self.plans.items()}
-        return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
-
-    def _move(
-        self,
-        plans: Sequence[RecoveryPlan],
-        sink: Sink,
-        *,
-        counted: bool = True,
-        **options: Any,
-    ) -> frozenset[BlockSource]:
-        window_bytes = self.window_bytes
-        result = execute(
-            *(plans, self.topology, self.control, self.arenas, sink), window_bytes=window_bytes, **options
-        )
-        # What is read in order to decode does not restore anything yet: only its sending counts.
-        self.moved.append(result.stats if counted else replace(result.stats, bytes_from={}))
-        return result.bad
-
-    def stats(self) -> TransferStats:
-        """Everything moved so far: bytes add up, buffers are reused."""
-        total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
-        for part in self.moved:
-            total.update(part.bytes_from)
-        return TransferStats(
-            bytes_from=dict(total),
-            sent_bytes=sum(part.sent_bytes for part in self.moved),
-            buffer_bytes=max(part.buffer_bytes for part in self.moved),
-            secs=sum(part.secs for part in self.moved),
-        )
 
 
 @dataclass(frozen=True)
@@ -250,14 +91,9 @@ class RecoveryOutcome:
 
 class Recovery:
     """One recovery, on one rank. Made on all ranks with equal arguments, but for the directory.
-
-    Args:
-        job_dir: this node's directory of the job.
-        completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
-            of it; None: it is not completed. Given on all ranks or on none.
-        resizable: whether a version that was written at another data-parallel degree may be restored.
-        window_bytes, faults: see :func:`execute`.
-    """
+    ``completing``: how this incarnation stores versions, to complete the version on nodes that hold
+    nothing of it; None: it is not completed. Given on all ranks or on none. ``resizable``: whether a
+    version that was written at another data-parallel degree may be restored."""
 
     def __init__(
         self,
@@ -284,18 +120,15 @@ class Recovery:
         self._faults = faults
         self._exchange = Exchange(topology, control)
         self._ledger = Ledger(self._exchange)
-        self._execution = Execution(topology, control, self._ledger, window_bytes)
+        self._window_bytes = window_bytes
+        self._arenas: ArenaSet = {}
+        self._moved: list[TransferStats] = []
         self._found: _Found
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
-        """See what there is and decide. Collective; nothing is touched.
-
-        Returns:
-            The plan of this rank's sharding group, for the version that all ranks decided on.
-
-        Raises:
-            TransferError: a peer is gone, or could not read its memory.
-        """
+        """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
+        sharding group, for the version that all ranks decided on. Raises TransferError: a peer is gone, or
+        could not read its memory."""
         self._look()
         self._plan()
         return self._found.plans[self._group] if self._found.plans else self._found.refused()
@@ -319,10 +152,6 @@ class Recovery:
         and both are called again. If the result is then :class:`NotRecoverable`, the live state has to be
         restored from elsewhere.
 
-        Args:
-            prepare: takes this coordinate's host image, before the first block.
-            copy: takes the blocks of the replicated and owned images of this coordinate.
-
         Raises:
             TransferError: if a peer is gone, or could not restore its part (the message says which and why).
             Exception: on the rank where it happened: whatever ``prepare`` or ``copy`` raised.
@@ -333,17 +162,13 @@ class Recovery:
             found = self._found
             if not found.plans:
                 return found.refused()
-            with opened_arenas(
-                self._job_dir, [found.inventory], self._secret, close=close_behind
-            ) as self._execution.arenas:
-                self._execution.take_up(found.plans, found.parts, self._group)
+            with opened_arenas(self._job_dir, found.inventory, self._secret, wait=False) as self._arenas:
                 decodes = found.decision.decodes
                 if decodes:
-                    self._execution.rebuild(self._job_dir, self._secret)
-                elif self._carry_out(found, prepare, copy):
-                    plan = found.plans[self._group]
-                    repairs = self._ledger.repairs(plan)
-                    outcome = RecoveryOutcome(plan, self._execution.stats(), repairs, attempt)
+                    self._rebuild()
+                elif self._carry_out(prepare, copy):
+                    repairs = self._ledger.repairs(self._own)
+                    outcome = RecoveryOutcome(self._own, self._stats(), repairs, attempt)
                     _report(outcome, self._rank)
                     return outcome
             if decodes:
@@ -351,26 +176,119 @@ class Recovery:
             self._plan()
         raise AssertionError("unreachable")
 
-    def _carry_out(self, found: _Found, prepare: Prepare, copy: Copy) -> bool:
-        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger."""
-        resize = Resize(found.plans[self._group].written_dp, self._topology.degrees.dp)
-        with ExitStack() as stack:
-            completion = self._completion(found)
-            if completion is not None:
-                stack.callback(completion.close)
-            pieces = self._execution.bring_host(prepare, resize, completion)
-            if pieces is None:
-                return False
-            if resize.old != resize.new:
-                self._ask(found, pieces)
-                self._execution.take_up(found.plans, found.parts, self._group)
-            return self._execution.bring_state(copy, self._faults, completion)
+    @property
+    def _own(self) -> RecoveryPlan:
+        return self._found.plans[self._group]
 
-    def _ask(self, found: _Found, pieces: Sequence[Piece]) -> None:
+    def _rebuild(self) -> None:
+        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
+        the ledger; what they are part of is decoded in a later round, in another way."""
+        part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
+
+        def move() -> frozenset[BlockSource]:
+            return self._move([*part.values()], take, room_for=room_for, counted=False)
+
+        def room_for(fetch: Fetch) -> torch.Tensor | None:
+            room = decoder.room_for(fetch)
+            return None if room is None else torch.from_numpy(room)
+
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
+
+        decoder = Decoder(
+            *(self._own, self._at, self._job_dir, self._node, self._secret), kept_bytes=self._window_bytes
+        )
+        with closing(decoder):
+            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            self._share(part, decoder.reserve, Flaw.STORED)
+            if not self._share(part, move, Flaw.IN_TRANSIT):
+                self._share(part, decoder.store, Flaw.OTHER_DATA)
+
+    def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
+        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
+
+        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
+        """
+        own, plans = self._own, self._found.plans
+        resize = Resize(own.written_dp, self._topology.degrees.dp)
+        host = torch.empty(own.image_bytes(self._at, Section.HOST), dtype=torch.uint8)
+        pieces: Sequence[Piece] = ()
+        stored = next(r.header for r in self._found.tables[self._group] if r.header.label == own.label)
+        how, secret = self._completing, self._secret
+        with closing(
+            Completion(own, self._at, how, node=self._node, stored=stored, secret=secret)
+        ) as completion:
+
+            def keep(fetch: Fetch, data: torch.Tensor) -> None:
+                host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+                completion.take(fetch, data)
+
+            def move_host() -> frozenset[BlockSource]:
+                return self._move([plan.only(Section.HOST) for plan in plans.values()], keep)
+
+            def prepare_state() -> None:
+                nonlocal pieces
+                pieces = prepare(host.numpy().tobytes(), resize)
+
+            def move_state() -> frozenset[BlockSource]:
+                only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans.values()]
+                return self._move(only, completion.take, copy=copy, faults=self._faults)
+
+            def move_kept() -> frozenset[BlockSource]:
+                kept = [plan.to_keep() for plan in plans.values()]
+                return self._move(kept, completion.take, counted=False)
+
+            if not self._all_right(completion.begin, move_host, prepare_state):
+                return False
+            if own.resized:
+                self._ask(pieces)
+            return self._all_right(move_state, move_kept, completion.seal)
+
+    def _all_right(self, *stages: Stage) -> bool:
+        """Go through the stages up to the first in which some rank refused a source."""
+        known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
+        return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
+
+    def _share(self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: Flaw) -> bool:
+        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
+        parts, label = self._found.parts, self._own.label
+        refused = self._ledger.share(plans, parts, stage, flaw)
+        if refused and flaw is Flaw.IN_TRANSIT:
+            suspects = self._ledger.in_transit(self._node, label)
+            look = partial(find_corrupt, label, suspects, self._arenas)
+            self._ledger.share(plans, parts, look, Flaw.STORED)
+        return refused
+
+    def _move(
+        self, plans: Sequence[RecoveryPlan], sink: Sink, *, counted: bool = True, **options: Any
+    ) -> frozenset[BlockSource]:
+        stats, bad = execute(
+            *(plans, self._topology, self._exchange.control, self._arenas, sink),
+            window_bytes=self._window_bytes,
+            **options,
+        )
+        # What is read in order to decode does not restore anything yet: only its sending counts.
+        self._moved.append(stats if counted else replace(stats, bytes_from={}))
+        return bad
+
+    def _stats(self) -> TransferStats:
+        """Everything moved so far: bytes add up, buffers are reused."""
+        total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
+        for part in self._moved:
+            total.update(part.bytes_from)
+        return TransferStats(
+            bytes_from=dict(total),
+            sent_bytes=sum(part.sent_bytes for part in self._moved),
+            buffer_bytes=max(part.buffer_bytes for part in self._moved),
+            secs=sum(part.secs for part in self._moved),
+        )
+
+    def _ask(self, pieces: Sequence[Piece]) -> None:
         """Collective: who takes part in a sharding group hears what its members want of the partitions, and
         plans for that."""
+        found, mine = self._found, encode_pieces(pieces)
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
-        bodies |= dict.fromkeys(found.parts[self._group], mine := encode_pieces(pieces))
+        bodies |= dict.fromkeys(found.parts[self._group], mine)
         told = {**self._exchange.control.swap(bodies), self._rank: mine}
 
         def planned() -> bool:
@@ -382,14 +300,6 @@ class Recovery:
             return False
 
         self._exchange.agree(planned, f"planning for the partitions of {found.decision.label}")
-
-    def _completion(self, found: _Found) -> Completion | None:
-        plan, tables = found.plans[self._group], found.tables[self._group]
-        if self._completing is None or plan.resized:
-            return None
-        stored = next(r.header for r in tables if r.header.label == plan.label)
-        how, secret = self._completing, self._secret
-        return Completion(plan, self._at, how, node=self._node, stored=stored, secret=secret)
 
     # -- what there is --------------------------------------------------------------------------------
 
@@ -480,25 +390,19 @@ class Recovery:
 
 @dataclass
 class _Found:
-    """What a survey found, and what is planned from it.
+    """What a survey found, and what is planned from it."""
 
-    Attributes:
-        findings: who holds which version, in the whole job.
-        parts: the groups that this rank takes part in, its own first, and the ranks that do.
-        tables: their whole arenas on all nodes.
-        decision: the version; there is none before it was decided, and where ``plans`` is empty.
-        sources: what they have of the version.
-        plans: their plans, the own group's first; empty if nothing can be recovered.
-        inventory: arenas on this node that hold the version.
-    """
-
-    findings: Findings
+    findings: Findings  # who holds which version, in the whole job
+    # the groups that this rank takes part in, its own first, and the ranks that do
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]
+    tables: Mapping[Group, list[ArenaRecord]]  # their whole arenas on all nodes
+    # the version; there is none before it was decided, and where ``plans`` is empty
     decision: Decision = field(init=False)
-    sources: Mapping[Group, GroupSources] = field(default_factory=dict)
+    sources: Mapping[Group, GroupSources] = field(default_factory=dict)  # what they have of the version
+    # their plans, the own group's first; empty if nothing can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     refusal: NotRecoverable | None = None
+    # arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 
     def refused(self) -> NotRecoverable:

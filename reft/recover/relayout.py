@@ -21,26 +21,17 @@ import msgpack
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 
-WEIGHT = "model"
-"""What a model computes with; the other parts of a parameter's state are the optimizer's."""
-WHOLE = -1
-"""Of :attr:`Parameter.split`: every tensor slice has the same."""
-Group = tuple[int, int]
-"""(pp, tp)."""
+WEIGHT = "model"  # What a model computes with; the other parts of a parameter's state are the optimizer's
+WHOLE = -1  # Of `Parameter.split`: every tensor slice has the same
+Group = tuple[int, int]  # (pp, tp)
 
 
 class Parameter(NamedTuple):
-    """One rank's part of a parameter.
+    """One rank's part of a parameter."""
 
-    Attributes:
-        name: in the model.
-        shape: of this rank's part.
-        split: dimension of which every tensor slice has an equal part, :data:`WHOLE`, or None: not known.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None
+    name: str  # in the model
+    shape: tuple[int, ...]  # of this rank's part
+    split: int | None  # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
 
     @property
     def numel(self) -> int:
@@ -49,21 +40,15 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of one (pp, tp) hold; the same on all its replicas.
+    """What the ranks of one (pp, tp) hold; the same on all its replicas."""
 
-    Attributes:
-        parameters: of the model, each once.
-        groups: names of the optimizer's parameters, by group and in its order.
-        kinds: what the optimizer has for the parameters, by group: ``master``, and names of its state. Each
-            is a tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
-        flat: the parameters of a group lie end to end in one tensor.
-        parted: elements of a group's tensors that every replica has; empty where they are not dealt out.
-    """
-
-    parameters: tuple[Parameter, ...]
-    groups: tuple[tuple[str, ...], ...]
+    parameters: tuple[Parameter, ...]  # of the model, each once
+    groups: tuple[tuple[str, ...], ...]  # names of the optimizer's parameters, by group and in its order
+    # what the optimizer has for the parameters, by group: ``master``, and names of its state. Each is a
+    # tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
     kinds: tuple[tuple[str, ...], ...]
-    flat: bool
+    flat: bool  # the parameters of a group lie end to end in one tensor
+    # elements of a group's tensors that every replica has; empty where they are not dealt out
     parted: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
@@ -86,15 +71,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what.
+    """Who holds what."""
 
-    Attributes:
-        degrees: of the job.
-        held: by (pp, tp).
-    """
-
-    degrees: Degrees
-    held: Mapping[Group, Held]
+    degrees: Degrees  # of the job
+    held: Mapping[Group, Held]  # by (pp, tp)
 
     def stages(self) -> dict[str, set[int]]:
         """Those that have a parameter, by its name."""
@@ -106,23 +86,14 @@ class Layout:
 
 
 class Move(NamedTuple):
-    """Elements that one rank of the old layout has, and where a rank of the new one puts them.
+    """Elements that one rank of the old layout has, and where a rank of the new one puts them."""
 
-    Attributes:
-        source: the old rank.
-        tensor: its tensor.
-        start: first element in it.
-        numel: how many.
-        target: tensor of the new rank.
-        at: first element in that.
-    """
-
-    source: Coordinate
-    tensor: str
-    start: int
-    numel: int
-    target: str
-    at: int
+    source: Coordinate  # the old rank
+    tensor: str  # its tensor
+    start: int  # first element in it
+    numel: int  # how many
+    target: str  # tensor of the new rank
+    at: int  # first element in that
 
 
 class Padding(NamedTuple):
@@ -182,11 +153,8 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
     """Where all that the new rank ``at`` holds comes from, but for padding (:func:`paddings`).
 
     Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
-    what slices hold whole), one of them is named, the nearest by its coordinate.
-
-    Raises:
-        LayoutError: the layouts do not hold the same parameters, or it is not known how slices share one.
-    """
+    what slices hold whole), one of them is named, the nearest by its coordinate. Raises LayoutError: the
+    layouts do not hold the same parameters, or it is not known how slices share one."""
     splits = _splits(old, new)
     _check_same(old, new, splits)
     index = _Index(old)
@@ -276,11 +244,7 @@ class _Index:
 
 def _splits(old: Layout, new: Layout) -> dict[str, int]:
     """The dimension that slices share, of every parameter; :data:`WHOLE` where none is, or it is the same
-    on both sides.
-
-    Raises:
-        LayoutError: it is not known of a parameter, or the layouts say it differently.
-    """
+    on both sides."""
     said: dict[str, set[int]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():

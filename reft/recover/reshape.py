@@ -20,23 +20,15 @@ from reft.recover.sources import GroupSources, SourceBlock
 
 
 class Piece(NamedTuple):
-    """Bytes that one member of the old group owned, and where they go.
+    """Bytes that one member of the old group owned, and where they go."""
 
-    Attributes:
-        member: dp index of the owner.
-        start_bytes: offset in its owned image.
-        nbytes: length.
-        target_bytes: offset in the new owner's image.
-    """
-
-    member: int
-    start_bytes: int
-    nbytes: int
-    target_bytes: int
+    member: int  # dp index of the owner
+    start_bytes: int  # offset in its owned image
+    nbytes: int  # length
+    target_bytes: int  # offset in the new owner's image
 
 
-Wanted = Mapping[int, Sequence[Piece]]
-"""What the members of a new group take of the partitions, by dp index."""
+Wanted = Mapping[int, Sequence[Piece]]  # What the members of a new group take of the partitions, by dp index
 
 NOTHING_WANTED: Wanted = {}
 
@@ -74,32 +66,19 @@ def decode_pieces(body: bytes) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class OwnedTensor:
-    """One tensor of the owned images, in the old ones and in the new ones.
+    """One tensor of the owned images, in the old ones and in the new ones."""
 
-    Attributes:
-        name: for messages.
-        itemsize: bytes of an element.
-        old_start: offset in every old image, in bytes.
-        old_numel: elements that each old member has.
-        new_start: offset in every new image, in bytes.
-        new_numel: elements that each new member has.
-        length: elements of the whole without padding, of which the members have consecutive parts; None: it
-            is equal on all members, and not cut.
-    """
-
-    name: str
-    itemsize: int
-    old_start: int
-    old_numel: int
-    new_start: int
-    new_numel: int
+    name: str  # for messages
+    itemsize: int  # bytes of an element
+    old_start: int  # offset in every old image, in bytes
+    old_numel: int  # elements that each old member has
+    new_start: int  # offset in every new image, in bytes
+    new_numel: int  # elements that each new member has
+    # elements of the whole without padding, of which the members have consecutive parts; None: it is equal on
+    # all members, and not cut
     length: int | None
 
     def check(self, resize: Resize) -> None:
-        """
-        Raises:
-            LayoutError: the old parts, or the new ones, do not make up the whole.
-        """
         if self.length is None:
             fits = self.old_numel == self.new_numel
         else:
@@ -114,11 +93,8 @@ class OwnedTensor:
 
 
 def cut(tensors: Sequence[OwnedTensor], resize: Resize, dp: int) -> tuple[Piece, ...]:
-    """Where every byte of the new member ``dp`` comes from, but for padding (:func:`padding`).
-
-    Raises:
-        LayoutError: a tensor does not fit.
-    """
+    """Where every byte of the new member ``dp`` comes from, but for padding (:func:`padding`). Raises
+    LayoutError: a tensor does not fit."""
     return tuple(piece for tensor in tensors for piece in _pieces(tensor, resize, dp))
 
 
@@ -157,23 +133,11 @@ def needed_by(
     sources: GroupSources, resize: Resize, dp: int, pieces: Sequence[Piece]
 ) -> tuple[SourceBlock, ...]:
     """Blocks that the new member ``dp`` fetches: replicated image, owned blocks, host image of one member.
-
-    Args:
-        sources: what the group has of the version.
-        resize: of the group.
-        dp: the new member.
-        pieces: what it takes of the old partitions; not looked at where the degree has not changed.
-
-    Raises:
-        LayoutError: a piece lies beyond what the old members own.
-    """
-    if resize.old == resize.new:
-        return sources.needed_by(dp)
-    return (
-        sources.images[Section.REPLICATED, -1]
-        + _blocks_of(sources, pieces)
-        + sources.images[Section.HOST, resize.host_from(dp)]
-    )
+    ``pieces``: what it takes of the old partitions; not looked at where the degree has not changed. Raises
+    LayoutError: a piece lies beyond what the old members own."""
+    images = sources.images
+    owned = images[Section.OWNED, dp] if resize.old == resize.new else _blocks_of(sources, pieces)
+    return images[Section.REPLICATED, -1] + owned + images[Section.HOST, resize.host_from(dp)]
 
 
 def _blocks_of(sources: GroupSources, pieces: Sequence[Piece]) -> tuple[SourceBlock, ...]:
@@ -211,11 +175,8 @@ class Scatter:
             self._of_member.setdefault(piece.member, []).append(piece)
 
     def parts(self, member: int, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """What of a stored block is taken.
-
-        Yields:
-            ``(offset in the block, length, offset in the new image)``, in bytes.
-        """
+        """What of a stored block is taken. Yields ``(offset in the block, length, offset in the new image)``,
+        in bytes."""
         for piece in self._of_member.get(member, ()):
             begin = max(start, piece.start_bytes)
             end = min(start + nbytes, piece.start_bytes + piece.nbytes)

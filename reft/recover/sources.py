@@ -24,13 +24,8 @@ def plan_group(
     topology: Topology,
     layout: str,
 ) -> tuple[dict[Coordinate, tuple[Fetch, ...]], dict[Coordinate, Rebuild]]:
-    """What every member of one sharding group fetches, and what some of them decode before.
-
-    Args:
-        needs: the blocks that each of them needs.
-        sources: what the group has of the version, without gaps.
-        layout: the group's layout hash.
-    """
+    """What every member of one sharding group fetches, and what some of them decode before. ``sources``: what
+    the group has of the version, without gaps."""
     return plan_fetches(needs, topology), _choose_decoders([*needs], sources, topology, layout)
 
 
@@ -163,40 +158,29 @@ Variant = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """A needed block and where equal bytes of it are stored.
-
-    Attributes:
-        nodes: per node the arena and the offset in it; the owner's own arena where there is a choice.
-        owner_nodes: nodes that hold the owner's own block, sorted.
-        all_nodes: every node that holds it, sorted.
-    """
+    """A needed block and where equal bytes of it are stored."""
 
     key: BlockKey
     start_bytes: int
     nbytes: int
     checksum: int
+    # per node the arena and the offset in it; the owner's own arena where there is a choice
     nodes: Mapping[str, tuple[str, int]]
-    owner_nodes: tuple[str, ...]
-    all_nodes: tuple[str, ...]
+    owner_nodes: tuple[str, ...]  # nodes that hold the owner's own block, sorted
+    all_nodes: tuple[str, ...]  # every node that holds it, sorted
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Why an image of a version is not whole.
+    """Why an image of a version is not whole."""
 
-    Attributes:
-        pp: pipeline stage.
-        tp: tensor slice.
-        member: dp index of the owner of what is missing; None where only the replicated image has
-            a hole that no entry explains.
-        what: the finding in words.
-        absent: no entry of this member is stored anywhere (its node and its copies' nodes are gone).
-    """
-
-    pp: int
-    tp: int
+    pp: int  # pipeline stage
+    tp: int  # tensor slice
+    # dp index of the owner of what is missing; None where only the replicated image has a hole that no entry
+    # explains
     member: int | None
-    what: str
+    what: str  # the finding in words
+    # no entry of this member is stored anywhere (its node and its copies' nodes are gone)
     absent: bool = False
 
     def __str__(self) -> str:
@@ -208,29 +192,15 @@ class Gap:
 
 @dataclass(frozen=True)
 class GroupSources:
-    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty.
+    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty."""
 
-    Attributes:
-        images: sources of every image; the replicated one lacks the ``lost`` blocks.
-        gaps: why an image is not whole, and cannot be made whole.
-        divergences: copies that differ, in words.
-        lost: replicated blocks to be decoded first.
-        stored: sources by key, of what decoding reads: replicated, parity and checksum blocks.
-    """
-
+    # sources of every image; the replicated one lacks the ``lost`` blocks
     images: Mapping[Image, tuple[SourceBlock, ...]]
-    gaps: tuple[Gap, ...]
-    divergences: tuple[str, ...]
-    lost: tuple[LostBlock, ...] = ()
+    gaps: tuple[Gap, ...]  # why an image is not whole, and cannot be made whole
+    divergences: tuple[str, ...]  # copies that differ, in words
+    lost: tuple[LostBlock, ...] = ()  # replicated blocks to be decoded first
+    # sources by key, of what decoding reads: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
-
-    def needed_by(self, dp: int) -> tuple[SourceBlock, ...]:
-        """Blocks that member ``dp`` restores, in order: replicated image, owned image, host image."""
-        return (
-            self.images[Section.REPLICATED, -1]
-            + self.images[Section.OWNED, dp]
-            + self.images[Section.HOST, dp]
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +220,8 @@ class _Stored:
 def collect_group(
     pp: int, tp: int, records: Sequence[ArenaRecord], size: int, bad: frozenset[tuple[str, str, BlockKey]]
 ) -> GroupSources:
-    """Sources of the sharding group (pp, tp) among arenas of one version.
-
-    Args:
-        records: SEALED or COMMITTED arenas of the group's members, all of one label.
-        size: members of the group.
-        bad: (node, arena, key) not to use.
-    """
+    """Sources of the sharding group (pp, tp) among arenas of one version. ``records``: SEALED or COMMITTED
+    arenas of the group's members, all of one label."""
     layouts = sorted({record.header.layout for record in records}) or [""]
     found = [
         _collect_layout(pp, tp, [r for r in records if r.header.layout == layout], size, bad)

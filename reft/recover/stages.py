@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgpack
@@ -29,15 +29,8 @@ class Exchange:
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
-
-        Args:
-            stage: does this rank's part.
-            doing: what for, for the error message.
-
-        Raises:
-            TransferError: a peer is gone, or its stage failed.
-            Exception: what this rank's own stage raised, after the peers were told.
-        """
+        ``doing``: what for, for the error message. Raises TransferError: a peer is gone, or its stage
+        failed. Raises Exception: what this rank's own stage raised, after the peers were told."""
         mine, failure = b"", None
         try:
             mine = stage()
@@ -50,13 +43,9 @@ class Exchange:
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all is
-        well.
-
-        Raises:
-            TransferError: a peer is gone, or its stage failed.
-            PeerLostError, BrokenOffError: this rank's own stage failed so that the peers cannot be told.
-            Exception: what this rank's own stage raised, after the peers were told.
-        """
+        well. Raises TransferError: a peer is gone, or its stage failed. Raises PeerLostError,
+        BrokenOffError: this rank's own stage failed so that the peers cannot be told. Raises Exception:
+        what this rank's own stage raised, after the peers were told."""
         said, failure = False, None
         try:
             said = stage()
@@ -87,6 +76,7 @@ class Exchange:
 
 
 Group = tuple[int, int]
+Stage = Callable[[], frozenset[BlockSource] | None]  # does this rank's part; the sources that it refuses
 
 
 class Flaw(StrEnum):
@@ -100,38 +90,20 @@ class Flaw(StrEnum):
 
 @dataclass(frozen=True)
 class Repair:
-    """One stored block that could not be used, and what took its place.
+    """One stored block that could not be used, and what took its place."""
 
-    Attributes:
-        label: version it belonged to.
-        block: the block in words.
-        nbytes: its length.
-        node: node that holds it.
-        arena: file that holds it.
-        flaw: what was wrong with it.
-        replaced_by: where the restored bytes came from, in words.
-    """
-
-    label: Label
-    block: str
-    nbytes: int
-    node: str
-    arena: str
-    flaw: Flaw
-    replaced_by: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.block}, {self.label}: {self.nbytes} bytes {self.flaw} {self.arena} on node "
-            f"{self.node}; restored from {self.replaced_by}"
-        )
-
-
-@dataclass(frozen=True)
-class _Finding:
-    label: Label
+    label: Label  # version it belonged to
     fetch: Fetch
     flaw: Flaw
+    replaced_by: str = ""  # where the restored bytes came from, in words
+
+    def __str__(self) -> str:
+        fetch = self.fetch
+        block = describe_block(fetch.pp, fetch.tp, fetch.key)
+        return (
+            f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node {fetch.node}; "
+            f"restored from {self.replaced_by}"
+        )
 
 
 class Ledger:
@@ -139,7 +111,7 @@ class Ledger:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._findings: dict[BlockSource, _Finding] = {}
+        self._findings: dict[BlockSource, Repair] = {}
 
     @property
     def bad(self) -> frozenset[BlockSource]:
@@ -155,17 +127,14 @@ class Ledger:
         self,
         plans: Mapping[Group, RecoveryPlan],
         parts: Mapping[Group, Iterable[int]],
-        stage: Callable[[], frozenset[BlockSource]],
+        stage: Stage,
         flaw: Flaw,
     ) -> bool:
         """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
         error of one reaches all, what one refused those that take part in its sharding group.
 
         Args:
-            plans: of the groups this rank takes part in, as they are carried out.
             parts: the ranks that take part in each of these groups.
-            stage: does this rank's part and returns the sources it refuses.
-            flaw: why.
 
         Returns:
             Whether any rank refused a source.
@@ -179,7 +148,7 @@ class Ledger:
 
         def refuses() -> bool:
             nonlocal found
-            found = stage()
+            found = stage() or frozenset()
             return bool(found)
 
         label = next(iter(plans.values())).label
@@ -198,7 +167,7 @@ class Ledger:
         for source in sorted(sources & known.keys()):
             fetch = known[source]
             here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
-            self._findings[source] = _Finding(label, fetch, Flaw.STORED if here else flaw)
+            self._findings[source] = Repair(label, fetch, Flaw.STORED if here else flaw)
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
@@ -210,7 +179,7 @@ class Ledger:
             for f in fetches:
                 used.setdefault((f.pp, f.tp, f.key), set()).add(f"{f.arena} on node {f.node}")
         repairs = []
-        for source, finding in self._findings.items():
+        for finding in self._findings.values():
             fetch = finding.fetch
             if (fetch.pp, fetch.tp) not in groups:
                 continue
@@ -219,18 +188,7 @@ class Ledger:
             instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
                 instead = f"an older version, {plan.label}, for want of another source"
-            block = describe_block(fetch.pp, fetch.tp, fetch.key)
-            repairs.append(
-                Repair(
-                    finding.label,
-                    block,
-                    fetch.nbytes,
-                    source.node,
-                    source.arena,
-                    finding.flaw,
-                    instead,
-                )
-            )
+            repairs.append(replace(finding, replaced_by=instead))
         return tuple(repairs)
 
 

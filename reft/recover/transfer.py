@@ -53,14 +53,9 @@ Arrived = Callable[[int, Fetch, torch.Tensor], None]
 
 
 class Inbox:
-    """One rank's blocks to come. One thread reads them; others use them and say when they have.
-
-    Args:
-        moves: to this rank, in the plan's order.
-        room_for: where blocks arrive that are to stay there.
-        window_bytes: receive buffers. A block that is larger still passes, alone.
-        arrived: takes the blocks.
-    """
+    """One rank's blocks to come. One thread reads them; others use them and say when they have. ``room_for``:
+    where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A block that is larger
+    still passes, alone."""
 
     def __init__(self, moves: Sequence[Move], room_for: RoomFor, window_bytes: int, arrived: Arrived) -> None:
         self._moves = moves
@@ -127,12 +122,7 @@ class Inbox:
 
 
 class Stream:
-    """The blocks that one peer sends.
-
-    Args:
-        inbox: whose they are.
-        numbers: of the blocks, in the order in which they are sent.
-    """
+    """The blocks that one peer sends."""
 
     def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
         self._inbox = inbox
@@ -169,11 +159,7 @@ def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, i
     """Which rank reads and sends each stored block that another node needs.
 
     Any rank of a node can read every arena there. Members of the block's sharding group do; of several the
-    one with the fewest bytes so far. Where none of them runs, one other rank of the node does.
-
-    Raises:
-        TransferError: if a source lies on a node that has no rank.
-    """
+    one with the fewest bytes so far. Where none of them runs, one other rank of the node does."""
     demand: dict[BlockSource, int] = {}
     group_of: dict[BlockSource, tuple[int, int]] = {}
     for _, fetch in _network_fetches(plan):
@@ -206,11 +192,8 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[Move]:
     """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
-    peer, and that what is decoded together arrives together.
-
-    Raises:
-        TransferError: if a source lies on a node that has no rank.
-    """
+    peer, and that what is decoded together arrives together. Raises TransferError: if a source lies on a
+    node that has no rank."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
@@ -249,33 +232,18 @@ Else as :data:`Sink`."""
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one rank moved.
+    """What one rank moved."""
 
-    Attributes:
-        bytes_from: bytes handed to the sink by kind of source.
-        sent_bytes: bytes sent to other ranks.
-        buffer_bytes: memory of the receive buffers.
-        secs: wall time.
-    """
-
-    bytes_from: Mapping[str, int]
-    sent_bytes: int = 0
-    buffer_bytes: int = 0
-    secs: float = 0.0
+    bytes_from: Mapping[str, int]  # bytes handed to the sink by kind of source
+    sent_bytes: int = 0  # bytes sent to other ranks
+    buffer_bytes: int = 0  # memory of the receive buffers
+    secs: float = 0.0  # wall time
 
     def __str__(self) -> str:
         return (
             f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent, "
             f"{self.secs:.3f} s"
         )
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """Outcome of :func:`execute` on one rank: ``bad`` are sources that did not arrive intact here."""
-
-    stats: TransferStats
-    bad: frozenset[BlockSource]
 
 
 def execute(
@@ -289,21 +257,19 @@ def execute(
     room_for: RoomFor = lambda fetch: None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
-) -> TransferResult:
-    """Move every block of the plans once. Called on all ranks at the same time.
+) -> tuple[TransferStats, frozenset[BlockSource]]:
+    """Move every block of the plans once. Called on all ranks at the same time. Returns also the sources that
+    did not arrive intact here.
 
     Args:
         plans: of one version: this rank's own sharding group first, then those it sends for besides.
-        arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
         copy: gets them before that; by default they are only hashed.
         room_for: where blocks arrive that are to stay there, beside the window.
         window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
-        faults: injected faults.
 
     Raises:
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
-        BrokenOffError: anything else that failed here, while peers wait for this rank.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
     transfer = _Transfer(plans[0], topology, control, copy=copy, sink=sink, faults=faults or FaultPlan())
@@ -351,7 +317,7 @@ class _Transfer:
 
     def run(
         self, plans: Sequence[RecoveryPlan], arenas: ArenaSet, room_for: RoomFor, window_bytes: int
-    ) -> TransferResult:
+    ) -> tuple[TransferStats, frozenset[BlockSource]]:
         started = time.perf_counter()
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
         me = self._control.rank
@@ -386,7 +352,7 @@ class _Transfer:
             buffer_bytes=inbox.peak_bytes,
             secs=time.perf_counter() - started,
         )
-        return TransferResult(stats, frozenset(self._bad))
+        return stats, frozenset(self._bad)
 
     def _threads(self, blocks: int) -> int:
         """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the

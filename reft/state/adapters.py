@@ -128,18 +128,11 @@ class StateAdapter:
     def partitioned(self) -> tuple[int, ...]:
         """Elements of every parameter group of which each DP peer has an equal part, one behind the other;
         padding at the end is not counted. Equal at every data-parallel degree; empty where nothing is cut.
-
-        Raises:
-            LayoutError: the order of the elements differs between the degrees.
-        """
+        Raises LayoutError: the order of the elements differs between the degrees."""
         return ()
 
     def grouped(self) -> list[list[torch.Tensor]]:
-        """The model's parameters by the optimizer's groups, in its order.
-
-        Raises:
-            LayoutError: the state cannot be told apart by parameters; says why.
-        """
+        """The model's parameters by the optimizer's groups, in its order."""
         raise LayoutError(
             f"{class_path(self.wrapper)} cannot be taken up in another layout; zero_optimization.stage 1, "
             f"or fp32 without ZeRO, can"
@@ -147,11 +140,7 @@ class StateAdapter:
 
     def state_like_masters(self, host_state: dict[str, Any]) -> None:
         """Give every parameter of the optimizer the state that :meth:`host_state` of another layout lists
-        for its group, each tensor shaped as the parameter. The bytes come later.
-
-        Raises:
-            LayoutError: another optimizer wrote it, or its parameters have not all made equally many steps.
-        """
+        for its group, each tensor shaped as the parameter. The bytes come later."""
         self._check_same(host_state)
         layout, values = [], []
         for number, group in enumerate(self.state.optimizer.param_groups):
@@ -283,8 +272,7 @@ class _PartitionedAdapter(StateAdapter):
 
     owned = True
     flat = True
-    groups: ClassVar[str]
-    """Attribute with the parameters of every group in their order."""
+    groups: ClassVar[str]  # Attribute with the parameters of every group in their order
 
     def grouped(self) -> list[list[torch.Tensor]]:
         groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
@@ -359,12 +347,7 @@ _ADAPTERS: dict[str, type[StateAdapter]] = {
 
 
 def adapter_for(engine: Any) -> StateAdapter:
-    """The adapter of ``engine``.
-
-    Raises:
-        UnsupportedStateError: the engine or its optimizer holds state reft does not know; names the
-            class and what to change.
-    """
+    """The adapter of ``engine``."""
     check_engine(engine)
     adapter = _ADAPTERS.get(class_path(engine.optimizer))
     if adapter is None:

@@ -67,9 +67,7 @@ class HostBlob:
 
         Args:
             template: describes the engine's checkpoint; asked when the layout changed.
-            images: the replicated and the owned section of the version.
             signature: changes when the images would have other tensors.
-            state: what ``capture_host_state`` returned.
 
         Returns:
             Makes the block; where the module has buffers on a device it still has to be settled.
@@ -121,11 +119,7 @@ class HostBlob:
 
 
 class DecodedBlob:
-    """A host block read back.
-
-    Raises:
-        LayoutError: it is not one of reft's host blocks.
-    """
+    """A host block read back. Raises LayoutError: it is not one of reft's host blocks."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         content = decode(data)

@@ -26,19 +26,12 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What must be equal between the tensor that was copied and the one that is restored.
+    """What must be equal between the tensor that was copied and the one that is restored."""
 
-    Attributes:
-        name: unique within the section.
-        dtype: torch's name without the module, such as ``bfloat16``.
-        shape: sizes.
-        stride: strides in elements; the bytes are stored in memory order, so they decide which byte
-            is which element.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # unique within the section
+    dtype: str  # torch's name without the module, such as ``bfloat16``
+    shape: tuple[int, ...]  # sizes
+    # strides in elements; the bytes are stored in memory order, so they decide which byte is which element
     stride: tuple[int, ...]
 
     @classmethod
@@ -95,11 +88,8 @@ class Manifest:
         return cls(*sections)
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
-        """Refuse images that are not exactly what this manifest describes.
-
-        Raises:
-            LayoutError: names the first tensor that differs.
-        """
+        """Refuse images that are not exactly what this manifest describes. Raises LayoutError: names the
+        first tensor that differs."""
         found = Manifest.of(images)
         for section in ("replicated", "owned"):
             _check_section(section, getattr(self, section), getattr(found, section))
@@ -171,12 +161,9 @@ class SectionImage:
             target.copy_(view)
 
     def pieces_into(self, start: int, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``.
-
-        Returns:
-            ``(live bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size.
-            Padding between them is set to 0 here.
-        """
+        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``. Returns ``(live
+        bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size. Padding between
+        them is set to 0 here."""
         position, stop = self._range(start, out)
         pieces = []
         for offset, view in self._overlapping(start, stop):
@@ -193,11 +180,8 @@ class SectionImage:
         data: torch.Tensor,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``.
-
-        Args:
-            copy: called with (live bytes, part of data), 1-D uint8 views of equal size.
-        """
+        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``. ``copy``:
+        called with (live bytes, part of data), 1-D uint8 views of equal size."""
         _, stop = self._range(start, data)
         for offset, view in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
@@ -263,14 +247,9 @@ class Adapter(Protocol):
         """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
 
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
-        """Give the optimizer the state entries that the snapshot has, so that the images match.
-
-        Returns:
-            Images whose bytes are to be written.
-
-        Raises:
-            LayoutError: the running job has other tensors or another optimizer.
-        """
+        """Give the optimizer the state entries that the snapshot has, so that the images match. Returns
+        images whose bytes are to be written. Raises LayoutError: the running job has other tensors or
+        another optimizer."""
 
 
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -67,20 +67,13 @@ _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozense
 
 
 def encode(value: Any) -> bytes:
-    """Encode ``value``.
-
-    Raises:
-        UnsupportedStateError: for a class outside the list; names the path to the value and the class.
-    """
+    """Encode ``value``. Raises UnsupportedStateError: for a class outside the list; names the path to the
+    value and the class."""
     return _pack(_lower(value, "state", 0))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value that :func:`encode` was given; shares no memory with ``data``.
-
-    Raises:
-        DecodeError: if ``data`` is damaged or names an enum or dtype unknown to this process.
-    """
+    """The value that :func:`encode` was given; shares no memory with ``data``."""
     try:
         return _unpack(data)
     except DecodeError:
@@ -238,8 +231,7 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
     return dtype.str
 
 
-_RAW = (_Ext.INT, _Ext.BYTEARRAY)
-"""Whose payload is bytes of their own, not packed once more."""
+_RAW = (_Ext.INT, _Ext.BYTEARRAY)  # Whose payload is bytes of their own, not packed once more
 _FORMS: dict[type, tuple[_Ext, _Lower]] = {
     int: (_Ext.INT, lambda v, path, depth: v.to_bytes((v.bit_length() + 8) // 8, "little", signed=True)),
     bytearray: (_Ext.BYTEARRAY, lambda v, path, depth: bytes(v)),
@@ -267,11 +259,7 @@ def _raise(code: int, data: bytes) -> Any:
 
 
 def torch_dtype(name: Any) -> torch.dtype:
-    """The dtype of this name, with torch's or without.
-
-    Raises:
-        DecodeError: this torch has none.
-    """
+    """The dtype of this name, with torch's or without."""
     import torch
 
     dtype = vars(torch).get(str(name).removeprefix("torch."))

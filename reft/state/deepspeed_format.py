@@ -56,21 +56,13 @@ _INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
 
 @dataclass(frozen=True)
 class Template:
-    """The checkpoint files of one rank without the bytes.
+    """The checkpoint files of one rank without the bytes."""
 
-    Attributes:
-        files: node tree of every file, by name within the tag directory.
-        client_files: files whose top level takes up the user's client state.
-        recovery_scripts: whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory.
-        shape: which values the host state must have (:func:`shape_of`).
-        versions: DeepSpeed and torch that the engine ran on.
-    """
-
-    files: Mapping[str, list[Any]]
-    client_files: tuple[str, ...]
-    recovery_scripts: bool
-    shape: bytes
-    versions: Mapping[str, str]
+    files: Mapping[str, list[Any]]  # node tree of every file, by name within the tag directory
+    client_files: tuple[str, ...]  # files whose top level takes up the user's client state
+    recovery_scripts: bool  # whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory
+    shape: bytes  # which values the host state must have (`shape_of`)
+    versions: Mapping[str, str]  # DeepSpeed and torch that the engine ran on
 
     def encode(self) -> bytes:
         content = {"format": TEMPLATE_FORMAT, **vars(self), "client_files": list(self.client_files)}
@@ -78,12 +70,7 @@ class Template:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Template:
-        """Inverse of :meth:`encode`.
-
-        Raises:
-            PersistError: if ``data`` is empty (the engine's checkpoint could not be described), damaged
-                or of a later format.
-        """
+        """Inverse of :meth:`encode`."""
         if not data:
             raise PersistError(
                 "the version carries no checkpoint template: the engine holds something reft cannot write as "
@@ -108,20 +95,9 @@ class Template:
 def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], host_state: HostState) -> bytes:
     """Record what ``engine.save_checkpoint`` would write on this rank.
 
-    No file is made, no tensor is copied and no collective is entered, so a rank may do this by itself
-    between two steps. Needed once per layout, not once per step.
-
-    Args:
-        engine: a DeepSpeed engine.
-        images: its (replicated, owned) images.
-        host_state: host state captured at the same step.
-
-    Returns:
-        The encoded template.
-
-    Raises:
-        UnsupportedStateError: names the file, the key and the class that reft cannot describe.
-    """
+    No file is made, no tensor is copied and no collective is entered, so a rank may do this by itself between
+    two steps. Needed once per layout, not once per step. ``host_state``: host state captured at the same
+    step. Raises UnsupportedStateError: names the file, the key and the class that reft cannot describe."""
     import deepspeed
 
     recorded, model_file, has_scripts = _record(engine)
@@ -367,19 +343,9 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def rebuild(template: Template, read: ReadSection, host_state: HostState) -> Iterator[tuple[str, Any]]:
-    """State dicts of one rank's files at the version that ``read`` and ``host_state`` hold.
-
-    Args:
-        template: what that rank recorded.
-        read: gives bytes of that rank's images; tensors are views of what it returns.
-        host_state: that rank's captured host state.
-
-    Yields:
-        File name within the tag directory and what DeepSpeed would have given to ``torch.save``.
-
-    Raises:
-        PersistError: if template, images and host state do not fit together.
-    """
+    """State dicts of one rank's files at the version that ``read`` and ``host_state`` hold. ``read``: gives
+    bytes of that rank's images; tensors are views of what it returns. Yields file name within the tag
+    directory and what DeepSpeed would have given to ``torch.save``."""
     if shape_of(host_state) != template.shape:
         raise PersistError(
             "the host state has other values than the checkpoint template was made for (parameter groups, "
@@ -405,15 +371,8 @@ def write_checkpoint(
 ) -> dict[str, WrittenFile]:
     """Write one rank's files into a tag directory: DeepSpeed's, and the host state beside them.
 
-    Every file appears under its name only when it is complete and flushed to storage.
-
-    Returns:
-        What was written, by name.
-
-    Raises:
-        PersistError: if template, images and host state do not fit together.
-        OSError: if it cannot be written.
-    """
+    Every file appears under its name only when it is complete and flushed to storage. Raises PersistError: if
+    template, images and host state do not fit together."""
     written = {}
     for name, state_dict in rebuild(template, read, host_state):
         written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
@@ -478,12 +437,7 @@ def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
 
 
 def read_host_file(path: Path) -> dict[str, Any]:
-    """Read a rank's host state back, verified (P5).
-
-    Raises:
-        FileNotFoundError: if there is none.
-        PersistError: if it is damaged.
-    """
+    """Read a rank's host state back, verified (P5). Raises FileNotFoundError: if there is none."""
     data = path.read_bytes()
     body = data[len(HOST_FILE_MAGIC) + 8 :]
     digest = data[len(HOST_FILE_MAGIC) : len(HOST_FILE_MAGIC) + 8]

@@ -17,8 +17,7 @@ Fact = str | int | float | bool | None
 
 _FORMAT = 1
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
-ACCEPT_KEY = "accept_changes"
-"""Key of the ``reft`` block that lists facts which may differ."""
+ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
 AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
@@ -67,11 +66,7 @@ class Fingerprint:
 
     @classmethod
     def decode(cls, data: bytes | str) -> Fingerprint:
-        """What :meth:`encode` gave.
-
-        Raises:
-            FingerprintError: it is not that.
-        """
+        """What :meth:`encode` gave."""
         try:
             content = json.loads(data)
             facts = content["facts"] if content["format"] == _FORMAT else None
@@ -161,17 +156,9 @@ def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Collection[str] = ()) -> None:
-    """Refuse stored state that belongs to another job, or to this one with other settings.
-
-    Args:
-        was: stored with the state.
-        now: of the running job.
-        of: what holds the state, for the message: ``the memory of job train``.
-        accepted: names of facts that may differ, with all under them (``reft.accept_changes``).
-
-    Raises:
-        FingerprintError: they differ; says in what, and what to do.
-    """
+    """Refuse stored state that belongs to another job, or to this one with other settings. ``of``: what holds
+    the state, for the message: ``the memory of job train``. ``accepted``: names of facts that may differ,
+    with all under them (``reft.accept_changes``)."""
     was, now = was.without(accepted), now.without(accepted)
     names = changed(was, now)
     if not names:

@@ -35,7 +35,6 @@ class GradientCapture:
     """Copies of the newest step's gradients. All methods are called by the training thread.
 
     Args:
-        adapter: of the engine; its state is partitioned.
         members: data-parallel ranks whose partitions are wanted.
         fence: waits until nobody copies what was captured before; called before it is overwritten.
 
@@ -53,14 +52,11 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: StepRecord | None = None
-        """Of the step that is being made."""
+        self.record: StepRecord | None = None  # Of the step that is being made
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
-        self.staged: dict[int, dict[str, torch.Tensor]] = {}
-        """Where it is captured, by member and name."""
-        self.images: dict[int, SectionImage] = {}
-        """By member; other objects once other members are followed."""
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # Where it is captured, by member and name
+        self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self.follow(members)
@@ -90,11 +86,8 @@ class GradientCapture:
 
     def take(self, number: int) -> tuple[StepRecord, int | None] | None:
         """What is known of the step that was just made, the engine's ``number``-th; afterwards nothing is.
-
-        Returns:
-            Its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
-            that was not seen.
-        """
+        Returns its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
+        that was not seen."""
         record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
         if record is None:

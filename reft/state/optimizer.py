@@ -36,8 +36,7 @@ _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
 _CPU_ADAM = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
 _FAR = 1 << 20
 """Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them anew."""
-_LEAST_HUGE_BYTES = 2**20
-"""Smaller tensors come from memory that the allocator reuses."""
+_LEAST_HUGE_BYTES = 2**20  # Smaller tensors come from memory that the allocator reuses
 
 
 class OptimizerState:
@@ -135,11 +134,7 @@ class OptimizerState:
 
     def materialise(self, layout: list[list[ParamLayout]], specs: Mapping[str, TensorSpec]) -> None:
         """Give every parameter exactly the state entries of ``layout``, as the optimizer would have:
-        same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later.
-
-        Raises:
-            LayoutError: if the groups differ, or a tensor of the layout has no spec.
-        """
+        same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
         found = [len(group["params"]) for group in self.optimizer.param_groups]
         wanted = [len(group) for group in layout]
         if found != wanted:

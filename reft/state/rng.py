@@ -61,11 +61,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put all generators where :func:`capture_rng` found them.
-
-    Raises:
-        LayoutError: the snapshot has the generator of a tracker this process does not use.
-    """
+    """Put all generators where :func:`capture_rng` found them."""
     restore_host_rng(state)
     if state["device"] is not None:
         _restore_device(state["device"])

@@ -68,11 +68,7 @@ def refuse_class(value: Any) -> UnsupportedStateError:
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse engine features whose state would be missing from a snapshot.
-
-    Raises:
-        UnsupportedStateError: names the feature and what to change.
-    """
+    """Refuse engine features whose state would be missing from a snapshot."""
     own = vars(
         engine
     )  # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer
@@ -129,11 +125,7 @@ def _compresses(scheduler: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse an innermost optimizer that keeps state outside ``state`` and ``param_groups``.
-
-    Raises:
-        UnsupportedStateError: names the class.
-    """
+    """Refuse an innermost optimizer that keeps state outside ``state`` and ``param_groups``."""
     check_apex(optimizer)
     path = class_path(optimizer)
     if path in _DEEPSPEED_OPTIMIZERS:
@@ -151,10 +143,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_apex(optimizer: Any) -> None:
     """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers.
-
-    Raises:
-        UnsupportedStateError: names the class and what to change.
-    """
+    Raises UnsupportedStateError: names the class and what to change."""
     attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
     if "_amp_stash" in attributes:
         raise _refuse_apex(

@@ -27,8 +27,7 @@ from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-Node = list[Any]
-"""A kind and its parts. The kinds are part of the stored format: append, never rename."""
+Node = list[Any]  # A kind and its parts. The kinds are part of the stored format: append, never rename.
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
 
@@ -65,11 +64,8 @@ class TemplateBuilder:
     host_state: HostState
 
     def build(self, value: Any, path: Path = ()) -> Node:
-        """The node of ``value``.
-
-        Raises:
-            UnsupportedStateError: names the file, the key path and the class that is not known.
-        """
+        """The node of ``value``. Raises UnsupportedStateError: names the file, the key path and the class
+        that is not known."""
         host_path = self.resolve(path, value)
         if host_path is not None:
             return self._host(value, path, host_path)
@@ -176,11 +172,7 @@ class Rebuilder:
         }
 
     def build(self, node: Node) -> Any:
-        """The value of ``node``.
-
-        Raises:
-            PersistError: if the node is of an unknown kind or class, or does not fit the host state.
-        """
+        """The value of ``node``."""
         kind, *parts = node
         if kind == "value":
             return parts[0]

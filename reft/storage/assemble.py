@@ -30,8 +30,7 @@ from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.storage.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
-NICENESS = 5
-"""Trainers come first, but with busy ones a checkpoint must still be done within its interval."""
+NICENESS = 5  # Trainers come first, but with busy ones a checkpoint must still be done within its interval
 NO_DEVICE = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "HIP_VISIBLE_DEVICES": "-1",
@@ -47,8 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 _POLL_SECS = 0.2
 _LAST_SECS = 5.0
-_IMPORT_SECS = 600.0
-"""Longest time for the imports, on a machine that is busy."""
+_IMPORT_SECS = 600.0  # Longest time for the imports, on a machine that is busy
 
 
 class Assembler:
@@ -78,11 +76,7 @@ class Assembler:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process unless it runs. Does not wait until it is ready.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the process unless it runs. Does not wait until it is ready."""
         if self.pid is not None:
             return
         self.close()
@@ -107,17 +101,8 @@ class Assembler:
         idle_secs: float,
         stop: threading.Event,
     ) -> None:
-        """Have the files of coordinates made.
-
-        Args:
-            work: where their parts are, and the files appear.
-            coordinates: whose.
-            idle_secs: give up when nothing has been written there for so long.
-            stop: set to give up.
-
-        Raises:
-            PersistError: they were not made; says why. The next request finds a new process.
-        """
+        """Have the files of coordinates made. ``idle_secs``: give up when nothing has been written there for
+        so long."""
         request = {
             "root": str(work.root),
             "job_id": work.job_id,
@@ -205,12 +190,8 @@ def _bytes_in(directory: Path) -> int:
 def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) -> None:
     """Make the checkpoint files of ``coordinates`` and put their ``done`` records.
 
-    The parts of every sharding group concerned must be there.
-
-    Raises:
-        PersistError: if what was staged is not whole, or cannot be turned into a checkpoint.
-        OSError: if it cannot be written.
-    """
+    The parts of every sharding group concerned must be there. Raises PersistError: if what was staged is not
+    whole, or cannot be turned into a checkpoint."""
     for coordinate in coordinates:
         own = read_part(work, coordinate, secret)
         group = [Coordinate(coordinate.pp, d, coordinate.tp) for d in range(own.degrees.dp)]

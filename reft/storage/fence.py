@@ -18,8 +18,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
@@ -39,21 +39,12 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest start of the job that has claimed the directory; 0 if none has, or it does not exist.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
+    """The newest start of the job that has claimed the directory; 0 if none has, or it does not exist."""
     return max(_claims(directory, job_id), default=0)
 
 
 def check(directory: Path, job_id: str, incarnation: int) -> None:
-    """Go no further where a newer start of the job has claimed the directory.
-
-    Raises:
-        FencedError: one has.
-        OSError: the directory cannot be listed.
-    """
+    """Go no further where a newer start of the job has claimed the directory."""
     newest = claimed(directory, job_id)
     # P7: a node that was cut off goes on running; equal numbers are this start itself.
     if newest > incarnation:
@@ -65,17 +56,8 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
 
 
 def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False) -> None:
-    """Keep older starts of the job out of the directory, from now on.
-
-    Args:
-        directory: the job's directory; it exists.
-        incarnation: number of this start.
-        alone: nobody else may have claimed the directory with this number.
-
-    Raises:
-        FencedError: a newer start has claimed it, or with ``alone`` another start of the same number.
-        OSError: it cannot be written.
-    """
+    """Keep older starts of the job out of the directory, from now on. ``alone``: nobody else may have claimed
+    the directory with this number."""
     check(directory, job_id, incarnation)
     mine = directory / f"{_CLAIM}{short_name(job_id)}.{incarnation}"
     try:
@@ -94,57 +76,34 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
     check(directory, job_id, incarnation)
 
 
-def switch(directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]) -> Switch:
-    """Prepare to replace small files, ``latest`` among them; see :class:`Switch`.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+@contextmanager
+def switched(
+    directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]
+) -> Iterator[Callable[[], None]]:
+    """Make small files ready, ``latest`` among them, to take the place of others. What is given puts them
+    there, in their order: what was checked after they were made still holds. It raises FileNotFoundError
+    where a newer start of the job has taken them away. In the end what is not in place is removed."""
     ready = {}
     for name, content in contents.items():
         draft = directory / f"{_POINTER}{short_name(job_id)}.{writer}.{label.incarnation}.{label.step}.{name}"
         write_durably(draft, content)
         ready[draft] = directory / name
-    return Switch(directory, job_id, writer, ready)
 
+    def switch() -> None:
+        for draft, place in ready.items():
+            draft.replace(place)
+        sync_directory(directory)
 
-class Switch:
-    """Files that are ready to take the place of others."""
-
-    def __init__(self, directory: Path, job_id: str, writer: int, ready: Mapping[Path, Path]) -> None:
-        self._directory = directory
-        self._job_id = job_id
-        self._writer = writer
-        self._ready = ready
-
-    def make(self) -> None:
-        """Put them in place, in their order. What was checked after they were made still holds.
-
-        Raises:
-            FencedError: a newer start of the job has taken them away.
-            OSError: they cannot be renamed.
-        """
-        try:
-            for draft, place in self._ready.items():
-                draft.replace(place)
-        except FileNotFoundError:
-            check(self._directory, self._job_id, self._writer)
-            raise
-        sync_directory(self._directory)
-
-    def give_up(self) -> None:
-        """Remove what has not been put in place."""
-        for draft in self._ready:
+    try:
+        yield switch
+    finally:
+        for draft in ready:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
 
 
 def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], bool]) -> None:
-    """Remove files that were to replace others, and have not.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove files that were to replace others, and have not."""
     prefix = f"{_POINTER}{short_name(job_id)}."
     for draft in directory.glob(f"{prefix}*"):
         numbers = draft.name.removeprefix(prefix).split(".")[:3]

@@ -43,8 +43,8 @@ from reft.storage.assemble import Assembler, read_part
 from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
+    check_files,
     job_directory,
-    missing_files,
     read_marker,
     tag_of,
 )
@@ -67,17 +67,11 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    """How far a node is.
+    """How far a node is."""
 
-    Attributes:
-        phase: ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``.
-        nbytes: bytes of images written so far.
-        total_bytes: bytes of images this node writes.
-    """
-
-    phase: str
-    nbytes: int = 0
-    total_bytes: int = 0
+    phase: str  # ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``
+    nbytes: int = 0  # bytes of images written so far
+    total_bytes: int = 0  # bytes of images this node writes
 
     def __str__(self) -> str:
         if self.phase != "staging":
@@ -87,23 +81,14 @@ class PersistProgress:
 
 @dataclass(frozen=True)
 class PersistOptions:
-    """How to write.
+    """How to write."""
 
-    Attributes:
-        directory: persist directory that all nodes see.
-        keep: newest checkpoints of the job to keep.
-        timeout_secs: give up when nothing of a peer has appeared for so long.
-        stop: set to give up.
-        progress: told what happens.
-        assembler: makes the files; None starts a process for this version only.
-    """
-
-    directory: Path
-    keep: int = 2
-    timeout_secs: float = 600.0
-    stop: threading.Event = field(default_factory=threading.Event)
-    progress: Callable[[PersistProgress], None] = lambda progress: None
-    assembler: Assembler | None = None
+    directory: Path  # persist directory that all nodes see
+    keep: int = 2  # newest checkpoints of the job to keep
+    timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
+    stop: threading.Event = field(default_factory=threading.Event)  # set to give up
+    progress: Callable[[PersistProgress], None] = lambda progress: None  # told what happens
+    assembler: Assembler | None = None  # makes the files; None starts a process for this version only
 
 
 class GivenUpElsewhereError(PersistError):
@@ -116,30 +101,19 @@ class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
 
 @dataclass(frozen=True)
 class VersionSource:
-    """The part of a version that one process writes.
+    """The part of a version that one process writes."""
 
-    Attributes:
-        job_id: job whose state it is.
-        label: the version.
-        degrees: parallel degrees of the job.
-        layouts: layout hash of every coordinate in ``blocks``.
-        blocks: own blocks of every coordinate that is written here: its shard of the replicated
-            image, its owned and its host image, whole.
-        secret: authenticates the records that the writing processes exchange.
-        node: this node, for messages.
-        fingerprint: of the job, encoded; None where it is not known.
-        writer: number of the start of the job that writes, if it is a later one than the version's.
-    """
-
-    job_id: str
-    label: Label
-    degrees: Degrees
-    layouts: Mapping[Coordinate, str]
+    job_id: str  # job whose state it is
+    label: Label  # the version
+    degrees: Degrees  # parallel degrees of the job
+    layouts: Mapping[Coordinate, str]  # layout hash of every coordinate in ``blocks``
+    # own blocks of every coordinate that is written here: its shard of the replicated image, its owned and
+    # its host image, whole
     blocks: Mapping[Coordinate, Sequence[SourceBlock]]
-    secret: bytes
-    node: str
-    fingerprint: str | None = None
-    writer: int = 0
+    secret: bytes  # authenticates the records that the writing processes exchange
+    node: str  # this node, for messages
+    fingerprint: str | None = None  # of the job, encoded; None where it is not known
+    writer: int = 0  # number of the start of the job that writes, if it is a later one than the version's
 
     @property
     def leads(self) -> bool:
@@ -158,19 +132,8 @@ def persist_label(
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
-    To be called on every node of the job for the same version. The arenas that hold it are pinned
-    only while they are read.
-
-    Args:
-        stop: set to give up.
-        assembler: makes the files; None starts a process for this version only.
-
-    Returns:
-        Directory of the checkpoint.
-
-    Raises:
-        PersistError: if the checkpoint was not written; says what to change.
-    """
+    To be called on every node of the job for the same version. The arenas that hold it are pinned only while
+    they are read. ``assembler``: makes the files; None starts a process for this version only."""
     if config.persist.dir is None:
         raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
     options = PersistOptions(
@@ -232,12 +195,7 @@ def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: Overt
 
 
 def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
-    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed.
-
-    Raises:
-        HeldError: one is locked by its writer at this moment.
-        OvertakenError: this node, or one of its trainers, does not hold the version any more.
-    """
+    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
     newer: set[Coordinate] = set()
     problems: list[str] = []
@@ -307,53 +265,26 @@ def write_version(
     """Write this process's part of a version and see the checkpoint through to its name.
 
     Args:
-        source: the blocks this process has.
-        options: where and how.
         unpin: called as soon as the blocks are not read any more.
         reach: called in the middle of writing the blocks of each coordinate.
-
-    Returns:
-        The finished checkpoint.
 
     Raises:
         FencedError: a newer start of the job writes here.
         PersistError: if it was not written. A failing leader leaves no working directory behind;
             other nodes leave the reason in it.
     """
-    work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
+    writing = _Writing(source, options)
     try:
-        present = published(work)
+        present = published(writing.work)
         if present is not None:
             return present
-        fence.check(options.directory, source.job_id, max(source.writer, source.label.incarnation))
+        fence.check(options.directory, source.job_id, writing.start)
         refuse_stale(options.directory, source.job_id, source.label)
-        return _write(work, source, options, unpin, reach)
+        return writing.write(unpin, reach)
     except OSError as error:
         if isinstance(error, ReftError):
             raise
         raise _explained(error, options.directory) from error
-
-
-def _write(
-    work: WorkDir,
-    source: VersionSource,
-    options: PersistOptions,
-    unpin: Callable[[], None],
-    reach: Callable[[Coordinate], None],
-) -> PersistedInfo:
-    try:
-        _open_work_dir(work, source)
-        _stage(work, source, options, reach)
-        unpin()
-        Wait(work, source.secret, options).for_parts(_groups(source))
-        _assemble(work, source, options)
-        options.progress(PersistProgress("assembled"))
-        if source.leads:
-            return _finish(work, source, options)
-        return Wait(work, source.secret, options).for_name()
-    except BaseException as error:
-        _give_up(work, source, error)
-        raise
 
 
 def _make_directory(work: WorkDir) -> None:
@@ -364,39 +295,179 @@ def _make_directory(work: WorkDir) -> None:
     work.staging.mkdir(parents=True, exist_ok=True)
 
 
-def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
-    _make_directory(work)
-    if source.leads:
-        fence.claim(work.root.parent, work.job_id, max(source.writer, source.label.incarnation))
-        remove_debris(work)
-    work.failed(source.node).unlink(missing_ok=True)
+class _Writing:
+    """One process's part in a version."""
 
+    def __init__(self, source: VersionSource, options: PersistOptions) -> None:
+        self.source = source
+        self.options = options
+        self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
+        self.start = max(source.writer, source.label.incarnation)  # of the job
 
-def _stage(
-    work: WorkDir, source: VersionSource, options: PersistOptions, reach: Callable[[Coordinate], None]
-) -> None:
-    total = sum(len(b.data) for blocks in source.blocks.values() for b in blocks)
-    written = 0
+    def write(self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]) -> PersistedInfo:
+        groups = sorted({(c.pp, c.tp) for c in self.source.blocks})
+        dps = range(self.source.degrees.dp)
+        try:
+            self._open()
+            self._stage(reach)
+            unpin()
+            self._wait_for(self.work.part, [Coordinate(pp, d, tp) for pp, tp in groups for d in dps], "part")
+            self._assemble()
+            self.options.progress(PersistProgress("assembled"))
+            return self._finish() if self.source.leads else self._wait_for_name()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
-    def on_block(nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        if options.stop.is_set():
-            raise PersistError(f"{work.label}: writing was stopped")
-        options.progress(PersistProgress("staging", written, total))
+    def _open(self) -> None:
+        _make_directory(self.work)
+        if self.source.leads:
+            fence.claim(self.work.root.parent, self.work.job_id, self.start)
+            remove_debris(self.work)
+        self.work.failed(self.source.node).unlink(missing_ok=True)
 
-    for coordinate, blocks in source.blocks.items():
-        staged = stage_image(work.image(coordinate), _halfway(blocks, partial(reach, coordinate)), on_block)
-        part = Part(
-            coordinate=coordinate,
-            degrees=source.degrees,
+    def _stage(self, reach: Callable[[Coordinate], None]) -> None:
+        work, source, options = self.work, self.source, self.options
+        total = sum(len(b.data) for blocks in source.blocks.values() for b in blocks)
+        written = 0
+
+        def on_block(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            if options.stop.is_set():
+                raise PersistError(f"{work.label}: writing was stopped")
+            options.progress(PersistProgress("staging", written, total))
+
+        for coordinate, blocks in source.blocks.items():
+            halfway = _halfway(blocks, partial(reach, coordinate))
+            part = Part(
+                coordinate=coordinate,
+                degrees=source.degrees,
+                label=source.label,
+                layout=source.layouts[coordinate],
+                blocks=stage_image(work.image(coordinate), halfway, on_block),
+                image_bytes=_image_bytes(blocks),
+            )
+            write_record(work.part(coordinate), part.to_json(), source.secret)
+        options.progress(PersistProgress("staged", written, total))
+
+    def _assemble(self) -> None:
+        with ExitStack() as stack:
+            assembler = self.options.assembler or stack.enter_context(Assembler())
+            try:
+                assembler.assemble(
+                    *(self.work, list(self.source.blocks), self.source.secret),
+                    idle_secs=self.options.timeout_secs,
+                    stop=self.options.stop,
+                )
+            except PersistError as error:
+                raise PersistError(f"{self.work.label}: {error}") from error
+
+    def _finish(self) -> PersistedInfo:
+        work, source = self.work, self.source
+        everyone = source.degrees.coordinates()
+        self._wait_for(work.part, everyone, "part")
+        self._wait_for(work.done, everyone, "checkpoint files")
+        found = [read_record(work.done(c), source.secret) for c in everyone]
+        records = [(name, r) for content in found if content for name, r in content["files"].items()]
+        twice = [name for name, count in Counter(name for name, _ in records).items() if count > 1]
+        if twice:
+            raise PersistError(
+                f"{len(twice)} checkpoint files would be written by several ranks ({', '.join(twice[:3])}); "
+                f'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed configuration'
+            )
+        info = PersistedInfo(
+            directory=self.options.directory,
+            tag=tag_of(source.label),
+            job_id=source.job_id,
             label=source.label,
-            layout=source.layouts[coordinate],
-            image_bytes=_image_bytes(blocks),
-            blocks=staged,
+            degrees=source.degrees,
+            created_unix_secs=time.time(),
+            layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
+            files={name: FileRecord(*record) for name, record in records},
+            fingerprint=source.fingerprint,
         )
-        write_record(work.part(coordinate), part.to_json(), source.secret)
-    options.progress(PersistProgress("staged", written, total))
+        reached = lambda phase: self.options.progress(PersistProgress(phase))  # noqa: E731
+        publish(work, info, self.options.keep, reached, writer=source.writer)
+        return info
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave no debris, and tell the others why: they need not wait for what will not come."""
+        work, source = self.work, self.source
+        if source.leads and not isinstance(error, OvertakenError):
+            shutil.rmtree(work.root, ignore_errors=True)
+            return
+        # What a node has said of its memory stays for those that come later.
+        for coordinate in source.blocks:
+            # The record first: where it is, the others read the image.
+            for path in (work.part(coordinate), work.image(coordinate)):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+        if not isinstance(error, GivenUpElsewhereError):
+            with suppress(OSError):
+                write_record(work.failed(source.node), failure_record(source.node, error), source.secret)
+
+    # -- waiting for other nodes -------------------------------------------------------------------
+
+    def _wait_for_name(self) -> PersistedInfo:
+        """Wait until the leader has named the checkpoint."""
+        found: list[PersistedInfo] = []
+
+        def missing() -> list[str]:
+            present = published(self.work)
+            found.extend([present] if present is not None else [])
+            return [] if found else [f"the node of {LEADER} to name the checkpoint"]
+
+        self._poll(missing, naming=True)
+        return found[-1]
+
+    def _wait_for(
+        self, path: Callable[[Coordinate], Path], coordinates: Sequence[Coordinate], what: str
+    ) -> None:
+        missing = list(coordinates)
+
+        def look() -> list[str]:
+            missing[:] = [c for c in missing if not path(c).exists()]
+            return [f"the {what} of {c}" for c in missing]
+
+        self._poll(look)
+
+    def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
+        """
+        Raises:
+            PersistError: if nothing has appeared for ``timeout_secs``, another node gave up, a newer
+                version is being written, or it was told to stop.
+        """
+        poll = Backoff(*_POLL_SECS)
+        seen = -1
+        deadline = 0.0
+        while missing := look():
+            if len(missing) != seen:
+                seen, deadline = len(missing), time.monotonic() + self.options.timeout_secs
+            self._check_others(naming)
+            if time.monotonic() > deadline:
+                raise PersistError(
+                    f"{self.work.label}: waited {self.options.timeout_secs:g} s for "
+                    f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the daemons of all "
+                    f"nodes run and see {self.work.root.parent}, or raise persist.timeout_secs"
+                )
+            if self.options.stop.wait(poll.failed()):
+                raise PersistError(f"{self.work.label}: writing was stopped")
+
+    def _check_others(self, naming: bool) -> None:
+        work = self.work
+        # While the leader names the checkpoint, .staging goes first and the directory itself last.
+        present = work.root if naming else work.staging
+        if not present.is_dir() and published(work) is None:
+            raise GivenUpElsewhereError(f"{work.label}: given up by the node of {LEADER}")
+        for path in work.staging.glob("failed-*.json"):
+            content = read_record(path, self.source.secret)
+            if content is not None:
+                kind = OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
+                raise kind(f"{work.label}: node {content['node']} gave up: {content['error']}")
+        for _, label in work.others():
+            if label > work.label:
+                raise OvertakenElsewhereError(f"{work.label}: overtaken by {label}, which others write")
 
 
 def _halfway(blocks: Sequence[SourceBlock], reach: Callable[[], None]) -> Iterable[SourceBlock]:
@@ -417,160 +488,15 @@ def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
     return sizes
 
 
-def _groups(source: VersionSource) -> list[Coordinate]:
-    """Every coordinate whose part is needed to assemble the files of this process's coordinates."""
-    groups = sorted({(c.pp, c.tp) for c in source.blocks})
-    return [Coordinate(pp, dp, tp) for pp, tp in groups for dp in range(source.degrees.dp)]
-
-
-def _assemble(work: WorkDir, source: VersionSource, options: PersistOptions) -> None:
-    with ExitStack() as stack:
-        assembler = options.assembler or stack.enter_context(Assembler())
-        try:
-            assembler.assemble(
-                *(work, list(source.blocks), source.secret), idle_secs=options.timeout_secs, stop=options.stop
-            )
-        except PersistError as error:
-            raise PersistError(f"{work.label}: {error}") from error
-
-
-def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> PersistedInfo:
-    wait = Wait(work, source.secret, options)
-    everyone = source.degrees.coordinates()
-    wait.for_parts(everyone)
-    files: dict[str, FileRecord] = {}
-    writers: Counter[str] = Counter()
-    for content in wait.for_files(everyone):
-        files.update({name: FileRecord(*record) for name, record in content["files"].items()})
-        writers.update(list(content["files"]))
-    twice = [name for name, count in writers.items() if count > 1]
-    if twice:
-        raise PersistError(
-            f"{len(twice)} checkpoint files would be written by several ranks ({', '.join(twice[:3])}); "
-            f'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed configuration'
-        )
-    info = PersistedInfo(
-        directory=options.directory,
-        tag=tag_of(source.label),
-        job_id=source.job_id,
-        label=source.label,
-        degrees=source.degrees,
-        created_unix_secs=time.time(),
-        layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
-        files=files,
-        fingerprint=source.fingerprint,
-    )
-    reached = lambda phase: options.progress(PersistProgress(phase))  # noqa: E731
-    publish(work, info, options.keep, reached, writer=source.writer)
-    return info
-
-
-def _give_up(work: WorkDir, source: VersionSource, error: BaseException) -> None:
-    """Leave no debris, and tell the others why: they need not wait for what will not come."""
-    if source.leads and not isinstance(error, OvertakenError):
-        shutil.rmtree(work.root, ignore_errors=True)
-        return
-    # What a node has said of its memory stays for those that come later.
-    for coordinate in source.blocks:
-        # The record first: where it is, the others read the image.
-        for path in (work.part(coordinate), work.image(coordinate)):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-    if not isinstance(error, GivenUpElsewhereError):
-        with suppress(OSError):
-            write_record(work.failed(source.node), failure_record(source.node, error), source.secret)
-
-
 def failure_record(node: str, error: BaseException) -> dict[str, Any]:
     """What a node that gives up leaves for the others."""
     overtaken = isinstance(error, OvertakenError)
     return {"node": node, "error": f"{type(error).__name__}: {error}", "overtaken": overtaken}
 
 
-# --- waiting for other nodes ------------------------------------------------------------------------
-
-
 def published(work: WorkDir) -> PersistedInfo | None:
     """The finished checkpoint of exactly this version, if it is there."""
     info = read_marker(work.root.parent / tag_of(work.label))
-    if info is None or (info.job_id, info.label) != (work.job_id, work.label) or missing_files(info):
+    if info is None or (info.job_id, info.label) != (work.job_id, work.label):
         return None
-    return info
-
-
-class Wait:
-    """Waits for what other nodes put into the working directory.
-
-    Raises (all methods):
-        PersistError: if nothing has appeared for ``timeout_secs``, another node gave up, a newer
-            version is being written, or it was told to stop.
-    """
-
-    def __init__(self, work: WorkDir, secret: bytes, options: PersistOptions) -> None:
-        self._work = work
-        self._secret = secret
-        self._options = options
-
-    def for_parts(self, coordinates: Sequence[Coordinate]) -> None:
-        """Wait for the image files of ``coordinates``."""
-        self._until(self._work.part, coordinates, "part")
-
-    def for_files(self, coordinates: Sequence[Coordinate]) -> list[dict[str, dict[str, list[int]]]]:
-        """Wait for the checkpoint files of ``coordinates``; returns their records."""
-        self._until(self._work.done, coordinates, "checkpoint files")
-        found = [read_record(self._work.done(c), self._secret) for c in coordinates]
-        return [content for content in found if content is not None]
-
-    def for_name(self) -> PersistedInfo:
-        """Wait until the leader has named the checkpoint."""
-        found: list[PersistedInfo] = []
-
-        def missing() -> list[str]:
-            present = published(self._work)
-            found.extend([present] if present is not None else [])
-            return [] if found else [f"the node of {LEADER} to name the checkpoint"]
-
-        self._poll(missing, naming=True)
-        return found[-1]
-
-    def _until(
-        self, path: Callable[[Coordinate], Path], coordinates: Sequence[Coordinate], what: str
-    ) -> None:
-        missing = list(coordinates)
-
-        def look() -> list[str]:
-            missing[:] = [c for c in missing if not path(c).exists()]
-            return [f"the {what} of {c}" for c in missing]
-
-        self._poll(look)
-
-    def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
-        poll = Backoff(*_POLL_SECS)
-        seen = -1
-        deadline = 0.0
-        while missing := look():
-            if len(missing) != seen:
-                seen, deadline = len(missing), time.monotonic() + self._options.timeout_secs
-            self._check_others(naming)
-            if time.monotonic() > deadline:
-                raise PersistError(
-                    f"{self._work.label}: waited {self._options.timeout_secs:g} s for "
-                    f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the daemons of all "
-                    f"nodes run and see {self._work.root.parent}, or raise persist.timeout_secs"
-                )
-            if self._options.stop.wait(poll.failed()):
-                raise PersistError(f"{self._work.label}: writing was stopped")
-
-    def _check_others(self, naming: bool) -> None:
-        # While the leader names the checkpoint, .staging goes first and the directory itself last.
-        present = self._work.root if naming else self._work.staging
-        if not present.is_dir() and published(self._work) is None:
-            raise GivenUpElsewhereError(f"{self._work.label}: given up by the node of {LEADER}")
-        for path in self._work.staging.glob("failed-*.json"):
-            content = read_record(path, self._secret)
-            if content is not None:
-                kind = OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
-                raise kind(f"{self._work.label}: node {content['node']} gave up: {content['error']}")
-        for _, label in self._work.others():
-            if label > self._work.label:
-                raise OvertakenElsewhereError(f"{self._work.label}: overtaken by {label}, which others write")
+    return None if check_files(info.path, info.files, read=False) else info

@@ -44,29 +44,19 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    """A checkpoint written by reft.
+    """A checkpoint written by reft."""
 
-    Attributes:
-        directory: the job's directory within the persist directory, what ``load_checkpoint`` takes as
-            ``load_dir``.
-        tag: name of the checkpoint's directory within it.
-        job_id: job whose state it is.
-        label: incarnation and step of that state.
-        degrees: parallel degrees of the job.
-        layouts: layout hash of every coordinate's arena, by coordinate.
-        created_unix_secs: when it was completed.
-        files: every file but the marker.
-        fingerprint: what makes the job the one that it is, encoded; None where it was not known.
-    """
-
+    # the job's directory within the persist directory, what ``load_checkpoint`` takes as ``load_dir``
     directory: Path
-    tag: str
-    job_id: str
-    label: Label
-    degrees: Degrees
-    created_unix_secs: float
+    tag: str  # name of the checkpoint's directory within it
+    job_id: str  # job whose state it is
+    label: Label  # incarnation and step of that state
+    degrees: Degrees  # parallel degrees of the job
+    created_unix_secs: float  # when it was completed
+    # layout hash of every coordinate's arena, by coordinate
     layouts: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # every file but the marker
+    # what makes the job the one that it is, encoded; None where it was not known
     fingerprint: str | None = None
 
     @property
@@ -100,11 +90,7 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7).
-
-    Raises:
-        PersistError: if the name cannot be that of a directory.
-    """
+    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7)."""
     if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
         raise PersistError(f"job id {job_id!r} cannot name a directory in {directory}; choose another one")
     return directory / job_id
@@ -116,11 +102,7 @@ def tag_of(label: Label) -> str:
 
 
 def read_marker(checkpoint: Path) -> PersistedInfo | None:
-    """What the marker in a checkpoint directory says; None if reft did not write the directory.
-
-    Raises:
-        PersistError: if there is a marker that cannot be read.
-    """
+    """What the marker in a checkpoint directory says; None if reft did not write the directory."""
     try:
         text = (checkpoint / MARKER_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -158,34 +140,12 @@ def _file(name: str) -> str:
     return name
 
 
-def missing_files(info: PersistedInfo) -> list[str]:
-    """What is not as the marker says, by name and length only; empty if the checkpoint is complete."""
-    problems = []
-    for name, record in info.files.items():
-        try:
-            nbytes = (info.path / name).stat().st_size
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror}")
-            continue
-        if nbytes != record.nbytes:
-            problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
-    return problems
-
-
 def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[PersistedInfo], list[str]]:
     """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
     directories whose marker cannot be read.
 
-    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at
-    that instant it may be the only one.
-
-    Args:
-        directory: a job's directory; a missing one holds nothing.
-        job_id: only what this job wrote; None: whoever did.
-
-    Raises:
-        PersistError: if it cannot be listed.
-    """
+    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at that
+    instant it may be the only one. Raises PersistError: if it cannot be listed."""
     found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):
@@ -208,7 +168,7 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
         logger.warning("skipped: %s", problem)
     complete = []
     for info in found:
-        problems = missing_files(info)
+        problems = check_files(info.path, info.files, read=False)
         if problems:
             logger.warning("%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3]))
         else:
@@ -232,40 +192,12 @@ def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
     """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
-    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer.
-
-    Raises:
-        PersistError: if it cannot be listed.
-    """
+    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer."""
     try:
         claimed = fence.claimed(directory, job_id)
     except OSError as error:
         raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error
     return max(claimed, *(info.label.incarnation for info in find_markers(directory, job_id)[0]), 0)
-
-
-def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:
-    """The newest complete checkpoint.
-
-    Labels of different jobs do not compare. Without ``job_id`` the job is that of the checkpoint that
-    ``latest`` names, else the one that wrote last.
-
-    Args:
-        directory: a job's directory; a missing one holds nothing.
-        job_id: only what this job wrote.
-    """
-    found = list_persisted(directory, job_id)
-    if not found:
-        return None
-    if job_id is None:
-        named = latest_tag(directory)
-        by_tag = {info.tag: info for info in found}
-        job_id = (
-            by_tag[named].job_id
-            if named is not None and named in by_tag
-            else max(found, key=lambda i: i.created_unix_secs).job_id
-        )
-    return [info for info in found if info.job_id == job_id][-1]
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -277,41 +209,19 @@ def latest_tag(directory: Path) -> str | None:
         return None
 
 
-def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
-    """Read a persisted checkpoint back and compare every file with its checksum (P5).
-
-    Args:
-        directory: a job's directory in the persist directory.
-        tag: the checkpoint; None takes the newest.
-
-    Returns:
-        What is wrong, one line each; empty if all is well.
-
-    Raises:
-        PersistError: if there is no checkpoint that reft wrote.
-    """
-    info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
-    if info is None:
-        what = "no complete checkpoint" if tag is None else f"no marker {MARKER_NAME} in {tag}"
-        raise PersistError(f"{directory}: {what} written by reft was found")
-    return check_files(info.path, info.files)
-
-
-def check_files(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Read files of a checkpoint and compare them with their records (P5); one line for each that differs."""
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
+    """Compare files of a checkpoint with their records (P5), without ``read`` by their lengths alone; one
+    line for each that differs."""
     problems = []
     for name, record in files.items():
         try:
             nbytes = (checkpoint / name).stat().st_size
             if nbytes != record.nbytes:
                 problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
-                continue
-            found = file_checksum(checkpoint / name)
+            elif read and (found := file_checksum(checkpoint / name)) != record.checksum:
+                problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
-            continue
-        if found != record.checksum:
-            problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
     return problems
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from reft.backoff import Backoff
 from reft.config import ReftConfig
@@ -37,46 +37,22 @@ _AGAIN_STEPS = 10
 at different steps choose the same one."""
 
 
-class PersistFunction(Protocol):
-    """Writes this node's part of a version and returns the finished checkpoint's path."""
-
-    def __call__(
-        self,
-        job_dir: JobDir,
-        label: Label,
-        config: ReftConfig,
-        *,
-        stop: threading.Event,
-        progress: Callable[[PersistProgress], None],
-        assembler: Assembler | None,
-    ) -> Path: ...
-
-
 @dataclass
 class PersistStatus:
-    """State of the checkpoints on storage, for ``status.json``.
+    """State of the checkpoints on storage, for ``status.json``."""
 
-    Attributes:
-        dir, interval_steps: as the block has them.
-        last, last_path: the newest that is on storage.
-        writing, phase: what is being written, and how far.
-        stale_since_step, error: since when none has reached storage, and why.
-        attempts: since one did.
-        lag_steps: by which storage is older than memory.
-        overtaken: newest version that memory went on from before it was written.
-    """
-
-    dir: str | None = None
+    dir: str | None = None  # dir, interval_steps: as the block has them
     interval_steps: int = 0
-    last: Label | None = None
+    last: Label | None = None  # last, last_path: the newest that is on storage
     last_path: str | None = None
-    writing: Label | None = None
+    writing: Label | None = None  # writing, phase: what is being written, and how far
     phase: str | None = None
+    # stale_since_step, error: since when none has reached storage, and why
     stale_since_step: int | None = None
     error: str | None = None
-    attempts: int = 0
-    lag_steps: int = 0
-    overtaken: Label | None = None
+    attempts: int = 0  # since one did
+    lag_steps: int = 0  # by which storage is older than memory
+    overtaken: Label | None = None  # newest version that memory went on from before it was written
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -90,13 +66,9 @@ def label_json(label: Label | None) -> dict[str, int] | None:
 
 
 class Persister:
-    """The daemon's writer.
+    """The daemon's writer. ``persist``: writes one version, raises PersistError, ArenaError or OSError."""
 
-    Args:
-        persist: writes one version, raises PersistError, ArenaError or OSError.
-    """
-
-    def __init__(self, job_dir: JobDir, persist: PersistFunction = persist_label) -> None:
+    def __init__(self, job_dir: JobDir, persist: Callable[..., Path] = persist_label) -> None:
         self._job_dir = job_dir
         self.status = PersistStatus()
         self._persist = persist
@@ -109,17 +81,13 @@ class Persister:
         self._assembler = Assembler()
         self._warm = False
         self._newest: Label | None = None
-        self._told: Label | None = None
-        """The version whose lag was warned of."""
+        self._told: Label | None = None  # The version whose lag was warned of
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
-        self._refused: Label | None = None
-        """The version that storage did not take last."""
-        self._missed: Label | None = None
-        """The first version that memory overtook since one was written."""
-        self.progress: PersistProgress | None = None
-        """Of what is being written, as it was told last."""
+        self._refused: Label | None = None  # The version that storage did not take last
+        self._missed: Label | None = None  # The first version that memory overtook since one was written
+        self.progress: PersistProgress | None = None  # Of what is being written, as it was told last
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:
@@ -145,14 +113,9 @@ class Persister:
             self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
 
     def offer(self, label: Label, *, unprotected: bool | None = None, due: bool = False) -> None:
-        """A version is committed in memory; takes it if it is due and newer.
-
-        Args:
-            label: the version, the same on every node.
-            unprotected: memory no longer survives the loss of a node, so that the first such version is due
-                at once, whatever the interval. None: not known, as before.
-            due: the ranks agreed that it goes to storage.
-        """
+        """A version is committed in memory; takes it if it is due and newer. ``unprotected``: memory no
+        longer survives the loss of a node, so that the first such version is due at once, whatever the
+        interval. None: not known, as before. ``due``: the ranks agreed that it goes to storage."""
         with self._changed:
             at_once = self._falls(label, unprotected)
             writing = self.status.writing
@@ -223,11 +186,7 @@ class Persister:
         return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
 
     def persist_and_wait(self, label: Label, timeout_secs: float) -> str:
-        """Persist ``label`` next, whether due or not; several callers share one attempt.
-
-        Raises:
-            PersistError: it failed, or took too long.
-        """
+        """Persist ``label`` next, whether due or not; several callers share one attempt."""
         if self.config is None or self.config.persist.dir is None:
             raise PersistError(
                 'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
@@ -364,12 +323,7 @@ class Persister:
 
     def _overtaken(self, label: Label, message: str, gone: bool) -> None:
         """Storage is well: the next version that is due takes the place of this one. Only where none is
-        written in between do checkpoints become stale.
-
-        Args:
-            message: why.
-            gone: memory does not hold it any more; else a trainer has its lock for the moment.
-        """
+        written in between do checkpoints become stale."""
         if gone:
             self.status.update(overtaken=label)
         if self._missed is not None:

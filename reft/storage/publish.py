@@ -28,10 +28,10 @@ from reft.storage.persisted import (
     LATEST_NAME,
     MARKER_NAME,
     PersistedInfo,
+    check_files,
     given_up,
     latest_tag,
     list_persisted,
-    missing_files,
     read_marker,
 )
 from reft.storage.staging import WorkDir
@@ -50,24 +50,11 @@ def publish(
     *,
     writer: int = 0,
 ) -> None:
-    """Make a finished working directory the checkpoint to resume from.
-
-    Args:
-        work: directory whose files are complete and flushed.
-        info: its marker.
-        keep: newest checkpoints of the job to keep.
-        reached: called with ``renaming``, ``renamed`` and ``latest`` as the steps are reached.
-        writer: the start of the job that writes, if it is a later one than the version's.
-
-    Raises:
-        FencedError: a newer start of the job has claimed the directory.
-        PersistError: if a newer version has been written here, or the name is taken by something that
-            reft did not write.
-        OSError: if it cannot be written.
-    """
-    problems = missing_files(
-        PersistedInfo(**{**vars(info), "directory": work.root.parent, "tag": work.root.name})
-    )
+    """Make a finished working directory the checkpoint to resume from. ``reached``: called with ``renaming``,
+    ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job that writes, if
+    it is a later one than the version's. Raises FencedError: a newer start of the job has claimed the
+    directory."""
+    problems = check_files(work.root, info.files, read=False)
     if problems:
         raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
     writer = max(writer, info.label.incarnation)
@@ -75,34 +62,28 @@ def publish(
         LATEST_NAME: info.tag.encode(),
         **{file.name: file.read_bytes() for file in _files(work.pointers)},
     }
-    switch = fence.switch(info.directory, info.job_id, writer, info.label, pointers)
     try:
-        # In this order: what is checked now holds for all that was made before, whenever it is renamed.
-        fence.check(info.directory, info.job_id, writer)
-        refuse_stale(info.directory, info.job_id, info.label)
-        for script in _files(work.scripts):
-            script.replace(info.directory / script.name)
-        shutil.rmtree(work.staging)
-        write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
-        reached("renaming")
-        _rename(work.root, info)
-        reached("renamed")
-        switch.make()
+        with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
+            # In this order: what is checked now holds for all that was made before, whenever it is renamed.
+            fence.check(info.directory, info.job_id, writer)
+            refuse_stale(info.directory, info.job_id, info.label)
+            for script in _files(work.scripts):
+                script.replace(info.directory / script.name)
+            shutil.rmtree(work.staging)
+            write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+            reached("renaming")
+            _rename(work.root, info)
+            reached("renamed")
+            switch()
     except FileNotFoundError:
         fence.check(info.directory, info.job_id, writer)
         raise
-    finally:
-        switch.give_up()
     reached("latest")
     prune(info, keep)
 
 
 def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
-    """Refuse to write where a newer incarnation, or a newer version, of the job has already written.
-
-    Raises:
-        PersistError: naming both.
-    """
+    """Refuse to write where a newer incarnation, or a newer version, of the job has already written."""
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
     if named is not None and named.job_id == job_id and label < named.label:
@@ -189,11 +170,8 @@ def prune(info: PersistedInfo, keep: int) -> None:
 
 def remove_checkpoint(path: Path, label: Label | None = None) -> None:
     """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
-    removal is neither taken for a checkpoint nor left for good.
-
-    Args:
-        label: of the version to remove: another one, which has taken its name meanwhile, gets it back.
-    """
+    removal is neither taken for a checkpoint nor left for good. ``label``: of the version to remove:
+    another one, which has taken its name meanwhile, gets it back."""
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)

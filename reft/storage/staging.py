@@ -38,8 +38,7 @@ from reft.storage.persisted import tag_of
 
 logger = logging.getLogger(__name__)
 
-LEADER = Coordinate(0, 0, 0)
-"""The node of this coordinate names the checkpoint in the end."""
+LEADER = Coordinate(0, 0, 0)  # The node of this coordinate names the checkpoint in the end
 
 _PERSON = b"reft-persist"
 
@@ -99,23 +98,14 @@ class WorkDir:
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """A block of a version, in memory.
+    """A block of a version, in memory."""
 
-    Attributes:
-        key: identity within the sharding group.
-        start_bytes: offset in the section's image.
-        image_bytes: length of that image.
-        checksum: xxh3_64, taken when the bytes were copied.
-        data: the bytes as they are now.
-        origin: where they lie, for messages.
-    """
-
-    key: BlockKey
-    start_bytes: int
-    image_bytes: int
-    checksum: int
-    data: memoryview
-    origin: str
+    key: BlockKey  # identity within the sharding group
+    start_bytes: int  # offset in the section's image
+    image_bytes: int  # length of that image
+    checksum: int  # xxh3_64, taken when the bytes were copied
+    data: memoryview  # the bytes as they are now
+    origin: str  # where they lie, for messages
 
 
 @dataclass(frozen=True)
@@ -167,17 +157,8 @@ class Part:
 def stage_image(
     path: Path, blocks: Iterable[SourceBlock], on_block: Callable[[int], None] = lambda nbytes: None
 ) -> tuple[StagedBlock, ...]:
-    """Write blocks one after the other and flush them to storage.
-
-    Args:
-        path: the image file; replaced if it exists.
-        blocks: of one coordinate, each compared with its checksum as it is read (P5).
-        on_block: called after every block with its length.
-
-    Raises:
-        PersistError: if a block is corrupt in memory.
-        OSError: if it cannot be written.
-    """
+    """Write blocks one after the other and flush them to storage. ``blocks``: of one coordinate, each
+    compared with its checksum as it is read (P5)."""
     staged: list[StagedBlock] = []
     offset = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -210,15 +191,9 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
 
 
 class StagedImages:
-    """The images of one coordinate, read from the image files of its sharding group.
-
-    Args:
-        coordinate: whose owned and host sections are read.
-        parts: records of every member of its sharding group, by dp.
-
-    Raises:
-        PersistError: if the records do not cover every image exactly, or disagree.
-    """
+    """The images of one coordinate, read from the image files of its sharding group. ``coordinate``: whose
+    owned and host sections are read. ``parts``: records of every member of its sharding group, by dp.
+    Raises PersistError: if the records do not cover every image exactly, or disagree."""
 
     def __init__(self, work: WorkDir, coordinate: Coordinate, parts: Sequence[Part]) -> None:
         self._maps = [_map(work.image(part.coordinate)) for part in parts]
@@ -259,13 +234,7 @@ class StagedImages:
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
         """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its checksum.
-
-        Returns:
-            A private, writable view: of the mapped file where the range lies in one, else of a copy.
-
-        Raises:
-            PersistError: if the range is not in the image, or a block is not what was written.
-        """
+        Returns A private, writable view: of the mapped file where the range lies in one, else of a copy."""
         if start < 0 or nbytes < 1 or start + nbytes > self.image_bytes(section):
             raise PersistError(
                 f"bytes [{start}, {start + nbytes}) were asked of the {section} image of "
@@ -326,11 +295,7 @@ def write_record(path: Path, content: Mapping[str, Any], secret: bytes) -> None:
 
 
 def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
-    """A record, None if it is not there (yet).
-
-    Raises:
-        AuthenticationError: if it does not carry the job's secret.
-    """
+    """A record, None if it is not there (yet)."""
     try:
         envelope = json.loads(path.read_bytes())
         body, code = str(envelope["body"]), str(envelope["mac"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from reft.grid import Degrees
-from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch
+from tests.persist import latest_persisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from reft.grid import Degrees
-from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
+from tests.persist import latest_persisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -21,7 +21,7 @@ def _lose_two(job: FaultJob) -> None:
     for index in (1, 2):
         job.cluster.kill_node(index)
     for index in (1, 2):
-        job.cluster.replace_node(index)
+        job.cluster.start_node(index)
 
 
 @pytest.mark.nightly

@@ -13,10 +13,10 @@ import pytest
 from reft.grid import Degrees
 from reft.node.protection import read_record
 from reft.recover.inspect import inspect_job
-from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.faults.memory import fill_up, make_read_only, make_writable, small_file_system
+from tests.persist import latest_persisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

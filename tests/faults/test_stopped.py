@@ -15,10 +15,10 @@ import pytest
 
 from reft.grid import Degrees
 from reft.protect.blocks import Section
-from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Losses, Scratch, wrong_losses
 from tests.faults.memory import memory_directory, newest_common, plant_strangers, stored
+from tests.persist import latest_persisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 

@@ -166,7 +166,7 @@ def _strike(job: FaultJob, hole: Hole, life: int, point: FaultPoint, at: Coordin
     left = stored(job.cluster.job_dir(node), whole=False)
     newest = [s.label.step for index in kept for s in stored(job.cluster.job_dir(index))[:1]]
     for index in lost:
-        job.cluster.replace_node(index)
+        job.cluster.start_node(index)
     job.wait_for(
         f"life {life + 1} to be restored",
         lambda: len(_restored(job, life + 1)) == hole.shape.degrees.world_size,

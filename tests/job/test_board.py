@@ -71,7 +71,7 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
         trains(job, 2, 0, lives=1)
         # Two replicas alone are protected again; what node1 held is nobody's trouble any more.
         job.wait_until(lambda: status(0)["tolerance_left"] == 1, 120, "protection of two replicas")
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 3, 0, lives=2)
 
         def holders() -> set[str]:

@@ -38,7 +38,7 @@ def test_a_node_and_the_leader_of_etcd_die_at_once(tmp_path: Path, etcd: EtcdClu
         etcd.kill(etcd.wait_for_leader())
         trains(job, "step", attempt=0)
         job.kill_node(1)
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, "step", attempt=1)
         job.finish()
         assert job.wait(WAIT_SECS) == {0: 0, 1: 0}

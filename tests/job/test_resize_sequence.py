@@ -103,7 +103,7 @@ def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sampl
         job.kill_node(1)
         trains(job, 1, last_step(job, 2), lives=1)
         if len(sizes) > 2:
-            job.replace_node(1)
+            job.start_node(1)
             trains(job, 2, last_step(job, 1), lives=2)
         found = phases(job)
         job.finish()

@@ -72,7 +72,7 @@ def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
 
         assert scale(job, 0, "3") == EXIT_NOT_WELL
         assert "2 train and none wait" in capsys.readouterr().out
-        job.replace_node(1)
+        job.start_node(1)
         job.wait_until(lambda: board_says_spare(job, "node1.1"), 120, "a node that waits")
         assert len(job.events("begins", replicas=3)) == 3, "it waits: two nodes were asked for"
         assert scale(job, 2, "3") == EXIT_WELL

@@ -109,13 +109,13 @@ def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
         labels = tuple(k for k in family.samples[0].labels if k not in ("job", "node"))
         assert {(s.labels["job"], s.labels["node"]) for s in family.samples} == {("job", "a")}
         exposed[name] = (family.type, labels, family.documentation)
-    told = (ROOT / "docs" / "operations.md").read_text()
+    told = (ROOT / "docs" / "monitoring.md").read_text()
     table = {
         name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels))), meaning)
         for name, kind, labels, meaning in ROW.findall(told)
     }
     assert exposed == table, (
-        "the table in docs/operations.md, and all that is exposed where everything is known"
+        "the table in docs/monitoring.md, and all that is exposed where everything is known"
     )
     assert exposed.keys() == METRICS.keys()
 

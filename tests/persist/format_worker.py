@@ -39,8 +39,9 @@ from reft.state.deepspeed_format import (
 from reft.state.host import capture_host_state
 from reft.state.template import same_value
 from reft.storage.persist import persist_label
-from reft.storage.persisted import job_directory, verify_persisted
+from reft.storage.persisted import job_directory
 from tests.old_deepspeed import step_without_autograd
+from tests.persist import verify_persisted
 from tests.persist.job_memory import Memory, RankImages
 
 WIDTH = 8

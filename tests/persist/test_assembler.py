@@ -16,8 +16,8 @@ from reft.grid import Coordinate
 from reft.naming import Label
 from reft.storage.assemble import NICENESS, Assembler
 from reft.storage.persist import persist_label
-from reft.storage.persisted import verify_persisted
 from reft.storage.staging import WorkDir
+from tests.persist import verify_persisted
 from tests.persist.job_memory import DEGREES, JOB, Memory, made_up_images
 
 

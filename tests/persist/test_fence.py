@@ -15,9 +15,10 @@ import pytest
 
 from reft.naming import Label
 from reft.storage import fence
-from reft.storage.persisted import latest_tag, list_persisted, verify_persisted
+from reft.storage.persisted import latest_tag, list_persisted
 from reft.storage.publish import publish, remove_debris
 from reft.storage.staging import WorkDir
+from tests.persist import verify_persisted
 
 from .test_publish import JOB, prepare
 

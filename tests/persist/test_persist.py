@@ -25,8 +25,9 @@ from reft.recover.offline import persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
-from reft.storage.persisted import job_directory, latest_persisted, latest_tag, verify_persisted
+from reft.storage.persisted import job_directory, latest_tag
 from reft.storage.staging import WorkDir
+from tests.persist import latest_persisted, verify_persisted
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
 from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
 

@@ -20,14 +20,13 @@ from reft.storage.persisted import (
     file_checksum,
     find_markers,
     job_directory,
-    latest_persisted,
     latest_tag,
     list_persisted,
     tag_of,
-    verify_persisted,
 )
 from reft.storage.publish import publish, remove_debris
 from reft.storage.staging import WorkDir
+from tests.persist import latest_persisted, verify_persisted
 
 JOB = "job-a"
 
@@ -197,8 +196,6 @@ def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) 
     assert "No such file" in verify_persisted(tmp_path, "global_step8")[0]
     (tmp_path / "global_step4" / "reft.json").write_text("{")
     assert latest_persisted(tmp_path) is None
-    with pytest.raises(PersistError, match="no complete checkpoint"):
-        verify_persisted(tmp_path)
 
 
 def test_p7_the_checkpoint_of_another_job_is_not_replaced(tmp_path: Path) -> None:

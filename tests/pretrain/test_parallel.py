@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from examples.llama.options import parse
 from examples.llama.samples import open_samples
 from examples.llama.tokenizer import ByteTokenizer
-from reft.data.order import ResumableSampler
+from reft.data.order import Order
 from tests.pretrain import reference
 from tests.pretrain.conftest import run_bounded
 
@@ -104,8 +105,8 @@ def whole(ranks: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor]:
 
 def batches(folder: Path, text_folder: Path) -> list[torch.Tensor]:
     samples = open_samples([text_folder], ByteTokenizer(), folder / "cache", 16)
-    sampler = ResumableSampler(len(samples), seed=11, micro_batch=BATCH)
-    return [torch.stack([torch.from_numpy(samples[int(i)]) for i in next(sampler)]) for _ in range(STEPS)]
+    order = Order(len(samples), 11, shuffle=True).samples(np.arange(STEPS * BATCH)).reshape(STEPS, BATCH)
+    return [torch.stack([torch.from_numpy(samples[int(i)]) for i in batch]) for batch in order]
 
 
 def test_initial_weights_are_the_same_in_every_layout(results) -> None:

@@ -48,7 +48,7 @@ def run(case: dict, out: Path) -> None:
         "shards": shard_dims(engine.module),
         "losses": [float(engine.train_batch(data)) for _ in range(case["steps"])],
         "final": weights(engine.module),
-        "consumed": data.sampler.consumed_total,
+        "consumed": data.consumed,
     }
     if case.get("resume_from"):
         # The same job stopped half-way, saved, built anew and loaded.
@@ -59,7 +59,7 @@ def run(case: dict, out: Path) -> None:
         resumed = train.build_engine(options, config, layout)
         path, state = resumed.load_checkpoint(str(out / case["name"]))
         last = train.micro_batch_iterator(resumed, options, config, layout, samples)
-        last.sampler.seek(resumed.global_samples)
+        last.consumed = resumed.global_samples
         rest = [float(resumed.train_batch(last)) for _ in range(case["steps"] - resumed.global_steps)]
         result |= {"resumed_losses": first + rest, "resumed_final": weights(resumed.module)}
         result |= {"path": path, "state": state}

@@ -13,7 +13,7 @@ from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
 from reft.profile.traces import decode, encode, only_group_calls
 from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.scheduling.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
+from reft.snapshot.scheduling.windows import AnalyticEstimator, WindowKind
 from tests.profile.timelines import Job, train_schedule, with_chunks
 
 FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)
@@ -79,8 +79,7 @@ def test_windows_are_those_of_the_analytic_estimator():
             assert window.stop_secs == pytest.approx(true.stop_secs, abs=1e-8)
             if true.kind is not WindowKind.DRAIN:  # which DeepSpeed spends in the loss, not the reduction
                 assert window.position == true.position
-    estimator = ProfiledEstimator.of({s.stage_id: result.windows(s.stage_id) for s in result.stages})
-    assert sum(w.length_secs for w in estimator.windows(0)) == pytest.approx((stages - 1) * (t_f + t_b))
+    assert sum(w.length_secs for w in result.windows(0)) == pytest.approx((stages - 1) * (t_f + t_b))
 
 
 def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():

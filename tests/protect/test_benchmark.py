@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.protect.solve import compiled_run
+from reft.protect.backend import compiled_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "protect.py"
 

@@ -75,7 +75,7 @@ def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = 
     fetches = plan.with_kept().fetches[AT]
     for fetch in fetches[:blocks]:
         inventory = take_inventory(memory / fetch.node, fetch.node, SECRET)
-        with opened_arenas(memory / fetch.node, [inventory], SECRET) as arenas:
+        with opened_arenas(memory / fetch.node, inventory, SECRET) as arenas:
             data = torch.frombuffer(bytearray(stored_bytes(fetch, arenas)), dtype=torch.uint8)
         of.take(fetch, data)
     return len(fetches)

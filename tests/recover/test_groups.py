@@ -80,17 +80,16 @@ def jobs(draw):
 
 def survey(found, topology, bad):
     """Every rank's result, by the messages that it would get."""
-    layout = layouts(topology)
     shares = []
     for rank in range(topology.world_size):
         inventory = next(i for i in found if i.node == topology.nodes[rank])
-        shares.append(arenas_to_tell(inventory.arenas, topology, rank, job_id=JOB, layout=layout))
+        shares.append(arenas_to_tell(inventory.arenas, topology, rank, job_id=JOB))
     summaries = []
     for rank, share in enumerate(shares):
         node = topology.nodes[rank]
         first = topology.local_ranks(node)[0] == rank
         problems = next(i for i in found if i.node == node).problems if first else ()
-        summary = summarize(node, share, topology, job_id=JOB, layout=layout, problems=problems)
+        summary = summarize(node, share, topology, job_id=JOB, problems=problems)
         summaries.append(Summary.decode(summary.encode(), topology, {}))
         assert summaries[-1] == summary
     findings = put_together(summaries, topology, job_id=JOB)
@@ -102,7 +101,7 @@ def survey(found, topology, bad):
             sent = [
                 Inventory(
                     topology.nodes[peer],
-                    tuple(tables_of(shares[peer], [group], topology, job_id=JOB, layout=layout)[group]),
+                    tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group]),
                 )
                 for peer in peers
             ]
@@ -128,16 +127,11 @@ def survey(found, topology, bad):
     return plans, ranks
 
 
-def layouts(topology):
-    return {(pp, tp): f"layout-{pp}-{tp}" for pp, tp in topology.groups()}
-
-
 @settings(max_examples=60, deadline=None)
 @given(jobs())
 def test_p3_summaries_decide_what_all_block_tables_together_decide(job):
     found, topology, bad = job
-    layout = layouts(topology)
-    whole = plan_recovery(found, topology, job_id=JOB, layout=layout, bad=bad)
+    whole = plan_recovery(found, topology, job_id=JOB, bad=bad)
     results, ranks = survey(found, topology, bad)
     if isinstance(whole, NotRecoverable):
         assert all(result == whole for result in results)

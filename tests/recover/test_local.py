@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.decide import offline_topology, plan_verified
-from reft.recover.inventory import close_arenas, open_arenas, take_inventory
+from reft.recover.inventory import opened_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
@@ -32,11 +33,18 @@ def memory(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
 def planned(memory):
-    found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
-    arenas = {k: a for i in found for k, a in open_arenas(memory / i.node, i, SECRET).items()}
-    plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
-    return plan, bad, arenas
+    """Plans over what is there now."""
+    with ExitStack() as stack:
+
+        def plan():
+            found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
+            each = [stack.enter_context(opened_arenas(memory / i.node, i, SECRET)) for i in found]
+            arenas = {k: a for of_node in each for k, a in of_node.items()}
+            return *plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB), arenas
+
+        yield plan
 
 
 def assert_whole(plan, arenas, label):
@@ -46,22 +54,22 @@ def assert_whole(plan, arenas, label):
             assert np.array_equal(image, FLEET.image(at, section, label))
 
 
-def test_p5_damage_is_found_and_repaired_from_the_next_source(memory):
+def test_p5_damage_is_found_and_repaired_from_the_next_source(memory, planned):
     damage(memory / "n0" / "rank0-slot1.arena", Section.REPLICATED, member=0)
-    plan, bad, arenas = planned(memory)
+    plan, bad, arenas = planned()
     assert [(s.node, s.arena) for s in bad] == [("n0", "rank0-slot1.arena")]
     assert plan.label == NEW
     assert_whole(plan, arenas, NEW)
 
 
-def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(memory):
+def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(memory, planned):
     damage(memory / "n0" / "rank0-slot1.arena", Section.HOST, member=1)  # the only one: n1 is gone
-    plan, _, arenas = planned(memory)
+    plan, _, arenas = planned()
     assert plan.label == OLD
     assert plan.newest_committed == NEW
     assert_whole(plan, arenas, OLD)
     damage(memory / "n0" / "rank0-slot0.arena", Section.HOST, member=1)
-    refused, bad, _ = planned(memory)
+    refused, bad, _ = planned()
     assert isinstance(refused, NotRecoverable)
     assert len(bad) == 2
     assert "pp0.dp1.tp0 host block 0: every source is corrupt" in str(refused)
@@ -71,9 +79,8 @@ def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
     found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
     with Arena.open(memory / "n0" / "rank0-slot1.arena", SECRET, writable=True) as arena:
         arena.begin(arena.header())
-    arenas = open_arenas(memory / "n0", found[0], SECRET)
-    plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
-    close_arenas(arenas)
+    with opened_arenas(memory / "n0", found[0], SECRET) as arenas:
+        plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
     assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
 

@@ -37,14 +37,14 @@ def recovered(fleet, root, lost, scratch):
         found = [take_inventory(root / n, n, SECRET) for n in nodes]
         arenas = {}
         for node, inventory in zip(nodes, found, strict=True):
-            arenas.update(stack.enter_context(opened_arenas(root / node, [inventory], SECRET)))
+            arenas.update(stack.enter_context(opened_arenas(root / node, inventory, SECRET)))
         plan, bad = plan_verified(found, topology, arenas, job_id=JOB)
         first = plan
         while isinstance(plan, RecoveryPlan) and plan.rebuilds:
             folder = scratch / f"round{len(found)}"
             folder.mkdir()
             decoded, refused = rebuild_offline(plan, arenas, folder, folder.name, SECRET)
-            arenas.update(stack.enter_context(opened_arenas(folder, [decoded], SECRET)))
+            arenas.update(stack.enter_context(opened_arenas(folder, decoded, SECRET)))
             found.append(decoded)
             bad |= refused
             plan, bad = plan_verified(found, topology, arenas, job_id=JOB, bad=bad)

@@ -29,11 +29,11 @@ def subsets(items):
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-def run(fleet, records, lost=(), bad=frozenset(), *, topology=None, layout=None):
+def run(fleet, records, lost=(), bad=frozenset(), *, topology=None):
     """Plan after the loss; checks the plan against the surviving arenas."""
     topology = topology or without(fleet.topology, lost)
     found = inventories(records, lost, also=[n for n in topology.nodes if n not in fleet.topology.nodes])
-    plan = plan_recovery(found, topology, job_id=fleet.job_id, layout=layout, bad=bad)
+    plan = plan_recovery(found, topology, job_id=fleet.job_id, bad=bad)
     left = [r for r in records if r.node not in lost]
     if isinstance(plan, RecoveryPlan):
         check_plan(plan, fleet, topology, left, bad)
@@ -224,7 +224,7 @@ def test_arenas_that_disagree_about_an_image_are_refused():
         assert said in str(refused)
 
 
-def test_other_degrees_or_layout_are_refused_with_what_to_do():
+def test_other_degrees_are_refused_with_what_to_do():
     fleet = Fleet(place(Degrees(2, 2, 1), "single"))
     records = fleet.records(NEW)
     wide = place(Degrees(1, 4, 1), "single")
@@ -234,13 +234,6 @@ def test_other_degrees_or_layout_are_refused_with_what_to_do():
     assert isinstance(refused.error(), LayoutError)
     assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
     assert "reft clean" in str(refused)
-
-    right = {(pp, 0): f"layout-{pp}-0" for pp in range(2)}
-    assert isinstance(run(fleet, records, layout=right), RecoveryPlan)
-    for wrong in ({**right, (1, 0): "other"}, "other"):
-        refused = plan_recovery(inventories(records), fleet.topology, job_id=JOB, layout=wrong)
-        assert isinstance(refused, NotRecoverable)
-        assert "layout layout-1-0 instead of other" in str(refused)
 
 
 def test_diverged_copies_restore_the_owners_bytes_everywhere():

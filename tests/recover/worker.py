@@ -30,7 +30,7 @@ from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.complete import Blueprint, Completing, Room
-from reft.recover.inventory import close_arenas, open_arenas, take_inventory
+from reft.recover.inventory import opened_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
@@ -300,14 +300,16 @@ def execute_whole(me: Rank) -> dict[str, object]:
         if fetch.key in rooms:
             in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
 
-    arenas = {} if me.node == "n1" else open_arenas(me.job_dir, inventory, SECRET)
-    result = execute([plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6)
-    close_arenas(arenas)
+    with opened_arenas(me.job_dir, inventory, SECRET) as found:
+        arenas = {} if me.node == "n1" else found
+        stats, bad = execute(
+            [plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6
+        )
     return {
         "in_room": in_room,
         "seen": {str(k): v for k, v in seen.items()},
-        "bad": sorted({source.node for source in result.bad}),
-        "moved": result.stats.bytes_from,
+        "bad": sorted({source.node for source in bad}),
+        "moved": stats.bytes_from,
         "planned": plan.bytes_from_at(me.at),
     }
 

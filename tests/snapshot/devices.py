@@ -43,10 +43,8 @@ class Simulated(Cpu):
     def __init__(self) -> None:
         self.cuda = SimulatedCuda()
 
-    def engine(self, bounce_bytes: int = 1000) -> SimulatedCudaEngine:
-        engine = SimulatedCudaEngine(
-            torch.device("cuda", 0), bounce_bytes=bounce_bytes, chunk_bytes=2 * mmap.PAGESIZE
-        )
+    def engine(self) -> SimulatedCudaEngine:
+        engine = SimulatedCudaEngine(torch.device("cuda", 0), chunk_bytes=2 * mmap.PAGESIZE)
         engine.simulated = self.cuda
         return engine
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.placement import place_group
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.chunks import ParityEncoder
@@ -31,15 +31,12 @@ VERSIONS = 3
 
 
 class Engine(CudaCopyEngine):
-    def __init__(self, bounce_bytes: int = 256) -> None:
-        super().__init__(torch.device("cuda", 0), bounce_bytes=bounce_bytes)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
         self.device = DEVICE
 
     def _driver(self) -> Driver:
         return Driver(lambda: 1, lambda address: None)
-
-    def _pinned_buffer(self) -> torch.Tensor:
-        return torch.empty(self._bounce_bytes, dtype=torch.uint8)
 
 
 class Training:
@@ -100,7 +97,7 @@ def expected_parity(
             whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
         ]
         target = np.zeros(placed.block.nbytes, np.uint8)
-        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (target,))
+        combine_ragged(NumpyBackend(), (tuple(c for _, c in terms),), sources, (target,))
         found[placed.key] = target
     return found
 

@@ -16,7 +16,8 @@ from reft.memory.arena_files import SlotFiles
 from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.switching import SchemeSwitch
+from reft.snapshot.committing.version import (
     Begin,
     Broke,
     Cause,
@@ -30,20 +31,19 @@ from reft.snapshot.committing.protocol import (
     Met,
     Parted,
     Released,
+    Slots,
     SlotTaken,
+    State,
     Switched,
     TensorsChange,
     Turn,
     Unfit,
     Version,
     Voted,
+    step,
 )
-from reft.snapshot.committing.slots import Slots
-from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.committing.version import State, step
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -110,7 +110,7 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
         ),
         options=WorkerOptions(block_bytes=65536, host_bytes=4096),
         switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
-        copying=PacedCopier(Copier(CpuCopyEngine(), 65536)),
+        copier=Copier(CpuCopyEngine(), 65536),
         watchers=Watchers(
             SnapshotStats(), FaultPlan((), at), on_skip=lambda step, cause: skips.append((step, cause))
         ),

@@ -31,7 +31,6 @@ from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.stats import SnapshotStats
@@ -99,7 +98,8 @@ class Job:
             arenas=arenas,
             options=WorkerOptions(block_bytes=65536, host_bytes=4096),
             switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
-            copying=PacedCopier(Copier(self.engine, 65536, self.staging), self.pacer),
+            copier=Copier(self.engine, 65536, self.staging),
+            pacer=self.pacer,
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0]), self._committed),
         )
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")

@@ -351,7 +351,7 @@ def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_trainin
     threading.Thread(target=copy, daemon=True).start()
     assert rested.wait(LONG)
     core, until = min(allowed), time.monotonic() + LONG
-    while not gate.asks and time.monotonic() < until:
+    while not gate._core.active and time.monotonic() < until:
         time.sleep(0.01)  # it asks again
     os.sched_setaffinity(0, {core})
     try:

@@ -25,7 +25,6 @@ from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -71,7 +70,8 @@ class Alone:
             arenas=self.arenas,
             options=WorkerOptions(block_bytes=65536, host_bytes=4096),
             switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
-            copying=PacedCopier(Copier(self.engine, 65536), pacer),
+            copier=Copier(self.engine, 65536),
+            pacer=pacer,
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
         )
         self.images = LiveImages(SectionImage([("state", torch.ones(100_000))]), SectionImage([]), "layout")

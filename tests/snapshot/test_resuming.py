@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reft.naming import Label
-from reft.snapshot.committing.protocol import NONE_YET, Resumption, Standing, resume_from
+from reft.snapshot.committing.version import NONE_YET, Resumption, Standing, resume_from
 
 
 def test_a_standing_survives_the_gather() -> None:

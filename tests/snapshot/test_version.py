@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.version import (
+    NOT_STARTED,
+    OVERRUN,
+    PEER_SKIPPED,
     Abort,
     Begin,
     Broke,
@@ -32,8 +35,10 @@ from reft.snapshot.committing.protocol import (
     Released,
     Sealed,
     SealFailed,
+    Slots,
     SlotTaken,
     Stage,
+    State,
     Switched,
     Task,
     TensorsChange,
@@ -41,9 +46,8 @@ from reft.snapshot.committing.protocol import (
     Unfit,
     Version,
     Voted,
+    step,
 )
-from reft.snapshot.committing.slots import Slots
-from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, State, step
 
 
 def take(

@@ -35,15 +35,14 @@ from reft.node.protection import (
     write_record,
 )
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
@@ -99,7 +98,8 @@ class Rank:
             topology=TOPOLOGY,
             arenas=self.arenas,
             options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            copying=PacedCopier(Copier(CpuCopyEngine(), 2**18), pacer),
+            copier=Copier(CpuCopyEngine(), 2**18),
+            pacer=pacer,
             watchers=Watchers(
                 self.stats,
                 FaultPlan(faults, self.at),

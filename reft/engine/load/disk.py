@@ -11,7 +11,7 @@ import heapq
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,8 @@ def degrees_of(checkpoint: Path) -> Degrees | None:
 
 
 class CheckpointParts:
-    """Reads the tensors that a plan names. Keeps the files of one rank at a time.
-
-    Args:
-        checkpoint: the tag directory.
-        degrees: of the job that wrote it.
-        held: what its ranks hold, by (pp, tp).
-        tied: layers of the model that a tied module's weights may lie under, by its key.
-    """
+    """Reads the tensors that a plan names. Keeps the files of one rank at a time. ``tied``: layers of the
+    model that a tied module's weights may lie under, by its key."""
 
     def __init__(
         self,
@@ -79,11 +73,7 @@ class CheckpointParts:
         self._files: dict[str, Any] = {}
 
     def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
-        """A tensor of a rank, flat.
-
-        Raises:
-            LayoutError: the files do not have it where DeepSpeed puts it.
-        """
+        """A tensor of a rank, flat. Raises LayoutError: the files do not have it where DeepSpeed puts it."""
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")
@@ -190,32 +180,22 @@ class CheckpointParts:
         )
 
 
-SAVED_BY = "saved_by"
-"""Key of a host file: which job saved it, and when in its life."""
+SAVED_BY = "saved_by"  # Key of a host file: which job saved it, and when in its life
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
 @dataclass(frozen=True)
 class DiskCheckpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk."""
 
-    Attributes:
-        directory: what ``load_checkpoint`` takes as ``load_dir``.
-        tag: its tag.
-        step: optimizer steps it has seen; -1 if that cannot be told without loading it.
-        label: the version, where this job wrote it; None for what another job, or no reft, wrote.
-        job_id: who wrote it; None where that is not known.
-        files: checksums; None where nobody took any.
-        fingerprint: of the job that wrote it, encoded; None where that is not known.
-    """
-
-    directory: Path
-    tag: str
-    step: int
+    directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
+    tag: str  # its tag
+    step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
+    # the version, where this job wrote it; None for what another job, or no reft, wrote
     label: Label | None = None
-    job_id: str | None = None
-    files: Mapping[str, FileRecord] | None = None
-    fingerprint: str | None = None
+    job_id: str | None = None  # who wrote it; None where that is not known
+    files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
+    fingerprint: str | None = None  # of the job that wrote it, encoded; None where that is not known
 
     @property
     def path(self) -> Path:
@@ -232,15 +212,10 @@ class DiskCheckpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """What is on disk.
+    """What is on disk."""
 
-    Attributes:
-        checkpoints: newest first.
-        problems: what should have been a checkpoint, and is not.
-    """
-
-    checkpoints: tuple[DiskCheckpoint, ...] = ()
-    problems: tuple[str, ...] = ()
+    checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
+    problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
 
     def encode(self) -> bytes:
         return encode([[_to_fields(c) for c in self.checkpoints], list(self.problems)])
@@ -272,16 +247,11 @@ def _from_fields(fields: Sequence[Any]) -> DiskCheckpoint:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a load has brought back, before the first step.
+    """What a load has brought back, before the first step."""
 
-    Attributes:
-        path: as it was returned to the script.
-        client_state: likewise.
-        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
-    """
-
-    path: Any
-    client_state: Any
+    path: Any  # as it was returned to the script
+    client_state: Any  # likewise
+    # the checkpoint, or the version in memory; None: a load that reft knows nothing of
     source: DiskCheckpoint | Label | None
 
     @property
@@ -347,29 +317,20 @@ def in_order(
     A version of an older incarnation whose step a later incarnation has also passed belongs to a future
     that was given up.
     """
-    known = [*labelled, *([own] if own is not None and own.label is not None else [])]
-    ordered = sorted((c for c in known if c.label is not None), key=_by_label, reverse=True)
-    passed = given_up(_label(c) for c in ordered)
-    taken = [c for c in ordered if c.label not in passed]
+    known = [*labelled, *([] if own is None else [own])]
+    ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
+    ours.sort(key=lambda entry: entry[:2], reverse=True)
+    passed = given_up(label for label, _, _ in ours)
+    taken = [c for label, _, c in ours if label not in passed]
     left_out = [
-        f"{c}: {c.label} is of a future that the job went back behind ({passed[_label(c)]})"
-        for c in ordered
-        if c.label in passed
+        f"{c}: {label} is of a future that the job went back behind ({passed[label]})"
+        for label, _, c in ours
+        if label in passed
     ]
-    foreign = [c for c in known if c.label is None] + ([own] if own is not None and own.label is None else [])
-    for c in sorted(foreign, key=lambda c: c.step):
+    for c in sorted((c for c in known if c.label is None), key=lambda c: c.step):
         at = next((i for i, t in enumerate(taken) if t.step <= c.step), len(taken))
         taken.insert(at, c)
     return taken, left_out
-
-
-def _label(checkpoint: DiskCheckpoint) -> Label:
-    assert checkpoint.label is not None
-    return checkpoint.label
-
-
-def _by_label(checkpoint: DiskCheckpoint) -> tuple[Label, bool]:
-    return _label(checkpoint), not checkpoint.tag.startswith(".")
 
 
 def _latest(directory: Path, job_id: str, problems: list[str]) -> DiskCheckpoint | None:
@@ -431,32 +392,11 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What all ranks together found, the same on all of them but ``host_state``.
-
-    Attributes:
-        problems: one line each; empty if the checkpoint may be loaded.
-        host_state: of this rank; None if reft did not save it on every rank.
-    """
-
-    problems: tuple[str, ...] = ()
-    host_state: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class Sound:
     """A checkpoint that was checked, and what this rank saved beside it."""
 
     checkpoint: DiskCheckpoint
     host_state: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What one rank found."""
-
-    problems: list[str] = field(default_factory=list)
-    host_state: dict[str, Any] | None = None
 
 
 class DiskRestorer:
@@ -477,38 +417,31 @@ class DiskRestorer:
 
     def newest_sound(self, found: Found, beyond: Label | None = None) -> Sound | None:
         """The newest checkpoint whose files all match their checksums; the ones that are refused are said.
-
-        Args:
-            found: what :meth:`find` gave.
-            beyond: only checkpoints newer than this version of the job.
-        """
+        ``beyond``: only checkpoints newer than this version of the job."""
         for checkpoint in found.checkpoints:
             if beyond is not None and not checkpoint.newer_than(beyond):
                 continue
-            verdict = self.check(checkpoint)
-            if not verdict.problems:
-                return Sound(checkpoint, verdict.host_state)
-            self._refuse(checkpoint, verdict)
+            problems, host_state = self._check(checkpoint)
+            if not problems:
+                return Sound(checkpoint, host_state)
+            if checkpoint.path not in self._refused:
+                self._refused[checkpoint.path] = f"{checkpoint}: {_some(problems)}"
+                if self._control.rank == 0:
+                    logger.warning(
+                        "%s is damaged and is not loaded: %s; what is older is tried",
+                        *(checkpoint, _some(problems)),
+                    )
         return None
 
     def check_named(self, directory: Path | None, tag: Any, *, whole: bool = True) -> Sound | None:
         """The checkpoint that was asked for, that one and no other; None where there is none.
-
-        Args:
-            directory: as it was given to ``load_checkpoint``.
-            tag: likewise; None takes what ``latest`` names.
-            whole: the host state is wanted too.
-
-        Raises:
-            PersistError: it is damaged. On all ranks.
-        """
+        Without ``tag`` that is what ``latest`` names; ``whole``: the host state is wanted too."""
         if directory is None:
             return None
         found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
         problems, host_state = found.problems, None
         for checkpoint in found.checkpoints:
-            verdict = self.check(checkpoint, whole=whole)
-            problems, host_state = verdict.problems, verdict.host_state
+            problems, host_state = self._check(checkpoint, whole=whole)
         if problems:
             raise PersistError(
                 f"{directory / str(tag or '')} was asked for and is damaged: {_some(problems)}. Ask for "
@@ -520,21 +453,20 @@ class DiskRestorer:
         """What should have been a checkpoint and cannot be loaded, so far; empty where there was nothing."""
         return (*found.problems, *self._refused.values())
 
-    def _refuse(self, checkpoint: DiskCheckpoint, verdict: Verdict) -> None:
-        if checkpoint.path not in self._refused:
-            self._refused[checkpoint.path] = f"{checkpoint}: {_some(verdict.problems)}"
-            if self._control.rank == 0:
-                logger.warning(
-                    "%s is damaged and is not loaded: %s; what is older is tried",
-                    *(checkpoint, _some(verdict.problems)),
-                )
-
-    def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> Verdict:
-        """Read the checkpoint's files, each by one rank, and this rank's host state if ``whole``."""
-        look = self._look(checkpoint, whole)
-        mine = encode([[str(p) for p in look.problems], look.host_state is not None])
-        told = [decode(data) for data in self._control.gather_bytes(mine)]
-        problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
+    def _check(
+        self, checkpoint: DiskCheckpoint, *, whole: bool = True
+    ) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+        """Read the checkpoint's files, each by one rank, and this rank's host state if ``whole``. Returns
+        what is wrong, in lines, on all ranks alike; and the host state, None if not every rank saved it."""
+        mine: list[str] = []
+        state: dict[str, Any] | None = None
+        try:  # whatever is wrong here, the others wait for what this rank says
+            share = share_of(checkpoint.files or {}, self._control.rank, self._control.world_size)
+            mine += check_files(checkpoint.path, share)
+            state = read_host_state(checkpoint.path, self._coordinate) if whole else None
+        except Exception as error:
+            mine.append(_words(error))
+        told = [decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))]
         complete = all(present for _, present in told)
         partly = not complete and any(present for _, present in told)
         if partly and self._control.rank == 0 and degrees_of(checkpoint.path) is None:
@@ -543,23 +475,12 @@ class DiskRestorer:
                 "restored",
                 checkpoint,
             )
-        return Verdict(problems, look.host_state if complete else None)
+        problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
+        return problems, state if complete else None
 
     def _from_rank_zero(self, look: Callable[[], Found]) -> Found:
         mine = look().encode() if self._control.rank == 0 else b""
         return Found.decode(self._control.gather_bytes(mine)[0])
-
-    def _look(self, checkpoint: DiskCheckpoint, whole: bool) -> _Look:
-        """Never raises: the verdict of this rank is waited for."""
-        look = _Look()
-        try:
-            share = share_of(checkpoint.files or {}, self._control.rank, self._control.world_size)
-            look.problems.extend(check_files(checkpoint.path, share))
-            state = read_host_state(checkpoint.path, self._coordinate) if whole else None
-            return _Look(look.problems, state)
-        except Exception as error:
-            look.problems.append(_words(error))
-            return look
 
 
 def _some(problems: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.memory.arena_files import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
+from reft.naming import Label
 from reft.node import history
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
@@ -28,6 +29,7 @@ from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.reshape import Piece, Resize, Scatter
+from reft.recover.stages import Repair
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
@@ -78,11 +80,8 @@ class Target:
 
 
 def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: HashingCopier) -> int:
-    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``.
-
-    Returns:
-        The checksum of all of ``data``, what pads the image's tensors included.
-    """
+    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``. Returns
+    the checksum of all of ``data``, what pads the image's tensors included."""
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
 
@@ -128,14 +127,9 @@ def completing(session: Session) -> Completing | None:
 
 def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:
     """Whether the recovered version lies as this incarnation would store it: every rank has the arena of its
-    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force, and
-    nothing had to be repaired.
-    It then stays as it is until a newer version is committed; to take it again would gain nothing.
-    Collective.
-
-    Args:
-        held: the arenas in this rank's slots that hold the version.
-    """
+    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force,
+    and nothing had to be repaired. It then stays as it is until a newer version is committed; to take it
+    again would gain nothing. Collective. ``held``: the arenas in this rank's slots that hold the version."""
     scheme, at = session.protection.record.scheme, session.coordinate
     mine = at, session.topology.degrees, scheme
     here = not outcome.repaired and any((h.coordinate, h.degrees, h.scheme) == mine for h in held)
@@ -156,11 +150,7 @@ class ClientStateView(dict[str, Any]):
 
 
 class MemoryRestorer:
-    """Restores one session from memory.
-
-    Attributes:
-        client_state: of what was restored last.
-    """
+    """Restores one session from memory. ``client_state``: of what was restored last."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -187,11 +177,8 @@ class MemoryRestorer:
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
-        """Refuse what another job left, or this one with other settings. Collective.
-
-        Raises:
-            FingerprintError: it is such.
-        """
+        """Refuse what another job left, or this one with other settings. Collective. Raises FingerprintError:
+        it is such."""
         session = self._session
         session.memory.identity.check_memory(
             *(session.memory.job_dir.path, plan.label),
@@ -208,23 +195,11 @@ class MemoryRestorer:
         outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome
-        session.engine.restore(target.blob.state)
-        self.after_restore(target.blob.state)
-        session.events.write(
-            "restored",
-            source="memory",
-            version=outcome.plan.label.step,
-            incarnation=outcome.plan.label.incarnation,
-            bytes_from=outcome.stats.bytes_from,
-            repaired=[str(r) for r in outcome.repaired],
-            secs=time.perf_counter() - began,
-        )
+        label, state = outcome.label, target.blob.state
+        session.engine.restore(state)
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
-        # What holds the version just recovered is kept until it is protected anew.
-        job_dir, label = session.memory.job_dir, outcome.label
-        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
-        session.start(dict.fromkeys(held, label))
+        held = self.start_from(label, state, outcome.stats.bytes_from, began, outcome.repaired)
         if outcome.plan.resized and session.is_rank_zero:
             logger.warning(
                 "%s was written at DP%d and is taken up at DP%d. What DP%d left in memory is kept until the "
@@ -237,10 +212,38 @@ class MemoryRestorer:
         self.report(f"memory, {outcome.plan.label}", began)
         return outcome
 
+    def start_from(
+        self,
+        label: Label,
+        state: dict[str, Any],
+        bytes_from: Mapping[str, int],
+        began: float,
+        repaired: Iterable[Repair] = (),
+    ) -> Mapping[int, ArenaHeader]:
+        """A version was restored with this host state: start the session. Returns the arenas in this rank's
+        slots that hold it."""
+        session = self._session
+        self.after_restore(state)
+        session.events.write(
+            "restored",
+            source="memory",
+            version=label.step,
+            incarnation=label.incarnation,
+            bytes_from=dict(bytes_from),
+            repaired=[str(r) for r in repaired],
+            secs=time.perf_counter() - began,
+        )
+        # P3: what holds the version just recovered is kept until it is protected anew.
+        job_dir = session.memory.job_dir
+        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
+        session.start(dict.fromkeys(held, label))
+        return held
+
     def after_restore(self, state: dict[str, Any]) -> None:
         """The host state was restored, from wherever it came."""
         session = self._session
-        session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        if session.state.data is not None:
+            session.state.data.restore(state.get("data") or {}, state.get("rng"))
         session.state.restored_client = dict(state.get("client") or {})
         self.client_state = ClientStateView(session.state.restored_client)
         self._rng = state.get("rng")
@@ -273,14 +276,7 @@ class MemoryRestorer:
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
         """Nothing to resume from: right for a new job, an error for one that had made progress. Collective.
-
-        Args:
-            plan: of the memory.
-            beside: what is wrong with the checkpoints on disk, in lines.
-
-        Raises:
-            UnrecoverableError: it had made progress, or what is on disk is damaged.
-        """
+        ``beside``: what is wrong with the checkpoints on disk, in lines."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
         note = noted_commit(session.memory.record, session.control, session.job_id)
@@ -303,10 +299,6 @@ class MemoryRestorer:
         )
 
     def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
-        """
-        Raises:
-            UnrecoverableError: always.
-        """
         raise UnrecoverableError(
             f"the memory of job {self._session.job_id} turned out corrupt while it was restored, some of the "
             f"state is written, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
@@ -315,17 +307,8 @@ class MemoryRestorer:
     def refuse_to_overwrite(
         self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
     ) -> NoReturn:
-        """The script trains, and has not resumed what is there.
-
-        Args:
-            plan: of the memory.
-            did: what the script does.
-            to_write: lines that resume.
-            persistable: whether a checkpoint can be written from memory.
-
-        Raises:
-            NotResumedError: always.
-        """
+        """The script trains, and has not resumed what is there. ``to_write``: lines that resume.
+        ``persistable``: whether a checkpoint can be written from memory."""
         job = self._session.job_id
         persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
         raise NotResumedError(

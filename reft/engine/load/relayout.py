@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 _T = TypeVar("_T")
-Live = Mapping[str, torch.Tensor]
-"""What a plan names, flat."""
+Live = Mapping[str, torch.Tensor]  # What a plan names, flat
 
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
@@ -62,19 +61,13 @@ class Source(Protocol):
         ...
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among :func:`spoken_by`, a new object in every call.
-
-        Raises:
-            LayoutError: it is not there.
-        """
+        """Of a rank among :func:`spoken_by`, a new object in every call. Raises LayoutError: it is not
+        there."""
         ...
 
     def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """Find the bytes of these moves; nothing is written.
-
-        Raises:
-            LayoutError: they are not there, or of another type than what is live.
-        """
+        """Find the bytes of these moves; nothing is written. Raises LayoutError: they are not there, or of
+        another type than what is live."""
         ...
 
     def carry_out(self) -> None:
@@ -102,15 +95,9 @@ class Relayout:
         self._was = source.degrees
 
     def take_up(self) -> dict[str, Any]:
-        """Write model, optimizer and counters into the engine.
-
-        Returns:
-            The host state, as this rank has it now; data and client state are left to the caller.
-
-        Raises:
-            LayoutError: names do not allow it, or the source lacks something; on all ranks. Where it is the
-                names, nothing has been written.
-        """
+        """Write model, optimizer and counters into the engine. Returns the host state, as this rank has it
+        now; data and client state are left to the caller. Raises LayoutError: names do not allow it, or
+        the source lacks something; on all ranks. Where it is the names, nothing has been written."""
         self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
@@ -175,11 +162,8 @@ class Relayout:
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """What was made for one tensor slice is not what another number of slices has. Collective.
-
-        Raises:
-            LayoutError: a buffer follows from the slice; on all ranks.
-        """
+        """What was made for one tensor slice is not what another number of slices has. Collective. Raises
+        LayoutError: a buffer follows from the slice; on all ranks."""
         if not self._resliced:
             return
         mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
@@ -244,8 +228,7 @@ def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
     return result
 
 
-_Block = tuple[int, int, BlockKey]
-"""(pp, tp) of its sharding group, and what it is called in that."""
+_Block = tuple[int, int, BlockKey]  # (pp, tp) of its sharding group, and what it is called in that
 
 
 class _Stored(NamedTuple):
@@ -303,11 +286,7 @@ class MemorySource:
         self._places, self._ranges = list(places.values()), dict(ranges)
 
     def carry_out(self) -> None:
-        """See there.
-
-        Raises:
-            TransferError: a peer is gone, or its memory changed while it was read.
-        """
+        """See there. Raises TransferError: a peer is gone, or its memory changed while it was read."""
         self._memory.bring(self._places, self._write)
 
     def _write(self, fetch: Fetch, data: torch.Tensor) -> None:
@@ -340,10 +319,6 @@ def _name_in_image(tensor: str) -> str:
 
 
 def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Stored:
-    """
-    Raises:
-        LayoutError: its bytes are not those of the live tensor.
-    """
     if stored is None:
         raise LayoutError(
             f"the memory of {move.source} does not have {move.tensor} as a tensor of its own; start the "
@@ -388,11 +363,7 @@ class CheckpointSource:
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 
     def carry_out(self) -> None:
-        """See there.
-
-        Raises:
-            LayoutError: the files lack something.
-        """
+        """See there. Raises LayoutError: the files lack something."""
         on_all(self._control, self._write)
 
     def _write(self) -> None:

@@ -27,14 +27,12 @@ from reft.engine.checks.start import (
     what_begins_anew,
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.identity import local_rank
 from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Found, Resumed, Sound, nothing_sound
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
 from reft.errors import LayoutError, UnrecoverableError
 from reft.grid import Degrees
-from reft.memory.arena_files import slots_with
 from reft.naming import Label
 from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
@@ -46,13 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class OtherLayoutRestorer:
-    """Restores one session. Collective: all methods, on all ranks.
-
-    Args:
-        session: of the engine.
-        engine: the engine.
-        memory: the level of the own layout, which has the restored host state from here.
-    """
+    """Restores one session. Collective: all methods, on all ranks. ``memory``: the level of the own layout,
+    which has the restored host state from here."""
 
     def __init__(self, session: Session, engine: DeepSpeedEngine, memory: MemoryRestorer) -> None:
         self._session = session
@@ -88,15 +81,9 @@ class OtherLayoutRestorer:
         return replace(own, reasons=self._why_not.reasons, notes=(*own.notes, *self._why_not.notes))
 
     def restore(self, plan: RecoveryPlan) -> bool:
-        """Take the version up, start the session, and protect it.
-
-        Returns:
-            Whether it was; False: names do not allow it, and nothing has been written.
-
-        Raises:
-            FingerprintError: another job left it, or this one with other settings.
-            TransferError: a peer is gone, or its memory changed while it was read.
-        """
+        """Take the version up, start the session, and protect it. Returns whether it was; False: names do not
+        allow it, and nothing has been written. Raises FingerprintError: another job left it, or this one
+        with other settings. Raises TransferError: a peer is gone, or its memory changed while it was read."""
         session, label = self._session, plan.label
         began = time.perf_counter()
         job_dir = session.memory.job_dir
@@ -112,22 +99,10 @@ class OtherLayoutRestorer:
             if session.is_rank_zero:
                 logger.warning("the memory of job %s is left aside: %s", session.job_id, why)
             return False
-        self._level.after_restore(state)
         moved: Counter[str] = Counter()
         for stats in self._memory.moved:
             moved.update(stats.bytes_from)
-        session.events.write(
-            "restored",
-            source="memory",
-            version=label.step,
-            incarnation=label.incarnation,
-            bytes_from=dict(moved),
-            repaired=[],
-            secs=time.perf_counter() - began,
-        )
-        # What the other layout left is kept until the first version of this one is committed (P3).
-        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
-        session.start(dict.fromkeys(held, label))
+        self._level.start_from(label, state, moved, began)
         self._level.protect()
         self._level.report(f"memory, {label} of {plan.degrees}", began)
         return True
@@ -143,11 +118,8 @@ def host_state_of_replica(
     session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
 ) -> dict[str, Any]:
     """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its replica
-    left; where there was none, another's with the random states of a fresh start. Collective.
-
-    Raises:
-        ReftError: a rank's file is not there, or cannot be read; on all ranks.
-    """
+    left; where there was none, another's with the random states of a fresh start. Collective. Raises
+    ReftError: a rank's file is not there, or cannot be read; on all ranks."""
     at, resize = session.coordinate, Resize(was.dp, session.topology.degrees.dp)
     source = CheckpointSource(checkpoint, was, session.control)
     state = on_all(session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp))))
@@ -168,11 +140,8 @@ _BASE_ONLY = (
 
 
 def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults left out.
-
-    Raises:
-        TypeError: ``original`` does not take them.
-    """
+    """The arguments of a call by name, defaults left out. Raises TypeError: ``original`` does not take
+    them."""
     signature = inspect.signature(original)
     named = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -189,17 +158,11 @@ def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Cal
 
 @dataclass(frozen=True)
 class LoadCall:
-    """One call of ``load_checkpoint``.
+    """One call of ``load_checkpoint``."""
 
-    Attributes:
-        load_dir: as given.
-        tag: the checkpoint that is asked for; None: the newest.
-        options: everything else, by name.
-    """
-
-    load_dir: Any
-    tag: Any
-    options: dict[str, Any]
+    load_dir: Any  # as given
+    tag: Any  # the checkpoint that is asked for; None: the newest
+    options: dict[str, Any]  # everything else, by name
 
     @classmethod
     def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
@@ -233,12 +196,7 @@ class LoadCall:
 
 def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
     """What a script did before its first step that resumes nothing, as errors and warnings say it.
-
-    Args:
-        bases: its loads of base weights.
-        tagged: its load by tag.
-        left_out: its loads that a condition has left out, in words.
-    """
+    ``left_out``: its loads that a condition has left out, in words."""
     if tagged is not None:
         return f"the script names the checkpoint that it resumes: {tagged}"
     if bases:
@@ -271,11 +229,9 @@ class Restorer:
         self._engine = engine
         self._memory = MemoryRestorer(session)
         self._other = OtherLayoutRestorer(session, engine, self._memory)
-        self._trains = False
-        """Whether this process has begun to train."""
+        self._trains = False  # Whether this process has begun to train
         self._resumed: Resumed | None = None
-        self._bases: list[LoadCall] = []
-        """Loads of base weights before the first step."""
+        self._bases: list[LoadCall] = []  # Loads of base weights before the first step
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
         self._unprotected = False
@@ -309,11 +265,8 @@ class Restorer:
             warn(session, moved)
 
     def before_first_step(self, data_iter: Any = None) -> None:
-        """Called before every step; does its work once.
-
-        Raises:
-            SystemExit: the job was told to stop, and has.
-        """
+        """Called before every step; does its work once. Raises SystemExit: the job was told to stop, and
+        has."""
         self._session.stopping.end_if_stopped(self._session)
         if not self._trains:
             check_orders(self._session, self._engine.data.orders(data_iter))
