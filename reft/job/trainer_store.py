@@ -38,11 +38,7 @@ _TROUBLE_SECS = 0.1
 
 
 class TrainerStore:
-    """The store of one round, served or relayed.
-
-    Args:
-        incarnation: number of the start of the job whose trainers meet here.
-    """
+    """The store of one round, in which the trainers of one start of the job meet, served or relayed."""
 
     def __init__(self, port: int, incarnation: int = 0) -> None:
         self.port = port
@@ -69,7 +65,6 @@ class TrainerStore:
             store: the agents' own, with the round's prefix.
             nodes: of this round; a single one serves itself alone.
             local_addr: ``--local-addr``; None: the address that the rendezvous sees.
-            incarnation: number of this start of the job: those of another one are refused.
 
         Raises:
             ConfigError: the address cannot be listened on.
