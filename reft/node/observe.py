@@ -34,16 +34,8 @@ _PER_SEC = 10**9
 
 @dataclass(frozen=True)
 class Doing:
-    """What the launcher says of itself.
-
-    Attributes:
-        words: what it does.
-        round: of its trainers; 0 before the first.
-        spare: it waits for a place.
-        failed: why its trainers ended by themselves; "" while they run, and where a peer was lost.
-        since_unix_secs: when its trainers were started.
-        warnings: for people.
-    """
+    """What the launcher says of itself: what it does, and of which round of trainers; ``failed``: why they
+    ended by themselves, "" while they run and where a peer was lost."""
 
     words: str = ""
     round: int = 0
