@@ -63,8 +63,8 @@ from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
+from reft.node.observe import CommitWatch
 from reft.node.report import ENDED_WELL
-from reft.node.watch import CommitWatch
 
 logger = logging.getLogger("reft.job.launch")
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from reft.control.authenticated import (
     AuthenticatedServer,
+    accept,
     connect_authenticated,
     format_endpoint,
     is_loopback,
@@ -34,7 +33,6 @@ PURPOSE = "trainers' store"
 _CHUNK_BYTES = 1 << 16
 _CONNECT_SECS = 30.0
 _ENDPOINT_KEY = "trainers"
-_TROUBLE_SECS = 0.1
 
 
 class TrainerStore:
@@ -110,12 +108,18 @@ class TrainerStore:
         listener = listen(LOOPBACK, 0)
         relay = cls(int(listener.getsockname()[1]), incarnation)
         relay._listener = listener
-        threading.Thread(
-            target=_accept,
-            args=(listener, relay._closed, lambda trainer: _carry(trainer, endpoint, secret, incarnation)),
-            name="trainers' relay",
-            daemon=True,
-        ).start()
+
+        def let_in(trainer: socket.socket, _: Any) -> None:
+            carry = threading.Thread(
+                target=_carry, args=(trainer, endpoint, secret, incarnation), name=PURPOSE, daemon=True
+            )
+            try:
+                carry.start()
+            except RuntimeError:
+                trainer.close()
+                raise
+
+        accept(listener, "the trainers' relay", let_in, relay._closed.is_set)
         return relay
 
     def _pass_on(self, channel: Channel) -> None:
@@ -152,25 +156,6 @@ def _own_address(store: RendezvousStore) -> str:
             f"give this machine's address with --local-addr"
         )
     return address
-
-
-def _accept(listener: socket.socket, closed: threading.Event, carry: Callable[[socket.socket], None]) -> None:
-    troubled = False
-    while True:
-        trainer = None
-        try:
-            trainer, _ = listener.accept()
-            threading.Thread(target=carry, args=(trainer,), name="trainer's store", daemon=True).start()
-            troubled = False
-        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-            if trainer is not None:
-                trainer.close()
-            if closed.is_set():
-                return
-            if not troubled:
-                logger.warning("the trainers' relay cannot accept connections: %s", error)
-            troubled = True
-            time.sleep(_TROUBLE_SECS)
 
 
 def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:
