@@ -158,7 +158,7 @@ def accept(
     let_in: Callable[[socket.socket, Any], object],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Take connections in a thread of its own until the listener is closed; trouble passes, and is said once."""
+    """Take connections in a thread of its own until the listener is closed; trouble is said once."""
 
     def run() -> None:
         troubled = False
