@@ -17,8 +17,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.state import IncarnationRecord, JobState, Scaling, decode_state, encode_state
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.state import JobState, decode_state, encode_state
 from tests.job.conftest import SECRET
 
 WAIT_SECS = 60.0
@@ -120,27 +120,6 @@ def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
     joined[0].shutdown()
 
 
-def test_p3_a_spare_takes_no_place_of_a_node_that_lives(
-    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
-) -> None:
-    """Trainers are restarted: one node has left its round, and waits for the other to do so."""
-    before = shared(port).participants.keys()
-    first = go_on(joined[0])
-    wait_until(lambda: joined[0]._this_node in shared(port).wait_list)
-    for _ in range(2):  # the spare looks at it, and looks again
-        looked: float = spare._state_holder.synced_at  # type: ignore[attr-defined]
-        wait_until(lambda at=looked: spare._state_holder.synced_at > at)  # type: ignore[attr-defined]
-    assert spare._this_node in shared(port).redundancy_list
-    second = go_on(joined[1])
-    for thread in (first, second):
-        thread.join(WAIT_SECS)
-    assert shared(port).participants.keys() == before
-    assert spare._this_node in shared(port).redundancy_list
-    for handler in joined:
-        handler._stop_heartbeats()
-    joined[0].shutdown()
-
-
 def without_grace(handler: StoreRendezvous) -> None:
     handler._state_holder.grace_secs = 0.0  # type: ignore[attr-defined]
 
@@ -194,37 +173,6 @@ def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
         assert handler.state.seats.keys() == {h._this_node for h in joined}, "a seat more than places"
 
 
-# -- a node that is told to leave ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def three(server: KeyValueServer) -> list[StoreRendezvous]:
-    """Three nodes in the first start of the job, the last of which was told to leave."""
-    many = RendezvousParameters(
-        "c10d", f"127.0.0.1:{server.port}", "job", 1, 3, "127.0.0.1", keep_alive_interval=60
-    )
-    handlers = [StoreRendezvous(client(server.port), many) for _ in range(3)]
-    gather(handlers)
-    for handler in handlers:
-        handler.incarnations = IncarnationRecord(client(server.port), "job")
-        handler.incarnation = handler.incarnations.raise_to(1)
-    leaver = handlers[2]._this_node
-
-    def ask(state: JobState) -> Scaling:
-        state.leaving.add(leaver)
-        return Scaling(number=1, nodes=2, limit=2, round=state.round)
-
-    handlers[0].scale(ask)
-    for handler in handlers:
-        deadline = time.monotonic() + WAIT_SECS
-        while not handler.num_nodes_waiting() and time.monotonic() < deadline:
-            handler._keep_alive()  # looks at the store again, but not at once
-        assert handler.num_nodes_waiting()
-        assert handler.is_whole
-    assert [h.is_leaving for h in handlers] == [False, False, True]
-    return handlers
-
-
 def gather(handlers: list[StoreRendezvous]) -> list[int]:
     """All form a round; returns what sizes they say it has."""
     found: list[int] = []
@@ -238,38 +186,3 @@ def gather(handlers: list[StoreRendezvous]) -> list[int]:
     for handler in handlers:
         handler._stop_heartbeats()
     return found
-
-
-def leave(handler: StoreRendezvous) -> tuple[threading.Thread, list[str]]:
-    said: list[str] = []
-
-    def run() -> None:
-        try:
-            said.append(f"a round of {handler.next_rendezvous().world_size}")
-        except LeftError:
-            said.append("left")
-        except RendezvousGracefulExitError:
-            pass
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, said
-
-
-def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
-    three: list[StoreRendezvous], port: int
-) -> None:
-    rank = shared(port).participants[three[2]._this_node]
-    thread, said = leave(three[2])
-    assert gather(three[:2]) == [2, 2]
-    assert three[0].left == {rank}
-    assert not three[0].num_nodes_waiting()
-    three[0].incarnation = IncarnationRecord(client(port), "job").raise_to(2)
-    client(port).set("reft/job/committed", b"1:7")
-    thread.join(1.0)
-    assert not said, "the newest commit is of the start that it took part in"
-    client(port).set("reft/job/committed", b"2:8")
-    thread.join(WAIT_SECS)
-    assert said == ["left"]
-    assert not shared(port).leaving
-    assert three[2]._this_node not in shared(port).seats
