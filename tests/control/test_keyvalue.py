@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import Channel
+from tests.job.daemons import wait_for
 from tests.machine import free_port
 
 SECRET = b"s" * 32
@@ -83,31 +83,24 @@ class Cable:
             sink.shutdown(socket.SHUT_RDWR)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_who_is_gone_is_known_until_it_is_back(server: KeyValueServer, store: KeyValueStore) -> None:
     cable = Cable(server.port)
     one = KeyValueStore(f"127.0.0.1:{cable.port}", SECRET, prefix="job/")
     one.hold("here/a")
     other = KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/")
     other.hold("here/b")
-    wait_until(lambda: server.holders() == {"job/here/a", "job/here/b"})
+    wait_for(lambda: server.holders() == {"job/here/a", "job/here/b"}, "it")
     assert store.left("job/") == {}
     cable.cut()
-    wait_until(lambda: bool(store.left("job/")))
+    wait_for(lambda: bool(store.left("job/")), "it")
     assert store.left("job/here/").keys() == {"job/here/a"}
     assert 0 <= store.left("job/here/a")["job/here/a"] < WAIT_SECS
     assert other.left("here/").keys() == {"here/a"}
     assert store.left("other/") == {}
     cable.whole.set()
-    wait_until(lambda: store.left("job/") == {})
+    wait_for(lambda: store.left("job/") == {}, "it")
     one.close()
-    wait_until(lambda: store.left("job/").keys() == {"job/here/a"})
+    wait_for(lambda: store.left("job/").keys() == {"job/here/a"}, "it")
 
 
 def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.state import JobState, decode_state, encode_state
 from tests.job.conftest import SECRET
+from tests.job.daemons import wait_for
 
 WAIT_SECS = 60.0
 
@@ -53,13 +53,6 @@ def shared(port: int) -> JobState:
 def beat(handler: StoreRendezvous) -> None:
     handler._state_holder.synced_at -= 1.0  # type: ignore[attr-defined]
     handler._keep_alive()
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def go_on(handler: StoreRendezvous) -> threading.Thread:
@@ -105,7 +98,7 @@ def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[Sto
     """A third node, for which there is no place."""
     handler = StoreRendezvous(client(server.port), parameters(server.port))
     joining = go_on(handler)
-    wait_until(lambda: handler._this_node in shared(server.port).redundancy_list)
+    wait_for(lambda: handler._this_node in shared(server.port).redundancy_list, "it")
     yield handler
     joining.join(WAIT_SECS)
     handler._stop_heartbeats()
@@ -135,7 +128,7 @@ def test_the_place_of_a_launcher_that_has_ended_is_free_before_it_is_silent(
     ended, left = joined
     for handler in (left, spare):
         without_grace(handler)
-    wait_until(lambda: len(server.holders()) == 3)
+    wait_for(lambda: len(server.holders()) == 3, "it")
     disconnect(ended)
     go_on(left).join(WAIT_SECS)
     assert shared(port).participants.keys() == {left._this_node, spare._this_node}
@@ -147,9 +140,9 @@ def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out
 ) -> None:
     cut, other = joined
     without_grace(other)
-    wait_until(lambda: len(server.holders()) == 2)
+    wait_for(lambda: len(server.holders()) == 2, "it")
     disconnect(cut)
-    wait_until(lambda: client(port).left("rendezvous/job/here/"))
+    wait_for(lambda: client(port).left("rendezvous/job/here/"), "it")
     beat(other)
     assert other._state_holder.state.participants.keys() == {cut._this_node, other._this_node}
 

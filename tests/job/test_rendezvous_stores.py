@@ -18,6 +18,7 @@ from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
+from tests.job.daemons import wait_for
 
 SECRET, ANOTHER = b"s" * 32, b"t" * 32
 WAIT_SECS = 120.0
@@ -132,7 +133,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         pytest.skip("names are held by launchers")
     leaves, looks = backend.store(), backend.store()
     leaves.with_prefix("here").hold("leaves", 600)  # nobody waits for its lease to end
-    wait_for(lambda: backend.holds("here/leaves"))
+    wait_for(lambda: backend.holds("here/leaves"), "its name")
     assert looks.alive("here/") in ({"here/leaves"}, set())  # reft's own keeps no list
     assert looks.left("here/") == {}
     leaves.close()
@@ -141,7 +142,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         looks.alive("here/")
         return looks.left("here/").keys() == {"here/leaves"}
 
-    wait_for(known)
+    wait_for(known, "its end")
     assert looks.left("elsewhere/") == {}
 
 
@@ -151,13 +152,6 @@ def test_p11_who_has_another_secret_reads_nothing(backend: Backend) -> None:
     stranger = backend.store(ANOTHER)
     with pytest.raises(AuthenticationError, match="secret"):
         stranger.peek("a")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # -- etcd alone ----------------------------------------------------------------------------------------
