@@ -108,7 +108,7 @@ storm: venv  ## real jobs under random attacks, compared with undisturbed runs: 
 
 # Hours on a small machine. What it prints names the seed that makes the same attacks again.
 soak: venv  ## 100 attacks at least over all layouts, compared with undisturbed runs, and fifty restarts that leak nothing: SEED=
-	$(PYTEST) tests/attack/test_flat.py tests/job/test_scaling.py tests/job/test_resize_sequence.py
+	$(PYTEST) tests/attack/test_flat.py tests/job/test_scaling.py
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs 0 --least 100 --attacks 12 $(ARGS)
 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows

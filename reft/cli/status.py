@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,7 +93,7 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
     nodes = [(JobDir.open(path), read_history(path)) for path in paths]
     if as_json:
         told = [
-            {"job_id": directory.job_id, "node": directory.node, "rounds": [row.to_json() for row in rounds]}
+            {"job_id": directory.job_id, "node": directory.node, "rounds": [asdict(row) for row in rounds]}
             for directory, rounds in nodes
         ]
         typer.echo(json.dumps(told, indent=2))
@@ -179,8 +180,8 @@ def _node(path: Path) -> dict[str, Any]:
         "daemon_runs": _daemon_runs(path),
         "status": directory.read_status(),
         "restarts": f"{len(restarts)}; the last: {why(restarts[-1])}" if restarts else "none",
-        "last_recovery": restarts[-1].to_json() if restarts else None,
-        "protection": None if record is None else record.to_json(),
+        "last_recovery": asdict(restarts[-1]) if restarts else None,
+        "protection": None if record is None else asdict(record),
     }
 
 

@@ -152,6 +152,31 @@ def _dial(endpoint: str, timeout_secs: float) -> socket.socket:
     return connection
 
 
+def accept(
+    listener: socket.socket,
+    what: str,
+    let_in: Callable[[socket.socket, Any], object],
+    is_closed: Callable[[], bool],
+) -> None:
+    """Take connections in a thread of its own until the listener is closed; trouble is said once."""
+
+    def run() -> None:
+        troubled = False
+        while True:
+            try:
+                let_in(*listener.accept())
+                troubled = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if is_closed():
+                    return
+                if not troubled:
+                    logger.warning("%s cannot accept connections: %s", what, error)
+                troubled = True
+                time.sleep(_TROUBLE_SECS)
+
+    threading.Thread(target=run, name=what, daemon=True).start()
+
+
 class AuthenticatedServer:
     """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
 
@@ -183,7 +208,7 @@ class AuthenticatedServer:
             self.endpoint = f"@{address[1:].decode()}"
         else:
             self.endpoint = format_endpoint(self.host, self.port)
-        threading.Thread(target=self._accept, name=f"server of the {purpose}", daemon=True).start()
+        accept(listener, f"the {purpose}", self._let_in, lambda: self._closed)
 
     def stop_listening(self) -> None:
         """Take no connection any more; those that are served go on."""
@@ -201,20 +226,6 @@ class AuthenticatedServer:
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        troubled = False
-        while True:
-            try:
-                self._let_in(*self._listener.accept())
-                troubled = False
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                if self._closed:
-                    return
-                if not troubled:
-                    logger.warning("the %s cannot accept connections: %s", self._purpose, error)
-                troubled = True
-                time.sleep(_TROUBLE_SECS)
 
     def _let_in(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
         with self._lock:

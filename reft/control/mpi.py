@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from reft.backoff import Backoff
-from reft.control.peers import advance
+from reft.control.overlay import advance
 from reft.control.transport import Bytes, GoOn, Inflow, Limits, OnSilence, Open, Silence, not_empty, saying
 from reft.control.tree import children_of, parent_of
 from reft.errors import ConfigError, TransferError

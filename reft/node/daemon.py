@@ -38,8 +38,8 @@ from reft.naming import Label
 from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
+from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
-from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
-import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,9 +17,6 @@ import pytest
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen_locally
 from reft.control.links import Endpoint, Reception
 from reft.control.overlay import Overlay
-from reft.control.peers import Peers
-from reft.control.transport import Limits
-from reft.control.tree import Tree
 from reft.errors import AuthenticationError
 
 from .ranks import DEADLINE_SECS, SECRET, failure_of, per_node
@@ -97,36 +92,6 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
     caller.close()
     nobody.close()
-
-
-@pytest.mark.process
-def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> None:
-    at, told = os.pipe()
-    rank = os.fork()
-    if not rank:
-        reception = Reception(0, "a", SECRET)
-        tree = Tree(0, 1, None, (), Limits(DEADLINE_SECS))
-        overlay = Overlay(
-            tree, Peers(reception, lambda _: reception.endpoint, lambda: (), tree.limits), reception
-        )
-        child = os.fork()
-        if child:
-            assert overlay.tree is tree
-            os.write(told, msgpack.packb([child, reception.endpoint.pack(SECRET)]))
-        threading.Event().wait(2 * DEADLINE_SECS)  # it is killed before
-        os._exit(0)
-    child, packed = msgpack.unpackb(os.read(at, 4096))
-    os.kill(rank, signal.SIGKILL)
-    os.waitpid(rank, 0)
-    caller = Reception(1, "a", SECRET)
-    try:
-        with pytest.raises(ConnectionRefusedError):
-            caller.call(Endpoint.unpack(packed, SECRET), "pair", time.monotonic() + DEADLINE_SECS)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        caller.close()
-        os.close(at)
-        os.close(told)
 
 
 def test_hosts_of_one_name_meet_over_tcp() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
 from reft.node.observe import NodeObserver
+from reft.node.progress import ProgressPage
 from reft.node.report import Board, Signal, read_board
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
@@ -174,3 +176,38 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     board.tell("running", round=1)
     board.close("")
     assert not os.path.lexists(path), "a job's memory that was removed is not made again by its status"
+
+
+def make_steps(path: Path, rank: int, compute_millis: int, clock: Any) -> ProgressPage:
+    page = ProgressPage(path, 0, rank, 10.0)
+    page.set_place((0, rank, 0))
+    for step in range(1, 34):
+        page.begin_step()
+        page.instruction(page.number_of("ForwardPass"))
+        clock.nanos += compute_millis * 1_000_000
+        page.instruction(page.number_of("ReduceGrads"))
+        clock.nanos += 60_000_000 - compute_millis * 1_000_000
+        page.end_step(step)
+    return page
+
+
+def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
+    tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    boards = [board_of(server, tmp_path, node) for node in "abc"]
+    clock: Any = SimpleNamespace(nanos=0, monotonic_ns=lambda: clock.nanos)
+    with monkeypatch.context() as patch:
+        patch.setattr("reft.node.progress.time", clock)
+        pages = [
+            make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock) for r, n in enumerate("abc")
+        ]
+    for board in boards:
+        board.start()
+    wait_for(lambda: all(board.board.slow for board in boards), "the slow one to be named")
+    for board in boards:
+        assert [s.ranks for s in board.board.slow] == [(1,)]
+        assert {s.rank for s in board.board.speeds} == {0, 1, 2}
+        board.close("")
+    for page in pages:
+        page.close()
+    assert sum("is slow since step" in r.getMessage() for r in caplog.records) == 1

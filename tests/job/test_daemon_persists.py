@@ -48,9 +48,9 @@ class FileWriter:
         return path
 
 
-def persist_config(directory: Path, interval: int, patience: float = 10.0) -> ReftConfig:
+def persist_config(directory: Path, interval: int) -> ReftConfig:
     persist = PersistConfig(dir=directory, interval_steps=interval)
-    return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
+    return ReftConfig(enabled=True, job_id="job", persist=persist)
 
 
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
@@ -201,19 +201,3 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
     client.close()
-
-
-def test_p6_a_file_system_that_hangs_is_told(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = FileWriter(held=True)
-    daemon = run_here(persist=writer)
-    daemon.persister.configure(persist_config(tmp_path, 2, patience=0.05))
-    commit(job_dir, 0, Label(1, 2))
-    daemon.persister.offer(Label(1, 2))
-    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the warning")
-    assert "the file system hangs, or another node" in persist_status(job_dir)["error"]
-    assert any("is not on storage" in r.getMessage() for r in caplog.records)
-    writer.go.set()
-    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
-    assert persist_status(job_dir)["error"] is None

@@ -6,7 +6,6 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,10 +14,11 @@ import pytest
 
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
+from tests.job.daemons import wait_for
 
 SECRET, ANOTHER = b"s" * 32, b"t" * 32
 WAIT_SECS = 120.0
@@ -133,7 +133,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         pytest.skip("names are held by launchers")
     leaves, looks = backend.store(), backend.store()
     leaves.with_prefix("here").hold("leaves", 600)  # nobody waits for its lease to end
-    wait_for(lambda: backend.holds("here/leaves"))
+    wait_for(lambda: backend.holds("here/leaves"), "its name")
     assert looks.alive("here/") in ({"here/leaves"}, set())  # reft's own keeps no list
     assert looks.left("here/") == {}
     leaves.close()
@@ -142,7 +142,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         looks.alive("here/")
         return looks.left("here/").keys() == {"here/leaves"}
 
-    wait_for(known)
+    wait_for(known, "its end")
     assert looks.left("elsewhere/") == {}
 
 
@@ -152,13 +152,6 @@ def test_p11_who_has_another_secret_reads_nothing(backend: Backend) -> None:
     stranger = backend.store(ANOTHER)
     with pytest.raises(AuthenticationError, match="secret"):
         stranger.peek("a")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # -- etcd alone ----------------------------------------------------------------------------------------
@@ -222,39 +215,6 @@ def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd:
     assert first.peek("of the run") == b"4"
     first.close()
     second.close()
-
-
-@pytest.mark.integration
-@pytest.mark.nightly
-def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_is_said(
-    etcd: EtcdCluster,
-) -> None:
-    store = etcd_store(etcd)
-    store.set("n", "0")
-    killed = etcd.wait_for_leader()
-    etcd.kill(killed)
-    assert store.add("n", 1) == 1
-    stopped = etcd.wait_for_leader(but=killed)
-    etcd.start(killed)
-    wait_for(
-        lambda: etcd.ctl("endpoint", "health", endpoints=[etcd.members[killed]], check=False).returncode == 0
-    )
-    etcd.stop(stopped)
-    assert store.add("n", 1) == 2
-    etcd.stop(killed)  # and now two of three
-    with pytest.raises(StoreError, match="does not answer"):
-        store.set("n", "lost")
-    etcd.resume(stopped)
-    etcd.resume(killed)
-
-    def answers() -> bool:
-        with suppress(StoreError):
-            return store.check([])
-        return False
-
-    wait_for(answers)
-    assert int(store.get("n").replace(b"lost", b"2")) == 2
-    store.close()
 
 
 @pytest.mark.integration

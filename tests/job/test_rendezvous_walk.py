@@ -108,6 +108,50 @@ def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nob
 
 
 @STORES
+@pytest.mark.parametrize("seed", range(3))
+def test_p3_a_spare_takes_no_place_of_a_node_whose_trainers_are_started_again(
+    seed: int, store: type[Connection]
+) -> None:
+    world = World(seed, 3, 3, store)
+    with world.patched():
+        for _ in range(5):
+            world.start()
+            world.run(1.0)
+        world.run(20.0)
+        settled(world, 3)
+        before = set(members(world))
+        next(n for n in world.alive if n.trains).fails = True
+        world.run(20.0)
+        settled(world, 3)
+        assert set(members(world)) == before
+        assert all(len(n.rounds) == (2 if n.name in before else 0) for n in world.nodes)
+
+
+@STORES
+@pytest.mark.parametrize("seed", range(3))
+def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
+    seed: int, store: type[Connection]
+) -> None:
+    """Its memory may be needed until then."""
+    world = World(seed, 1, 3, store)
+    with world.patched():
+        for _ in range(3):
+            world.start()
+        world.run(20.0)
+        settled(world, 3)
+        world.scale(2)
+        world.run(1.0)
+        world.commits = False
+        world.run(30.0)
+        leaver = next(n for n in world.alive if n.trains is None)
+        assert len(members(world)) == 2
+        world.commits = True
+        world.run(10.0)
+        assert leaver.end == "left"
+        settled(world, 2)
+
+
+@STORES
 @pytest.mark.parametrize("comes", [False, True])
 def test_those_that_are_left_wait_as_told_for_another_in_the_place_of_a_lost_node_and_no_longer(
     comes: bool, store: type[Connection]

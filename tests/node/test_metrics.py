@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, Shard, Signal
 from reft.node.stragglers import Kind, RankSpeed, Straggler
 from reft.storage.persister import PersistStatus
+from tests.job.daemons import wait_for
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -88,11 +88,8 @@ def server(job: JobDir, status: NodeStatus) -> Iterator[MetricsServer]:
 
 
 def wait_until_served(server: MetricsServer) -> int:
-    deadline = time.monotonic() + 60
-    while server.port is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return server.port
+    wait_for(lambda: server.port is not None, "the server")
+    return server.port or 0
 
 
 def scrape(port: int) -> str:
@@ -148,9 +145,7 @@ def test_p6_a_port_that_is_taken_is_said_once(
         port = other.getsockname()[1]
         for _ in range(3):
             server.configure(MetricsConfig(port=port))
-        deadline = time.monotonic() + 60
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: caplog.messages, "the warning")
         (said,) = caplog.messages
         assert f"no metrics at 127.0.0.1 port {port}" in said
         assert "training does not wait" in said
