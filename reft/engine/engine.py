@@ -123,7 +123,12 @@ class EngineState:
             return SnapshotRequest(
                 label,
                 images,
-                encode=self._prepare_host_block(images),
+                encode=self._blob.prepare(
+                    self._engine.template,
+                    (images.replicated, images.owned),
+                    images.signature,
+                    self._engine.capture(self._client()),
+                ),
                 step=self.recomputing.take(label.step),
                 must=must or images is not known,
                 variant=variant,
@@ -136,12 +141,6 @@ class EngineState:
                 self._failures.add(type(error))
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
-
-    def _prepare_host_block(self, images: LiveImages) -> Callable[[], bytes | bytearray]:
-        state = self._engine.capture(self._client())
-        return self._blob.prepare(
-            self._engine.template, (images.replicated, images.owned), images.signature, state
-        )
 
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:
@@ -253,8 +252,9 @@ class Recomputing:
         taken = self.capture.take(step) if self.capture is not None else None
         if self.capture is None or taken is None:
             return None
-        # Torch's kernels for devices keep denormals, whatever this thread's processor does.
-        flush = not self.capture.recipe.on_device and _flushes_denormals()
+        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
+        # kernels for devices keep them.
+        flush = not self.capture.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return OptimizerStep(*taken, flush_denormal=flush)
 
 
@@ -269,8 +269,3 @@ def why_inexact(recipe: AdamRecipe) -> str | None:
         f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
         f'"optimizer", and write "zero_allow_untested_optimizer": true'
     )
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
-    return not float(torch.tensor(1e-40) * 1.0)

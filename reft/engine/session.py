@@ -128,27 +128,22 @@ class Reports:
         """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
         for the answers of the daemon and of the rendezvous store: the next vote must not."""
         stats = self._stats.to_json()
-        due, told_of_rates = self._of_rates(label)
+        due, told_of_rates = False, dict[str, Any]()
+        try:
+            due, told_of_rates = self._rates.committed(label)
+        except Exception as error:
+            self._complaints.tell("the rates of versions cannot be computed", error)
         self._complaints.attempt(
             "the daemon cannot be told of a commit",
-            lambda: self._tell(label, stats | told_of_rates, due),
+            lambda: self._daemon.notify_commit(
+                label, self._at, stats | told_of_rates, unprotected=self._unprotected(), due=due
+            ),
         )
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
         if self._notes is not None:
             self._notes.committed(label)
-
-    def _of_rates(self, label: Label) -> tuple[bool, dict[str, Any]]:
-        """Whether the version goes to storage, and what is told of the rates."""
-        try:
-            return self._rates.committed(label)
-        except Exception as error:
-            self._complaints.tell("the rates of versions cannot be computed", error)
-            return False, {}
-
-    def _tell(self, label: Label, stats: dict[str, Any], due: bool) -> None:
-        self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
 
     def skipped(self, step: int, cause: str) -> None:
         """A version was given up."""

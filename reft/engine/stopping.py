@@ -111,14 +111,14 @@ class Stopping:
             worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
         if votes.stop_step is not None and step >= votes.stop_step:
             self._stop = stop_together
-        elif votes.stop_step is None and self._must_stop_alone(worker):
+        # P6: this rank was told to stop, and no vote will say in time after which step all do.
+        elif (
+            votes.stop_step is None
+            and self.preemption.requested
+            and (self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
+        ):
             self._stop = stop_alone
         return self._stop is not None
-
-    def _must_stop_alone(self, worker: SnapshotWorker) -> bool:
-        """Whether this rank was told to stop, and no vote will say in time after which step all do (P6)."""
-        waited_long = self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs
-        return self.preemption.requested and (waited_long or worker.broken is not None)
 
     def stop_if_due(self, session: Session, step: int) -> None:
         """Called behind the step; exits if it was."""

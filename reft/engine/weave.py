@@ -206,15 +206,6 @@ class Weaver(Woven):
         forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
         self._pacer.end_step(key, stream.names, forwards, backwards)
 
-    def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
-        self._pacer.open(window_id, receives)
-
-    def _exec_close(self, engine: Any, window_id: int) -> None:
-        self._pacer.close()
-
-    def _exec_take(self, engine: Any) -> None:
-        self._take_snapshot()
-
     # -- timing --------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
@@ -226,9 +217,9 @@ class Weaver(Woven):
             self._maps.clear()
         if traced not in self._maps:
             own: dict[type, Callable[..., Any]] = {
-                OpenSnapshotWindow: self._exec_open,
-                CloseSnapshotWindow: self._exec_close,
-                TakeSnapshot: self._exec_take,
+                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
+                CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
+                TakeSnapshot: lambda engine: self._take_snapshot(),
             }
             clocked = {
                 kind: self._clocked(kind.__name__, execute, traced)
