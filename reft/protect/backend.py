@@ -144,11 +144,7 @@ class Backend(ABC):
 
 
 def backend_for(buffer: Buffer) -> Backend:
-    """The backend for a buffer, by its class.
-
-    Raises:
-        TypeError: for anything that is neither a NumPy array nor a torch tensor.
-    """
+    """The backend for a buffer, by its class."""
     kind = type(buffer).__module__.partition(".")[0]
     if kind == "numpy":
         return NumpyBackend()

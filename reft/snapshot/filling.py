@@ -158,14 +158,8 @@ class Filling:
                 self.hash(placed)
 
     def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
-        """Compare what arrived with the owners' checksums (P5).
-
-        Returns:
-            Bytes received.
-
-        Raises:
-            ArenaError: a block arrived changed; the version must not be committed.
-        """
+        """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises ArenaError
+        where a block arrived changed: the version must not be committed."""
         total = 0
         for member, wanted in arrived.items():
             for placed, yes in zip(self._peer_blocks(member), wanted.tolist(), strict=True):

@@ -93,11 +93,8 @@ def agree_on_layout(
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
-    """Gather the section sizes of all ranks and plan this rank's group. Collective over all ranks.
-
-    Returns:
-        The plan, equal on all members of the group.
-    """
+    """Gather the section sizes of all ranks and plan this rank's group; equal on all its members. Collective
+    over all ranks."""
     gathered = control.gather_ints(
         [images.replicated.nbytes, images.owned.nbytes, host_bytes, images.gradient_bytes]
     )
@@ -120,11 +117,7 @@ def agree_on_layout(
 
 
 def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
-    """The same sections of the same group, protected in another way. Pure: every member plans the same.
-
-    Raises:
-        ConfigError: the group is too small for the scheme.
-    """
+    """The same sections of the same group, protected in another way. Pure: every member plans the same."""
     old = layout.plan
     placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
     return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

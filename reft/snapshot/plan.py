@@ -31,9 +31,7 @@ class Block:
     """Unit of placement, checksum and transfer.
 
     Attributes:
-        key: identity.
-        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of
-            that member).
+        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of that member).
         nbytes: length; for host blocks the *reserved* length, the true one is known at seal time.
     """
 
@@ -174,16 +172,8 @@ def cut_blocks(section: Section, member: int, start: int, stop: int, block_bytes
 def make_shard_plan(
     sizes: SectionSizes, placement: GroupPlacement, block_bytes: int = 4 * 2**20
 ) -> ShardPlan:
-    """Build the plan of a sharding group.
-
-    Args:
-        sizes: bytes of every section.
-        placement: who keeps whose bytes.
-        block_bytes: block size, a multiple of 64.
-
-    Raises:
-        ValueError: if ``block_bytes`` is not a positive multiple of 64.
-    """
+    """Build the plan of a sharding group: who keeps which bytes of every section. Raises ValueError if
+    ``block_bytes`` is not a positive multiple of 64."""
     if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}")
     code = BlockCode(placement.code(), sizes.replicated_bytes, block_bytes) if placement.parities else None

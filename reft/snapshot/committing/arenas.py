@@ -143,11 +143,8 @@ class ArenaSet:
     # -- what others may do to the files -----------------------------------------------------------
 
     def look_after(self) -> bool:
-        """Notice what has become of the files since the last version; what is lost is made anew (P3).
-
-        Returns:
-            Whether something was lost: nobody may keep an arena mapped then.
-        """
+        """Notice what has become of the files since the last version; what is lost is made anew (P3). Returns
+        whether something was lost: nobody may keep an arena mapped then."""
         lost = {slot: cause for slot, arena in self._arenas.items() if (cause := arena.lost()) is not None}
         for slot, cause in lost.items():
             self._lose(slot, cause)
@@ -179,13 +176,9 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no snapshot pays for it
-        later (P9, trap 17), and give back what another layout took there. What does not fit is refused
-        when a version needs it.
-
-        Returns:
-            Why a slot could not be reserved; None if all were.
-        """
+        """Allocate and touch every slot that may be written now, so that no snapshot pays for it later (P9,
+        trap 17), and give back what another layout took there. What does not fit is refused when a version
+        needs it. Returns why a slot could not be reserved, if one could not."""
         tried: list[int] = []
         pinned = False
         try:

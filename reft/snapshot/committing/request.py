@@ -89,7 +89,6 @@ class Watchers:
     """Who watches the versions of one rank.
 
     Attributes:
-        stats: counts them.
         faults: disturbs them, where a test asks for it.
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.

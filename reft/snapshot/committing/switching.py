@@ -99,16 +99,8 @@ class Room:
 
 
 def agree_on_room(control: ControlGroup, topology: Topology, room: Room) -> str | None:
-    """Whether every rank and every node has room. Collective; the answer is the same on all ranks.
-
-    Args:
-        control: to agree by.
-        topology: which ranks share a node's memory.
-        room: of this rank; nodes may differ in what must stay free.
-
-    Returns:
-        What is missing on the first rank or node that lacks it, in words; None where all have enough.
-    """
+    """What is missing on the first rank or node that lacks memory, in words; None where all have enough.
+    Collective; the same on all ranks. Nodes may differ in what must stay free."""
     rooms = [Room(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
         if found.over_limit:
@@ -176,11 +168,8 @@ class InForce:
         return (self.heard_level,) if self.heard_level < self.level else range(self.heard_level, levels)
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks use what they have tried: all of them do, or none.
-
-        Args:
-            failed: of every rank, whether it could not reserve its arenas.
-        """
+        """Whether the ranks use what they have tried, given of every rank whether it could not reserve its
+        arenas: all of them do, or none."""
         return not any(failed)
 
     def followed(self, order: int) -> InForce:
@@ -217,8 +206,7 @@ class SchemeSwitch:
     """The protection in force on one rank, and how it changes. Used by the worker thread.
 
     Args:
-        control: carries the agreement.
-        topology: placement of this incarnation.
+        control, topology: carry the agreement.
         record: what this incarnation begins with, the same on all ranks.
         orders: where this node's orders are found; None: only those of others are followed.
         keeping: how much is kept.
@@ -355,19 +343,13 @@ class SchemeSwitch:
         *,
         before_record: Callable[[], None] = lambda: None,
     ) -> GroupLayout | None:
-        """Do what is due, between two versions.
+        """Do what is due, between two versions; returns the layout to go on with.
 
         Args:
             label: the version after which the change takes place.
             layout: in force; None before the first version.
             arenas: this rank's memory.
             before_record: called between reserving memory and saying so.
-
-        Returns:
-            The layout to go on with.
-
-        Raises:
-            TransferError: a peer is gone.
         """
         if self._in_force.ordered:
             return self._follow_order(label, layout, arenas, before_record)

@@ -122,11 +122,8 @@ class Copier:
         return records
 
     def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
-        """Bring what was staged to the arena; training goes on meanwhile, whatever it does.
-
-        Returns:
-            What was copied when.
-        """
+        """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
+        copied when."""
         staged, self.staged = self.staged, ()
         if self.engine.asynchronous:
             pieces = {item.number: item.pieces for item in staged}
@@ -209,11 +206,8 @@ class Copier:
         permit: Permit,
         staged: Sequence[Piece] | None = None,
     ) -> tuple[ChunkRecord, int]:
-        """Chunks of one block, hashed on the way; ``staged``: other sources of the one.
-
-        Returns:
-            What was copied when, and how many of the chunks: fewer where training did not wait for them.
-        """
+        """Chunks of one block, hashed on the way; ``staged``: other sources of the one. Returns what was
+        copied when, and how many of the chunks: fewer where training did not wait for them."""
         began = ended = time.perf_counter()
         first, at_once = chunks[0], self._at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
