@@ -125,13 +125,6 @@ def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
     assert hasher.take() == checksum(source)
 
 
-def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None:
-    source = np.random.default_rng(1).integers(0, 256, 9 * 2**20 + 12_345, dtype=np.uint8)
-    target = np.zeros_like(source)
-    hasher.copy(ranges_of([(target.ctypes.data, source.ctypes.data, source.nbytes)]))
-    assert hasher.take() == checksum(source) == checksum(target)
-
-
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reft.builds.find_spec", lambda name: None)
     known = (copier, stream.compiled_hash)
