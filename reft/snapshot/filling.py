@@ -13,8 +13,7 @@ from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.protect.coded_blocks import pack_checksums
-from reft.snapshot.layout import GroupLayout
-from reft.snapshot.plan import PlacedBlock
+from reft.snapshot.plan import GroupLayout, PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of
 from reft.state.blob import LateBlob
 

@@ -72,7 +72,7 @@ from reft.snapshot.copying.copier import Copier, bytes_by_tier
 from reft.snapshot.copying.gate import Gate, OpenGate, Permit
 from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
@@ -517,11 +517,11 @@ class SnapshotWorker:
         try:
             order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
             # Memory may be reserved after this version, before the next vote.
-            late = state.staged or self.arenas.unsettled or switch.would_change(order, level)
+            late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, level=level)
         except Exception as error:
             self._complaints.tell("this rank cannot tell how it is", error)
-            return Ballot(ok=False, order=switch.record.number, level=switch.level)
+            return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
 
     # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
 
@@ -587,7 +587,7 @@ class SnapshotWorker:
         if self._paced:
             self._complaints.attempt("snapshots cannot be planned anew", lambda: self._learn(filling))
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
-        self.switch.committed()
+        self.switch.settled = True
 
     def _tell_given_up(self, label: Label, cause: Cause) -> None:
         first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
@@ -644,7 +644,7 @@ class SnapshotWorker:
     def _switch_layout(self, label: Label) -> Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
-        if self.switch.due:
+        if self.switch.in_force.due:
             self._unmap()
             layout = self.switch.carry_out(
                 label,

@@ -24,8 +24,7 @@ from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages
-from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.snapshot.devices import WAIT_SECS, random_bytes
 

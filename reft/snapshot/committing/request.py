@@ -12,7 +12,7 @@ from reft.naming import Label
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot.committing.version import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.stats import SnapshotStats
 

@@ -21,8 +21,7 @@ from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying.engine import CheckedPieces, Encode, Piece, host_bytes
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages
-from reft.snapshot.plan import Block, PlacedBlock
+from reft.snapshot.plan import Block, GroupLayout, LiveImages, PlacedBlock
 from reft.snapshot.stats import Kind, kind_of
 from reft.state.catalogue import SectionImage
 

@@ -17,7 +17,7 @@ from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.stats import Kind
 
