@@ -58,15 +58,7 @@ from reft.memory.header import (
     unpack_entries,
 )
 
-__all__ = [
-    "Arena",
-    "ArenaHeader",
-    "ArenaState",
-    "Entry",
-    "checksum",
-    "free_bytes",
-    "reserved_bytes",
-]
+__all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
 
 logger = logging.getLogger(__name__)
 

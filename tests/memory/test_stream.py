@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from reft.builds import compiled
 from reft.memory import stream
 from reft.memory.header import checksum
-from reft.memory.stream import (
-    CutRanges,
-    HashingCopier,
-    PlainHashingCopier,
-    copier,
-    hashing_copier,
-    ranges_of,
-)
+from reft.memory.stream import CutRanges, HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))

@@ -12,13 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reft.protect.backend import (
-    Backend,
-    NumpyBackend,
-    TorchBackend,
-    backend_for,
-    combine_ragged,
-)
+from reft.protect.backend import Backend, NumpyBackend, TorchBackend, backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
 from tests.protect.reference import slow_combine
 

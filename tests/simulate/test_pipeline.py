@@ -16,12 +16,7 @@ from benchmarks.simulator.instructions import (
     ForwardPass,
 )
 from benchmarks.simulator.pipeline import simulate
-from benchmarks.simulator.schedules import (
-    SCHEDULES,
-    from_deepspeed,
-    one_f_one_b,
-    zero_bubble_h1,
-)
+from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
 from reft.snapshot.scheduling.trace import StepTrace
 
 whole_secs = st.integers(1, 1000).map(float)

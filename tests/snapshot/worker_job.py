@@ -24,14 +24,7 @@ from reft.memory.arena import Arena
 from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.jobdir import write_json
 from reft.naming import Label
-from reft.node.protection import (
-    REQUEST_FILE,
-    Order,
-    OrderWatch,
-    ProtectionRecord,
-    write_order,
-    write_record,
-)
+from reft.node.protection import REQUEST_FILE, Order, OrderWatch, ProtectionRecord, write_order, write_record
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import Cause

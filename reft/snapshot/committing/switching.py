@@ -346,11 +346,7 @@ class SchemeSwitch:
         return self._change_level(label, layout, arenas, before_record)
 
     def _follow_order(
-        self,
-        label: Label,
-        layout: GroupLayout | None,
-        arenas: ArenaSet,
-        before_record: Callable[[], None],
+        self, label: Label, layout: GroupLayout | None, arenas: ArenaSet, before_record: Callable[[], None]
     ) -> GroupLayout | None:
         order = self._agree_on_order()
         cause: str | None

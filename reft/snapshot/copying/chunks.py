@@ -194,13 +194,7 @@ def _cut_block(
     cut = CutRanges.of(map(_in_order, pieces, parts)) if on_host else None
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
-            placed,
-            kind,
-            of_part,
-            _hashed_only(part),
-            last=number == len(parts) - 1,
-            cut=cut,
-            number=number,
+            placed, kind, of_part, _hashed_only(part), last=number == len(parts) - 1, cut=cut, number=number
         )
 
 

@@ -165,11 +165,7 @@ class Copier:
         self.staged = self.staging.stage(chunks, first)
 
     def _copy(
-        self,
-        chunks: Sequence[Chunk],
-        filling: Filling,
-        gate: Gate,
-        stages: Callable[[int, Permit], bool],
+        self, chunks: Sequence[Chunk], filling: Filling, gate: Gate, stages: Callable[[int, Permit], bool]
     ) -> list[ChunkRecord]:
         """As much at a time as the gate lets through, and no more than the rest of a block."""
         records, number = [], 0
