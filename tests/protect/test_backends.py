@@ -78,38 +78,33 @@ def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[i
         assert np.array_equal(case.get(put), source), "sources are only read"
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 15, 16, 17, 127, 4097, 300_001, 2 * CELL_BYTES + 13])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_xor_of_any_number_of_sources_and_any_size(case: Case, nbytes: int, count: int) -> None:
-    check(case, [(1,) * count], nbytes)
-
-
-@pytest.mark.parametrize("offsets", [(1,), (2,), (4,), (8,), (0, 8), (0, 1, 2), (4, 8, 12)])
-def test_xor_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
-    check(case, [(1, 1, 1)], 5003, offsets)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_combination_of_any_size_at_any_alignment(case: Case, data: st.DataObject) -> None:
+    count, coded = data.draw(st.integers(1, 7)), data.draw(st.booleans())
+    if coded:
+        grains = st.one_of(st.integers(0, 40), st.just(CELL_BYTES // GRAIN_BYTES + 5))
+        nbytes, factors = data.draw(grains) * GRAIN_BYTES, st.integers(0, 255)
+    else:
+        nbytes, factors = data.draw(st.one_of(st.integers(0, 5003), st.just(300_001))), st.integers(0, 1)
+    rows = data.draw(st.lists(st.tuples(*[factors] * count), min_size=1, max_size=3))
+    offsets = data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 8, 12]), min_size=1, max_size=3))
+    check(case, rows, nbytes, tuple(offsets))
 
 
 @pytest.mark.parametrize(
-    "nbytes", [0, GRAIN_BYTES, 3 * GRAIN_BYTES, CELL_BYTES, 3 * CELL_BYTES + 37 * GRAIN_BYTES]
+    ("rows", "nbytes"),
+    [
+        (parity_rows(3, 5), 3 * CELL_BYTES + 37 * GRAIN_BYTES),
+        ([(1, 1, 1)], 2 * CELL_BYTES + 13),
+        ([(0, 0, 0), (0, 1, 1)], 1001),
+        *(([tuple(range(first, first + 64))], GRAIN_BYTES) for first in range(0, 256, 64)),
+    ],
 )
-def test_reed_solomon_encoding_of_whole_and_partial_cells(case: Case, nbytes: int) -> None:
-    check(case, list(parity_rows(3, 5)), nbytes)
-
-
-@pytest.mark.parametrize("offsets", [(8,), (4,), (2,), (1,), (0, 4)])
-def test_reed_solomon_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
-    check(case, list(parity_rows(2, 3)), CELL_BYTES + GRAIN_BYTES, offsets)
-
-
-def test_every_coefficient(case: Case) -> None:
-    for first in range(0, 256, 64):
-        check(case, [tuple(range(first, first + 64))], GRAIN_BYTES)
-    check(case, [(c, 255 - c) for c in range(8)], 2 * GRAIN_BYTES)
-
-
-def test_zero_rows_and_unused_sources(case: Case) -> None:
-    check(case, [(0, 0, 0), (0, 1, 0), (0, 1, 1)], 1001)
-    check(case, [(0, 0, 0), (0, 7, 0), (0, 1, 1)], CELL_BYTES + GRAIN_BYTES)
+def test_whole_and_partial_cells_and_every_coefficient(
+    case: Case, rows: list[tuple[int, ...]], nbytes: int
+) -> None:
+    check(case, list(rows), nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
