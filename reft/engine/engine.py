@@ -17,7 +17,7 @@ from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
