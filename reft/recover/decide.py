@@ -21,7 +21,7 @@ from reft.recover.findings import Findings, Group, listing, put_together, summar
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
-from reft.recover.sources import GroupSources, collect_group, plan_group
+from reft.recover.sources import GroupSources, choose_decoders, collect_group, plan_fetches
 
 
 def preferred_label(
@@ -62,7 +62,7 @@ class Verdict:
 
     @classmethod
     def of(cls, sources: GroupSources) -> Verdict:
-        return cls(len(sources.gaps), tuple(map(str, sources.gaps[:_MOST_GAPS])), bool(sources.lost))
+        return cls(len(sources.gaps), sources.gaps[:_MOST_GAPS], bool(sources.lost))
 
 
 Verdicts = Mapping[Label, Verdict]
@@ -164,18 +164,17 @@ def plan_decided(
         for dp in range(resize.new)
     }
     layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
-    fetches, rebuilds = plan_group(needs, sources, topology, layout)
     return RecoveryPlan(
         label=decision.label,
         committed=findings.committed(decision.label),
         degrees=topology.degrees,
         written_dp=written,
-        fetches=fetches,
+        fetches=plan_fetches(needs, topology),
         newest_committed=findings.newest_committed,
         rejected=decision.rejected,
         notes=sources.divergences + findings.notes,
         job_id=findings.job_id,
-        rebuilds=rebuilds,
+        rebuilds=choose_decoders([*needs], sources, topology, layout),
     )
 
 
