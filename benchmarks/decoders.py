@@ -32,9 +32,8 @@ import numpy as np
 from common import MIB, progress
 from results import machine
 
-from reft.protect.backend import numpy_backend
+from reft.protect.backend import NumpyBackend, compiled_run, solve_ragged
 from reft.protect.rs import parity_rows
-from reft.protect.solve import compiled_run, solve_ragged
 
 DATA, PARITIES = 6, 2
 LOST = (1, 2)
@@ -53,7 +52,7 @@ def blocks_of(nbytes: int) -> list[np.ndarray]:
 def reft_ways(nbytes: int) -> Iterator[Way]:
     data, rows = blocks_of(nbytes), parity_rows(PARITIES, DATA)
     parities = [np.zeros(nbytes, np.uint8) for _ in rows]
-    numpy_backend().combine(rows, data, parities)
+    NumpyBackend().combine(rows, data, parities)
     known = [j for j in range(DATA) if j not in LOST]
     # parity + sum of the known = sum of the lost
     sums = tuple(
@@ -67,7 +66,7 @@ def reft_ways(nbytes: int) -> Iterator[Way]:
         solve_ragged(sums, matrix, sources, targets)
 
     def decode_with_numpy() -> None:
-        with mock.patch("reft.protect.solve.compiled_run", return_value=None):
+        with mock.patch("reft.protect.backend.compiled_run", return_value=None):
             decode()
 
     for name, way in (("reft, NumPy", decode_with_numpy), ("reft, compiled", decode)):

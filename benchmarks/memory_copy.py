@@ -8,9 +8,8 @@ free. Units of a few steps alternate, each saver's between two units without sav
 - copy: the training thread copies the bytes that reft keeps of this rank into touched shared memory, and
   nothing else: no checksum, no second version, no word to anybody;
 - reft: a version every step, copied, hashed, sealed and committed, with a daemon beside every rank;
-- dlrover, with ``--dlrover DIR``: DLRover's flash checkpoint into memory, model and optimizer, before every
-  step, with a saver process beside every rank. It takes no checksum and keeps one version. DIR is filled by
-  ``python -m pip install --target DIR dlrover==0.6.1 grpcio protobuf``.
+- with ``--peers DIR``, which ``make peers`` fills: DLRover's flash checkpoint into memory, NVIDIA's local
+  checkpoint with a replica, and torch's ``async_save``, before every step (``peers/savers.py``).
 
 A unit ends when its last version is complete, so that work in the background is charged to the unit it
 belongs to. Per version and rank: *extra seconds* by which the steps took longer than the units on both
@@ -48,12 +47,10 @@ from savers import PLAIN, REFT, BlockingCopySaver, ReftSaver, Saver
 from stopwatch import Stopwatch
 from training import build_engine
 
-COPY, DLROVER = "copy", "dlrover"
+COPY = "copy"
 GOAL_CORE_RATIO = 1.3
 RATIOS = {
     "core_ratio_to_copy": "core seconds of reft to those of a copy",
-    "core_ratio_to_dlrover": "core seconds of reft to those of DLRover",
-    "extra_ratio_to_dlrover": "extra time of reft to that of DLRover",
 }
 
 
@@ -112,12 +109,12 @@ class Rank:
             REFT: ReftSaver(self.session),
         }
         daemons = [self.daemon.pid]
-        if options.dlrover:
-            from dlrover_saver import DlroverSaver
+        if options.peers:
+            sys.path.append(str(options.peers))
+            from peers.savers import PEERS
 
-            saver = DlroverSaver(self.engine, self.session, space, options.dlrover)
-            self.savers[DLROVER] = saver
-            daemons += saver.processes
+            self.savers |= {peer.name: peer(self.engine, self.session, space) for peer in PEERS}
+            daemons += self.savers["dlrover"].processes
         self.cores = Cores(daemons)
         if options.stages:
             self._watch_stages()
@@ -136,7 +133,7 @@ class Rank:
         watch.watch(worker_module, "_encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")
         watch.watch(Filling, "hash_rest", "worker: hash rest")
-        watch.watch(worker.sealer, "exchange", "worker: exchange")
+        watch.watch(worker, "_exchange", "worker: exchange")
         watch.watch(worker.votes, "cast", "worker: votes")
         for name in ("begin", "seal", "lost", "commit"):
             watch.watch(Arena, name, f"worker: arena {name}")
@@ -254,11 +251,6 @@ def evaluate(options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]]) ->
     result["goals"] = {
         "core_seconds_at_most_1_3_of_a_copy": ratio is not None and ratio["median"] <= GOAL_CORE_RATIO
     }
-    if DLROVER in savers:
-        both = savers[REFT], savers[DLROVER]
-        result["core_ratio_to_dlrover"] = _ratio(*both, "core_secs_of_rounds")
-        ratio = result["extra_ratio_to_dlrover"] = _ratio(*both, "extra_secs_of_rounds")
-        result["goals"]["less_extra_time_per_step_than_dlrover"] = ratio is not None and ratio["median"] < 1
     return result
 
 
@@ -302,20 +294,20 @@ def main() -> int:
     made.add_argument("--span", type=int, default=2, help="steps of a unit (default 2)")
     made.add_argument("--variant", default="has", help="when reft copies (default has)")
     made.add_argument("--stages", action="store_true", help="time the stages of reft's versions")
-    made.add_argument("--dlrover", type=Path, help="where DLRover's packages are: it is measured too")
+    made.add_argument("--peers", type=Path, help="folder of their packages: they are measured too")
     options = made.parse_args()
     if options.quick:
         quicken(options)
         options.rounds = min(options.rounds, 2)
-    options.savers = [COPY, REFT, DLROVER] if options.dlrover else [COPY, REFT]
+    options.savers = [COPY, REFT, *(("dlrover", "nvidia", "dcp") if options.peers else ())]
     if options.worker:
         run_rank(options)
     with scratch(options) as space:
         try:
             ranks, _ = launch(options, space)
         finally:
-            if options.dlrover:
-                from dlrover_saver import clean_up
+            if options.peers:
+                from peers.savers import clean_up
 
                 clean_up(space)
         result = evaluate(options, ranks)

@@ -3,7 +3,9 @@
     .venv/bin/python benchmarks/mttr.py --json
 
 The same job, PP2 x DP2, every rank on a node of its own, runs in turns under ``reft launch`` and under
-``torchrun`` with a DeepSpeed checkpoint every 10 steps. In every turn it is killed so many times in each way:
+``torchrun`` with a DeepSpeed checkpoint every 10 steps; with ``--peers DIR``, which ``make peers`` fills,
+also under ``torchrun`` with a replicated local checkpoint of NVIDIA's every step (DP2 alone: it keeps
+replicas by rank). In every turn it is killed so many times in each way:
 
 - ``trainer``: SIGKILL of one trainer; its node lives;
 - ``node_spare``: SIGKILL of every process of a node, its memory is gone, and a spare node waits;
@@ -61,7 +63,7 @@ def kill_once(job: Job, kind: str, number: int) -> Recovered:
     now = time.time()
     job.kill(victim, KillKind.NODE)
     if kind == "node_replaced":
-        job.cluster.replace_node(victim)
+        job.cluster.start_node(victim)
         return job.wait_for_recovery(now)
     recovered = job.wait_for_recovery(now)
     # The spare has taken the place; the node that comes back waits as the next one.
@@ -87,6 +89,7 @@ def take_turn(
         spares=int(kind == "node_spare"),
         trainer=trainer_arguments(options),
         save_interval=options.save_interval,
+        peers=options.peers,
     )
     found = []
     with ExitStack() as stack:
@@ -102,10 +105,11 @@ def take_turn(
 
 def measure(options: argparse.Namespace, space: Any) -> dict[str, Any]:
     found: dict[tuple[str, str], list[Recovered]] = defaultdict(list)
-    differing: dict[str, int] = dict.fromkeys(SYSTEMS, 0)
+    systems = [*SYSTEMS, *(["nvidia"] if options.peers else [])]
+    differing: dict[str, int] = dict.fromkeys(systems, 0)
     for kind in options.kinds:
         for turn in range(options.kills // options.kills_per_turn):
-            for system in SYSTEMS:
+            for system in systems:
                 folder = space.disk / f"{kind}-{turn}-{system}"
                 (folder / "events").mkdir(parents=True)
                 shm = space.shm / folder.name
@@ -116,7 +120,7 @@ def measure(options: argparse.Namespace, space: Any) -> dict[str, Any]:
                 found[kind, system] += made
                 differing[system] += len(bad)
     ways = {
-        kind: {system: describe(found[kind, system]) for system in SYSTEMS} | compare(found, kind)
+        kind: {system: describe(found[kind, system]) for system in systems} | compare(found, kind)
         for kind in options.kinds
     }
     return {"ways": ways, "differing_steps": differing, "goals": goals(ways, options)}
@@ -154,7 +158,7 @@ def goals(ways: Mapping[str, Any], options: argparse.Namespace) -> dict[str, boo
 def table(result: Mapping[str, Any]) -> str:
     lines = run_lines(result)
     for kind, way in result["ways"].items():
-        for system in SYSTEMS:
+        for system in result["differing_steps"]:
             secs = way[system]["failure_to_step_secs"]
             parts = ", ".join(f"{name} {value:.1f}" for name, value in way[system]["parts_secs"].items())
             lines.append(
@@ -174,6 +178,7 @@ def main() -> None:
     made.add_argument("--settle-secs", type=float, default=20.0, help="training between kills (default 20)")
     made.add_argument("--save-interval", type=int, default=10, help="steps, under torchrun (default 10)")
     made.add_argument("--procs-per-node", type=int, default=1, help="trainers of a node (default 1)")
+    made.add_argument("--peers", type=Path, help="folder of NVIDIA's packages: it is measured too")
     made.set_defaults(pp=2, seq=64, micro_batch=2, micro_batches=4)
     options = made.parse_args()
     if options.quick:

@@ -1,4 +1,5 @@
-"""The jobs of ``mttr.py``: one that reft keeps alive, one under torchrun with DeepSpeed's checkpoints."""
+"""The jobs of ``mttr.py``: one that reft keeps alive; under torchrun one with DeepSpeed's checkpoints, and
+one with NVIDIA's local checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from typing import Any
 from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
 from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
-from reft.tools.demo.history import Event, EventReader, History
-from reft.tools.demo.report import failure_to_step
+from reft.tools.demo.history import Event, EventReader, History, failure_to_step
 
 _STORE = """
 import json, signal, sys
@@ -33,7 +33,9 @@ class TorchrunCluster(LocalCluster):
     shared with trainers, which would not meet again after a restart ("Gloo connectFullMesh failed")."""
 
     def _environment(self, name: str) -> dict[str, str]:
-        return {**super()._environment(name), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        memory = str((self.memory_root or self.directory) / name)  # gone with the node
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PEERS_MEMORY": memory}
+        return {**super()._environment(name), **own}
 
     def _rendezvous_arguments(self, port: int) -> list[str]:
         return ["-c", _STORE, str(port or _free_port())]
@@ -74,9 +76,10 @@ class Job:
     """A job that is killed again and again.
 
     Args:
-        system: ``reft`` or ``torchrun``.
+        system: ``reft``, ``torchrun`` or ``nvidia``.
         trainer: arguments of ``examples.llama`` without where it saves.
-        save_interval: steps between DeepSpeed's checkpoints, under torchrun.
+        save_interval: steps between DeepSpeed's checkpoints, under torchrun; NVIDIA's are of every step.
+        peers: folder of NVIDIA's packages.
     """
 
     system: str
@@ -87,6 +90,7 @@ class Job:
     spares: int
     trainer: Sequence[str]
     save_interval: int
+    peers: Path | None = None
     history: History = field(default_factory=History)
     _first: dict[int, dict[int, Event]] = field(default_factory=dict)
     """First step of every process, by pid."""
@@ -96,10 +100,14 @@ class Job:
         if self.system == "reft":
             trainer += ["--reft", json.dumps({"enabled": True})]
         else:
-            trainer += ["--save-interval", str(self.save_interval)]
+            interval = 1 if self.system == "nvidia" else self.save_interval
+            trainer += ["--save-interval", str(interval)]
+        script = [PRETRAIN]
+        if self.system == "nvidia":
+            script = [str(Path(__file__).parent / "peers" / "nvidia_job.py"), str(self.peers)]
         kind = LocalCluster if self.system == "reft" else TorchrunCluster
         self.cluster = kind(
-            command=[PRETRAIN, *trainer],
+            command=[*script, *trainer],
             directory=self.directory,
             nodes=self.nodes,
             procs_per_node=self.procs_per_node,

@@ -34,11 +34,18 @@ from common import MIB, progress
 from results import estimate, machine, run_lines
 
 from reft.errors import ConfigError
-from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
+from reft.protect.backend import (
+    Backend,
+    Buffer,
+    CupyBackend,
+    NumpyBackend,
+    TorchBackend,
+    combine_ragged,
+    compiled_run,
+)
 from reft.protect.blocks import BlockKey
-from reft.protect.coded_blocks import BlockCode, CodedSection
+from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.solve import compiled_run
 from reft.recover.plan import LostBlock, find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
 
@@ -53,7 +60,7 @@ CASES = (
     ("with NumPy", "rs:2", (1, 2)),
     ("add up", "rs:2", (1, 2)),
 )
-_COMPILED = "reft.protect.solve.compiled_run"
+_COMPILED = "reft.protect.backend.compiled_run"
 _CHUNK_BYTES = 512 * 2**10
 _BLOCK_BYTES = 4 * 2**20
 
@@ -81,8 +88,6 @@ def places() -> list[Place]:
     """Every backend that works on this machine."""
     import torch
 
-    from reft.protect.backend import TorchBackend
-
     torch.set_num_threads(1)
 
     def on_host(data: np.ndarray) -> torch.Tensor:
@@ -92,13 +97,13 @@ def places() -> list[Place]:
         target.copy_(source)
 
     made = [
-        Place("numpy", numpy_backend(), lambda data: data, np.copyto, lambda: None),
+        Place("numpy", NumpyBackend(), lambda data: data, np.copyto, lambda: None),
         Place("torch cpu", TorchBackend(), on_host, torch_copy, lambda: None),
     ]
     if torch.cuda.is_available():
-        backends = [("torch device", TorchBackend())]
+        backends: list[tuple[str, Backend]] = [("torch device", TorchBackend())]
         try:
-            backends.append(("cupy", cupy_backend()))
+            backends.append(("cupy", CupyBackend()))
         except ConfigError as e:
             progress(str(e))
         for name, backend in backends:
@@ -123,7 +128,7 @@ class Trial:
 
 def encoding(place: Place, image: Buffer, code: Code) -> Trial:
     """Encode every parity of the group."""
-    section = CodedSection(code, len(image))
+    section = BlockCode(code, len(image), _BLOCK_BYTES)
     parities = [p for p in code.pieces if not p.is_data]
     targets = [place.backend.zeros(section.piece_bytes(p), image) for p in parities]
     work = []
@@ -158,7 +163,7 @@ def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, 
             terms = [(data[key], coefficient) for key, coefficient in parity.terms]
             sources = [image[b.start_bytes : b.start_bytes + b.nbytes] for b, _ in terms]
             row = tuple(coefficient for _, coefficient in terms)
-            combine_ragged(numpy_backend(), (row,), sources, (left[parity.key],))
+            combine_ragged(NumpyBackend(), (row,), sources, (left[parity.key],))
     missing, why = find_lost(blocks, left)
     if why is not None:
         raise SystemExit(why)

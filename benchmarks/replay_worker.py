@@ -27,7 +27,6 @@ from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -99,7 +98,8 @@ class Production:
             options=WorkerOptions(_BLOCK_BYTES, _HOST_BYTES),
             switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
-            copying=PacedCopier(Copier(engine, chunk_bytes), self.pacer),
+            copier=Copier(engine, chunk_bytes),
+            pacer=self.pacer,
         )
         self.step = 0
         # Memory is reserved for the first one, whatever it takes.

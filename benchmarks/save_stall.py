@@ -115,7 +115,7 @@ class Rank:
         watch.watch(worker.arenas, "begin", "worker.copy.begin")
         watch.watch(Filling, "hash", "worker.hash")
         watch.watch(worker.votes, "cast", "worker.votes")
-        watch.watch(worker.sealer, "exchange", "worker.exchange")
+        watch.watch(worker, "_exchange", "worker.exchange")
         watch.watch(Filling, "seal", "worker.seal")
         watch.watch(worker.arenas, "commit", "worker.commit")
 

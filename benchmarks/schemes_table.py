@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.tolerance import tolerance
+from reft.protect.decode import tolerance
 
 NAMES = ("none", "arc", "aec", "naive:arc+aec", "arc:2", "rs:2", "arc+aec", "arc:3", "rs:3", "arc+rs:2")
 MEMBERS = (2, 4, 8, 16)

@@ -74,7 +74,7 @@ def run(root: Path, steps: int, width: int) -> list[list[dict[str, Any]]]:
         job.wait_until(lambda: trained(2, 1), 300, "steps of two replicas")
         job.kill_node(1)
         job.wait_until(lambda: trained(1, 1), 300, "steps of one replica")
-        job.replace_node(1)
+        job.start_node(1)
         job.wait_until(lambda: trained(2, 2), 300, "steps of two replicas again")
         return phases(folder)
 

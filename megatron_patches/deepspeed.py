@@ -114,7 +114,7 @@ class MegatronProgram:
         """Leave the position in the data to the program, which derives it from the samples that it has
         consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
         is anything, and the program is given a directory, to ask for the counters."""
-        session.state.data.leave_to_program()
+        session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         session.stopping.at_next_step = True
         wrap_call(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees

@@ -327,7 +327,7 @@ class ReftConfig(Block):
         le=10_000,
         description="a trainer that does nothing for so many times the longest of its last 64 steps hangs, "
         "and all are restarted; in its first step, an evaluation, a save, or in the script's own between "
-        "two steps, so many minutes (docs/operations.md); 0 watches nobody",
+        "two steps, so many minutes (docs/monitoring.md); 0 watches nobody",
     )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"

@@ -107,18 +107,25 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
 
 def _explain_errors(error: ValidationError) -> str:
     lines = [f'the "{BLOCK_NAME}" block cannot be used:']
+    other_kind = ""
     for item in error.errors():
-        path = ".".join(str(p) for p in (BLOCK_NAME, *item["loc"]))
+        loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
+        last = str(loc[-1]) if loc else ""
+        if last == "int" or last.startswith("constrained-"):  # of a key that takes "auto" too: said with that
+            other_kind = message.partition(",")[0]
+            continue
+        if last.startswith("literal["):
+            loc, message = loc[:-1], f'{other_kind} or "auto"'
+        path = ".".join(str(p) for p in (BLOCK_NAME, *loc))
         if item["type"] == "extra_forbidden":
-            known = _keys_at(item["loc"][:-1])
-            near = get_close_matches(str(item["loc"][-1]), known, n=1)
+            known = _keys_at(loc[:-1])
+            near = get_close_matches(last, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-            gone = _GONE.get(".".join(map(str, item["loc"])))
+            gone = _GONE.get(".".join(map(str, loc)))
             lines.append(f"  {path}: {gone}" if gone else f"  {path}: unknown key; {hint}")
         else:
-            of_part = not item["loc"] or item["loc"][-1] in NESTED  # what was found is in the message
+            of_part = not loc or loc[-1] in NESTED  # what was found is in the message
             found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
-            message = item["msg"].removeprefix("Value error, ")
             lines.append(f"  {path}: {message}{found}")
     lines.append("  'reft config --explain' lists every key with its default and meaning")
     return "\n".join(lines)
@@ -157,10 +164,7 @@ def _explain_model(model: type[BaseModel], prefix: str) -> Iterator[KeyDoc]:
         key = prefix + name
         if name in NESTED:
             yield from _explain_model(NESTED[name], key + ".")
-        elif name == "faults":
-            yield KeyDoc(key, "list", [], "", field.description or "")
-            yield from _explain_model(FaultConfig, key + "[].")
-        else:
+        elif name != "faults":  # those are for tests
             unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
             yield KeyDoc(key, _type_name(field.annotation), _default_of(field), unit, field.description or "")
 

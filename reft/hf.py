@@ -116,7 +116,7 @@ class Resumption:
             setattr(trainer.state, name, value)
         self.restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
-        session.state.data.leave_to_script()
+        session.state.data.leave_to_script()  # type: ignore[union-attr]  # DeepSpeed's has one
         self._rng = capture_rng()
         return result
 

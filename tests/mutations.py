@@ -33,18 +33,17 @@ class Mutation(NamedTuple):
     tests: tuple[str, ...]
 
 
-HANDOVER, VERSION = "snapshot/handover.py", "snapshot/committing/version.py"
-SLOTS = "snapshot/committing/slots.py"
+WORKER, VERSION = "snapshot/worker.py", "snapshot/committing/version.py"
 MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
 KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
 LOCAL = ("tests/recover/test_local.py", "tests/recover/test_parity_recovery.py")
 
 MUTATIONS = {
     "p2-no-fence-before-the-optimizer": Mutation(
-        HANDOVER,
+        WORKER,
         "if approached or self._state.holds_training:",
         "if False:",
-        ("tests/snapshot/test_breaking_off.py", "tests/snapshot/test_worker.py"),
+        ("tests/snapshot/test_worker.py",),
     ),
     "p2-late-copy-keeps-its-version": Mutation(
         VERSION,
@@ -56,13 +55,13 @@ MUTATIONS = {
         VERSION, "if head.stage is Stage.COPIED:", "if False:", MODEL
     ),
     "p3-last-commit-is-overwritten": Mutation(
-        SLOTS, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL
+        VERSION, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL
     ),
     "p3-version-of-unknown-fate-is-overwritten": Mutation(
-        SLOTS, KEPT, "frozenset({*dict(self.frozen), *(() if newest is None else (newest,))})", MODEL
+        VERSION, KEPT, "frozenset({*dict(self.frozen), *(() if newest is None else (newest,))})", MODEL
     ),
     "p3-what-is-recovered-is-overwritten": Mutation(
-        SLOTS, KEPT, "frozenset({*unknown, *(() if newest is None else (newest,))})", MODEL
+        VERSION, KEPT, "frozenset({*unknown, *(() if newest is None else (newest,))})", MODEL
     ),
     "p3-commit-although-a-rank-said-no": Mutation(
         VERSION,

@@ -17,8 +17,6 @@ import reft
 from reft import optim
 from reft.optim import ExactAdam
 
-ULP = 2.0**-24
-"""Half a unit in the last place of fp32, as a part of the number."""
 STEPS = 120
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.05}
 COUNT = 2 * optim.HOST_ELEMENTS + 1037
@@ -64,10 +62,10 @@ def exact(params: Any, **options: Any) -> ExactAdam:
     return ExactAdam(params, **{**OPTIONS, **options})
 
 
-def numpy_step(step: int, arrays: Arrays, grad: Array, *, lr: float, decoupled: bool, kind: Any) -> Arrays:
-    """The published formula, every operation rounded to ``kind`` once. fp32: what ExactAdam must give; fp64
-    and more: what it should be near."""
+def numpy_step(step: int, arrays: Arrays, grad: Array, *, lr: float, decoupled: bool) -> Arrays:
+    """The published formula, every operation rounded to fp32 once."""
     p, m, v = arrays
+    kind = np.float32
     (beta1, beta2), decay = OPTIONS["betas"], OPTIONS["weight_decay"]
     if decoupled:
         p = p * kind(1 - lr * decay)
@@ -84,9 +82,7 @@ def numpy_run(decoupled: bool) -> Arrays:
     with np.errstate(under="ignore"):
         for step in range(1, STEPS + 1):
             lr = OPTIONS["lr"] * min(1.0, step / 20)
-            arrays = numpy_step(
-                step, arrays, numbers(step).numpy(), lr=lr, decoupled=decoupled, kind=np.float32
-            )
+            arrays = numpy_step(step, arrays, numbers(step).numpy(), lr=lr, decoupled=decoupled)
     return arrays
 
 
@@ -102,42 +98,6 @@ def test_numpy_gives_the_same_bits(decoupled: bool) -> None:
     assert same_bits(found, [torch.from_numpy(a) for a in numpy_run(decoupled)])
     # With weight decay in the gradient none is small.
     assert all(0 < float(t.abs()[t != 0].min()) < 1e-38 for t in found[1:] if decoupled), "no denormals"
-
-
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-def test_every_step_is_near_the_formula_in_extended_precision(decoupled: bool) -> None:
-    """From the same state, a step in fp32 is off by no more than its roundings: one after each operation."""
-    param = torch.nn.Parameter(weights())
-    optimizer = exact([param], decoupled_weight_decay=decoupled)
-    before: Arrays = (weights().numpy(), *(np.zeros(COUNT, np.float32) for _ in range(2)))
-    tiny = np.longdouble(2.0**-149)  # of a denormal's last place
-    for step in range(1, 31):
-        grad = torch.randn(COUNT, generator=torch.Generator().manual_seed(step))
-        param.grad = grad
-        optimizer.step()
-        state = optimizer.state[param]
-        after = [t.detach().numpy().copy() for t in (param, state["exp_avg"], state["exp_avg_sq"])]
-        wide: Arrays = (*(a.astype(np.longdouble) for a in before),)
-        g = grad.numpy().astype(np.longdouble)
-        p, m, v = numpy_step(step, wide, g, lr=OPTIONS["lr"], decoupled=decoupled, kind=np.longdouble)
-        beta1, beta2 = OPTIONS["betas"]
-        if not decoupled:
-            g = np.abs(g) + np.abs(wide[0]) * OPTIONS["weight_decay"]
-        # Terms of either sign may cancel: the bound is by their sizes.
-        size = np.abs(wide[1]) * beta1 + np.abs(g) * (1 - beta1)
-        assert (np.abs(after[1] - m) <= 6 * ULP * size + tiny).all()
-        assert (np.abs(after[2] - v) <= 8 * ULP * (wide[2] * beta2 + g * g * (1 - beta2)) + tiny).all()
-        update = OPTIONS["lr"] / (1 - beta1**step) * size / (np.sqrt(v / (1 - beta2**step)) + OPTIONS["eps"])
-        assert (np.abs(after[0] - p) <= 3 * ULP * np.abs(p) + 18 * ULP * update + tiny).all()
-        before = (after[0], after[1], after[2])
-
-
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-def test_torchs_adam_goes_the_same_way(decoupled: bool) -> None:
-    ours = run(lambda params: exact(params, decoupled_weight_decay=decoupled))
-    theirs = run(lambda params: (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **OPTIONS))
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 class Operations(TorchDispatchMode):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from reft.engine.identity import Place, declared_on_one_host, hosts_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
-from reft.protect.codes import Scheme, schemes_for
+from reft.protect.codes import Scheme
+from reft.protect.decode import survives
 from reft.protect.placement import (
     fatal_nodes,
     group_tolerance,
@@ -21,7 +22,7 @@ from reft.protect.placement import (
     tolerance,
     tolerance_left,
 )
-from reft.protect.tolerance import survives
+from tests.protect.reference import schemes_for
 
 node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
 
@@ -53,13 +54,6 @@ def test_p4_the_tolerance_is_tight(nodes: list[str], copies: int) -> None:
     assert all(survives(lost) for lost in combinations(distinct, claimed))
     if claimed + 1 <= len(distinct):
         assert not all(survives(lost) for lost in combinations(distinct, claimed + 1))
-
-
-def test_p4_one_member_per_node_survives_k_losses() -> None:
-    for count in range(2, 10):
-        for copies in range(count):
-            nodes = [f"n{i}" for i in range(count)]
-            assert group_tolerance(nodes, place_group(nodes, copies)) == copies
 
 
 def lose_everything(nodes: Sequence[str], scheme: Scheme) -> int:
@@ -103,17 +97,6 @@ def test_p4_large_groups_are_judged() -> None:
         assert group_tolerance(nodes, place_group(nodes, 0, parities)) == parities
         assert group_tolerance(nodes, place_group(nodes, 1, parities)) == parities + 1
         assert group_tolerance([n[:-1] for n in nodes], place_group(nodes, 0, parities)) == 0
-
-
-def test_p4_members_on_one_node_survive_nothing() -> None:
-    assert group_tolerance(["A", "A"], place_group(["A", "A"], 1)) == 0
-    assert group_tolerance(["A"], place_group(["A"], 1)) == 0
-
-
-def test_p4_the_job_survives_what_its_weakest_group_survives() -> None:
-    degrees = Degrees(2, 2, 1)
-    topology = Topology(degrees, degrees.coordinates(), ("A", "B", "C", "C"))
-    assert tolerance(topology, copies=1) == 0
 
 
 @given(node_lists, st.integers(0, 3))
@@ -167,6 +150,9 @@ def test_p4_tolerance_counts_hosts() -> None:
     apart = Topology(Degrees(1, 2, 1), coordinates, ("n0", "n1"))
     together = Topology(Degrees(1, 2, 1), coordinates, ("n0", "n1"), ("a", "a"))
     assert (tolerance(apart, 1, 0), tolerance(together, 1, 0)) == (1, 0)
+    degrees = Degrees(2, 2, 1)
+    packed = Topology(degrees, degrees.coordinates(), ("A", "B", "C", "C"))
+    assert tolerance(packed, copies=1) == 0, "the job survives what its weakest group survives"
     assert together.local_ranks("n0") == (0,), "where memory lies is another matter"
 
 

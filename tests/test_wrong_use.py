@@ -44,6 +44,7 @@ CASES = [
             "--nnodes 0 --rdzv-endpoint localhost:1",
             "--nnodes 3:1",
             "--nnodes a:b",
+            "--nnodes two",
             "--max-restarts -1",
             "--node-rank -4",
             "--master-port 99999",
@@ -105,6 +106,7 @@ CASES = [
             "--host-memory-gb nan",
             "--host-memory-gb inf",
             "--parameters nan",
+            "--parameters 7X",
             "--max-overhead nan",
         )
     ),

@@ -33,7 +33,7 @@ MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
 def has_command(
     *,
     model: Annotated[str | None, typer.Option(help="one job instead: the Llama-2 1.3b to 34b")] = None,
-    machine: Annotated[str, typer.Option(help="with --model: v100, mi250x, a100 or h100")] = "h100",
+    machine: Annotated[str, typer.Option(help="with --model: v100, frontier, a100 or h100")] = "h100",
     tp: Annotated[int, typer.Option("--tp", min=1, help="with --model: tensor-parallel degree")] = 8,
     pp: Annotated[int, typer.Option("--pp", min=1, help="with --model: pipeline stages")] = 4,
     dp: Annotated[int, typer.Option("--dp", min=1, help="with --model: data-parallel degree")] = 16,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
-from reft.snapshot.scheduling.windows import ProfiledEstimator, Window
+from reft.snapshot.scheduling.windows import Window
 
 from .copying import Piece, Tier, bytes_by_tier
 from .instructions import Compute, Instruction, MicroBatchInstruction
@@ -103,10 +103,6 @@ class Simulation:
         """Share of all stages' time in which they wait for others."""
         idle_secs = sum(s.idle_secs + self.makespan_secs - s.end_secs for s in self.stages)
         return idle_secs / (len(self.stages) * self.makespan_secs)
-
-    def estimator(self) -> ProfiledEstimator:
-        """These windows for a planner, as if they had been measured."""
-        return ProfiledEstimator({s.stage_id: s.windows for s in self.stages}, name="simulated")
 
     def to_traces(self, step: int = 1, start_secs: float = 0.0) -> tuple[StepTrace, ...]:
         """As the hook would have recorded it, one trace per stage; ranks are the stages.

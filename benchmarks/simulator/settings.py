@@ -45,13 +45,13 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
         ),
         Experiment("weak scaling", tuple(job("2.7b", "v100", 4, 4, data) for data in (4, 8, 16, 32))),
         Experiment(
-            "512 devices of Frontier", (job("6.7b", "mi250x", 4, 4, 32), job("34b", "mi250x", 8, 4, 16))
+            "512 devices of Frontier", (job("6.7b", "frontier", 4, 4, 32), job("34b", "frontier", 8, 4, 16))
         ),
         Experiment("larger than the paper", (job("34b", "h100", 8, 4, 128), job("34b", "h100", 8, 4, 512))),
     )
 
 
-_MACHINES = {"v100": V100, "mi250x": MI250X, "h100": H100}
+_MACHINES = {"v100": V100, "frontier": MI250X, "h100": H100}
 
 
 # ---- bytes ----

@@ -19,7 +19,7 @@ from examples.llama.corpus import (
 )
 from examples.llama.indexed import IndexedDataset, is_indexed
 from examples.llama.tokenizer import Tokenizer
-from reft.data.order import ResumableSampler
+from reft.data.order import JobPosition, Order, decode, encode
 from reft.errors import ConfigError
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -61,28 +61,44 @@ class SampleDataset:
 class MicroBatchIterator:
     """Endless ``(inputs, labels)`` of one rank, both int64 of shape (micro_batch, seq_length).
 
-    Nothing is read ahead: its position is what was consumed. ``state_dict`` and ``load_state_dict``
-    make it stateful in the sense of torchdata.
+    A job's micro-batch is ``micro_batch * dp_size`` samples that follow each other, of which each replica
+    gets its slice. Epochs follow each other without a gap, each in an order by (``seed``, epoch). Nothing is
+    read ahead: its position is what was consumed. ``state_dict`` and ``load_state_dict`` make it stateful in
+    the sense of torchdata.
 
     Args:
-        dataset: the samples.
-        sampler: their order, for this rank.
+        dataset: the samples; at least one.
         vocab_size: rows of the model's embedding; larger ids are refused.
     """
 
     position_of_job = True
     """It counts samples of the whole job: see docs/data.md."""
 
-    def __init__(self, dataset: SampleDataset, sampler: ResumableSampler, vocab_size: int) -> None:
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        vocab_size: int,
+        *,
+        seed: int,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
         self._dataset = dataset
-        self.sampler = sampler
         self._vocab_size = vocab_size
+        self._order = Order(len(dataset), seed, shuffle=True)
+        self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
+        self.consumed = 0
+        """Samples, by the whole job."""
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> MicroBatch:
-        samples = np.stack([self._dataset[int(index)] for index in next(self.sampler)])
+        first = self.consumed + self._dp_rank * self._micro_batch
+        self.consumed += self._dp_size * self._micro_batch
+        mine = np.arange(first, first + self._micro_batch, dtype=np.int64)
+        samples = np.stack([self._dataset[int(index)] for index in self._order.samples(mine)])
         largest = int(samples.max())
         if largest >= self._vocab_size or samples.min() < 0:
             raise ConfigError(
@@ -93,10 +109,10 @@ class MicroBatchIterator:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
+        return encode(JobPosition(consumed=self.consumed), self._order)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
+        self.consumed = decode(state, self._order, "data").consumed
 
 
 def open_samples(

@@ -30,7 +30,6 @@ from examples.llama.progress import ByteProgress, StepDisplay
 from examples.llama.samples import MicroBatchIterator, SampleDataset, open_samples
 from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sharded_parameters
 from examples.llama.tokenizer import load_tokenizer
-from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
 from reft.log import EventLog
 from reft.tools.planning.layout import Layout, choose_order, parse_order
@@ -79,7 +78,7 @@ def train(options: Options) -> None:
     data = micro_batch_iterator(engine, options, config, layout, samples)
     engine.load_checkpoint(str(options.load_dir or options.save_dir))
     # The engine counts consumed samples on every rank, also where no data is read.
-    data.sampler.seek(engine.global_samples)
+    data.consumed = engine.global_samples
     phases.done("load")
     at = layout.coordinate(rank)
     events.write(
@@ -246,14 +245,14 @@ def _tensor_parallel(layout: Layout, seed: int) -> TensorParallel:
 def micro_batch_iterator(
     engine: Engine, options: Options, config: LlamaConfig, layout: Layout, samples: SampleDataset
 ) -> MicroBatchIterator:
-    sampler = ResumableSampler(
-        len(samples),
+    return MicroBatchIterator(
+        samples,
+        config.vocab_size,
         seed=options.seed,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         dp_rank=layout.coordinate(dist.get_rank()).dp,
         dp_size=layout.degrees.dp,
     )
-    return MicroBatchIterator(samples, sampler, config.vocab_size)
 
 
 def _train_steps(

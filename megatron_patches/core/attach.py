@@ -46,13 +46,8 @@ _LINES = """
 
 
 class Resumed(NamedTuple):
-    """Where a job goes on.
-
-    Attributes:
-        iteration: steps that it has made.
-        client_state: what ``client_state`` had returned behind the last of them; empty where the state was
-            loaded by the script.
-    """
+    """Where a job goes on: after so many steps, with what ``client_state`` had returned behind the last of
+    them; empty where the state was loaded by the script."""
 
     iteration: int
     client_state: dict[str, Any]

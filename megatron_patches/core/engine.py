@@ -22,27 +22,8 @@ from reft.state.host import capture_buffers, restore_buffers
 from reft.state.rng import capture_rng, restore_rng
 
 
-class ProgramData:
-    """The position in the data is the program's: it follows from its client state."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
-        pass
-
-    def leave_to_program(self) -> None:
-        pass
-
-    def leave_to_script(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`; see :func:`reft.attach_megatron` for what it is made of.
+    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is given.
 
     Raises:
         UnsupportedStateError: they hold state reft does not know.
@@ -58,7 +39,7 @@ class MegatronEngine:
         self.scheduler = scheduler
         self.micro_batches = micro_batches
         self.resizing = None
-        self.data = ProgramData()
+        self.data = None  # it follows from the client state
         self.device: torch.device = next(chunks[0].parameters()).device
         self.global_steps = 0
         self._model = torch.nn.ModuleList(chunks)

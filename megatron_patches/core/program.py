@@ -106,11 +106,7 @@ def install(module: ModuleType) -> None:
 
 
 class TrainingProgram:
-    """The program of this process.
-
-    Raises:
-        ConfigError: the ``reft`` block is wrong.
-    """
+    """The program of this process."""
 
     def __init__(self, block: dict[str, Any]) -> None:
         self.enabled = parse_block(dict(block), os.environ).enabled
@@ -210,11 +206,7 @@ class TrainingProgram:
     # -- start -----------------------------------------------------------------------------------------
 
     def _check(self, args: Any) -> None:
-        """
-        Raises:
-            ConfigError: the program is of a release that was never tried, or was started with an option that
-                reft cannot resume.
-        """
+        """A ConfigError where the release was never tried, or an option cannot be resumed."""
         check_release(PROGRAM_RELEASES)
         for name, reason in _REFUSED.items():
             if getattr(args, name, False):
@@ -245,14 +237,9 @@ class TrainingProgram:
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
     ) -> tuple[int, float]:
-        """Take the training into reft's care, and restore the newest version there is. Collective.
-
-        Args:
-            load: loads what the program has on disk; None where it was given nothing to load.
-
-        Returns:
-            Iterations made, and floating-point operations, as the program counts them.
-        """
+        """Take the training into reft's care, and restore the newest version there is, else by ``load``, if
+        there is anything to load. Returns the iterations made, and floating-point operations, as the program
+        counts them."""
         protection = attach_megatron(
             model, optimizer, scheduler, client_state=self._client_state, config=self._block
         )
@@ -277,10 +264,7 @@ class TrainingProgram:
         return self._iteration, self._operations
 
     def check_loaded_whole(self, protection: MegatronProtection) -> None:
-        """
-        Raises:
-            UnrecoverableError: what memory had half written was not all replaced.
-        """
+        """An UnrecoverableError where what memory had half written was not all replaced."""
         args = self._training.get_args()
         partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
         if protection.half_written and partly:

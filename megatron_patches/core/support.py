@@ -74,11 +74,7 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def check(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Refuse a model or an optimizer that holds more than reft restores.
-
-    Raises:
-        UnsupportedStateError: names what, and what to change.
-    """
+    """Refuse a model or an optimizer that holds more than reft restores, by name, with what to change."""
     for is_so, found, change in _facts(chunks, optimizer):
         if is_so:
             raise refuse(found, change)
@@ -152,10 +148,7 @@ def _of_fused_adam(inner: Any) -> Iterator[Fact]:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """
-    Raises:
-        UnsupportedStateError: it has no state that could be restored.
-    """
+    """Refuse one that has no state that could be restored."""
     if scheduler is not None and not all(
         callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")
     ):

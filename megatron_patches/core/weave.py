@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from reft.engine.session import Woven
 from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.scheduling.trace import InstructionRecord
 
@@ -22,34 +23,18 @@ _running: list[MegatronWeaver] = []
 """The weaver whose step is being made: a process trains one model at a time."""
 
 
-class MegatronWeaver:
-    """Windows of one training.
-
-    Args:
-        pacer: opens and closes windows.
-        traced: whether every instruction is timed; asked before every step.
-    """
+class MegatronWeaver(Woven):
+    """Windows of one training; the device's time line is not marked. ``traced``: whether every instruction is
+    timed; asked before every step."""
 
     def __init__(self, pacer: Pacer, traced: Callable[[], bool]) -> None:
+        super().__init__()
         self._pacer = pacer
         self._traced = traced
         self._is_traced = False
         self._names: list[str] = []
-        self._records: list[InstructionRecord] = []
-        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
-        self._began = 0.0
         self._step_began = False
-        self.mark: Callable[[], Any] | None = None
-        """As of :class:`reft.engine.weave.Weaver`; the device's time line is not marked here."""
         _weave_schedules()
-
-    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
-        """Instructions timed since the last call, and when the last step began."""
-        records, self._records = self._records, []
-        return tuple(records), self._began
-
-    def take_marks(self) -> list[tuple[Any, Any]]:
-        return []
 
     # -- the step ------------------------------------------------------------------------------------
 

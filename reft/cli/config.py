@@ -56,6 +56,7 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = [] if script is None else ScriptLook(_source(script), script).findings()
     lines += [(finding.severity, f"{script}: {finding}") for finding in lacks]
+    lines.sort(key=lambda line: line[0] is not Severity.REFUSED)
     refused, warned = ([text for kind, text in lines if kind is of] for of in Severity)
     well = not refused and not (lacks and block is not None and block.strict)
     if as_json:

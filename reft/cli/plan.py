@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
 
 _EXIT_NOT_WELL = 1
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _count(text: str) -> float:
+    """``7B`` or ``7e9``."""
+    scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
+    try:
+        return scale * float(text if scale == 1.0 else text[:-1])
+    except ValueError:
+        raise ConfigError(f"--parameters is {text!r}; write a number such as 7B or 7e9") from None
 
 
 def plan_command(
@@ -51,8 +61,10 @@ def plan_command(
     parameters: Annotated[
         float | None,
         typer.Option(
-            help="count bytes for so many parameters, evenly spread, as publications do (1.3e9); without "
-            "--model computing time is a Llama's of that size"
+            parser=_count,
+            metavar="N",
+            help="count bytes for so many parameters, evenly spread, as publications do (7B, 1.3e9); without "
+            "--model computing time is a Llama's of that size",
         ),
     ] = None,
     seq_length: Annotated[

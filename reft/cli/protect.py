@@ -14,7 +14,7 @@ from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.config import AOR
 from reft.errors import ReftError
 from reft.memory.arena import Arena
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import JobDir, live_processes
 from reft.node.protection import ProtectionRecord, parse_order, read_record, write_order
 from reft.protect.codes import Scheme
 
@@ -46,7 +46,7 @@ def protect_command(
         _show(record, as_json)
         return
     _refuse_impossible(parse_order(scheme), paths)
-    running = [path for path in paths if JobDir.open(path).live_processes()]
+    running = [path for path in paths if live_processes(JobDir.open(path).path)]
     if not running:
         raise ReftError(
             f"job {JobDir.open(paths[0]).job_id!r} does not run in {', '.join(map(str, paths))}: nothing to "

@@ -12,7 +12,7 @@ import typer
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.errors import ReftError
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import JobDir, live_processes
 from reft.memory.scale_orders import ScaleAnswer, read_answer, write_order
 
 _POLL_SECS = 0.1
@@ -53,7 +53,7 @@ def scale_command(
     this moment, or nothing is committed yet, the order waits for up to a minute first; `reft status` says so.
     Exit code 0: done; 1: refused, or not done in time.
     """
-    paths = [path for path in find_memory(memory_dir, job) if JobDir.open(path).live_processes()]
+    paths = [path for path in find_memory(memory_dir, job) if live_processes(JobDir.open(path).path)]
     if not paths:
         raise ReftError(
             "the job does not run here: ask on one of its nodes, or give --nnodes to its next `reft launch`"

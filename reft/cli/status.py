@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ from reft.node.history import Round, describe_parts, read_history, restarts_amon
 from reft.node.observe import Doing, NodeObserver
 from reft.node.progress import read_pages
 from reft.node.protection import read_record
-from reft.node.report import Board, Row, Signal, is_well, newest_board, read_board, summary
+from reft.node.report import ENDED_WELL, Board, Row, Signal, is_well, newest_board, read_board, summary
 from reft.node.stragglers import STEP_PARTS
 from reft.policy.advice import advise, situation
 
@@ -92,7 +93,7 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
     nodes = [(JobDir.open(path), read_history(path)) for path in paths]
     if as_json:
         told = [
-            {"job_id": directory.job_id, "node": directory.node, "rounds": [row.to_json() for row in rounds]}
+            {"job_id": directory.job_id, "node": directory.node, "rounds": [asdict(row) for row in rounds]}
             for directory, rounds in nodes
         ]
         typer.echo(json.dumps(told, indent=2))
@@ -179,8 +180,8 @@ def _node(path: Path) -> dict[str, Any]:
         "daemon_runs": _daemon_runs(path),
         "status": directory.read_status(),
         "restarts": f"{len(restarts)}; the last: {why(restarts[-1])}" if restarts else "none",
-        "last_recovery": restarts[-1].to_json() if restarts else None,
-        "protection": None if record is None else record.to_json(),
+        "last_recovery": asdict(restarts[-1]) if restarts else None,
+        "protection": None if record is None else asdict(record),
     }
 
 
@@ -196,8 +197,11 @@ def _daemon_runs(path: Path) -> bool:
     return daemon is not None and is_running(daemon)
 
 
-def _launcher_says(path: Path) -> str:
-    return str((read_json(path / "launcher.json") or {}).get("state", ""))
+def _launcher_ended(path: Path) -> str:
+    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was killed."""
+    board = read_board(path)
+    row = None if board is None else board.row(JobDir.open(path).node)
+    return row.report.why if row is not None and row.report.left else ""
 
 
 def _runs(path: Path) -> bool:
@@ -206,7 +210,7 @@ def _runs(path: Path) -> bool:
         return True
     board = read_board(path)
     told = board is not None and time.time() - board.written_unix_secs < _OLD_SECS
-    return told and not _launcher_says(path).startswith("ended")
+    return told and not _launcher_ended(path)
 
 
 def _end(paths: Sequence[Path]) -> str:
@@ -215,10 +219,10 @@ def _end(paths: Sequence[Path]) -> str:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:
             return rounds[-1].ended
-    states = list(map(_launcher_says, paths))
-    if "ended well" in states:
+    said = list(map(_launcher_ended, paths))
+    if ENDED_WELL in said:
         return _ENDED_WELL
-    return "its launcher was told to end" if "ended" in states else "its processes are gone"
+    return "its launcher was told to end" if any(said) else "its processes are gone"
 
 
 # -- showing -------------------------------------------------------------------------------------------

@@ -58,11 +58,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:
-    """Listen on the address that ``host`` resolves to on this machine, and on no other.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
+    """Listen on the address that ``host`` resolves to on this machine, and no other; raises ConfigError."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:
@@ -142,22 +138,43 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _dial(endpoint: str, timeout_secs: float) -> socket.socket:
-    connection = _open(endpoint, timeout_secs)
+    if not endpoint.startswith("@"):
+        connection = socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
+    else:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_secs)
+            connection.connect(f"\0{endpoint[1:]}")
+        except BaseException:
+            connection.close()
+            raise
     _SOCKETS.add(connection)
     return connection
 
 
-def _open(endpoint: str, timeout_secs: float) -> socket.socket:
-    if not endpoint.startswith("@"):
-        return socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout_secs)
-        connection.connect(f"\0{endpoint[1:]}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def accept(
+    listener: socket.socket,
+    what: str,
+    let_in: Callable[[socket.socket, Any], object],
+    is_closed: Callable[[], bool],
+) -> None:
+    """Take connections in a thread of its own until the listener is closed; trouble is said once."""
+
+    def run() -> None:
+        troubled = False
+        while True:
+            try:
+                let_in(*listener.accept())
+                troubled = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if is_closed():
+                    return
+                if not troubled:
+                    logger.warning("%s cannot accept connections: %s", what, error)
+                troubled = True
+                time.sleep(_TROUBLE_SECS)
+
+    threading.Thread(target=run, name=what, daemon=True).start()
 
 
 class AuthenticatedServer:
@@ -181,19 +198,21 @@ class AuthenticatedServer:
         self._strangers = 0
         self._told: set[str] = set()
         self._closed = False
-        if listener.family == socket.AF_UNIX:
-            self.host, self.port = "", 0
-            self.endpoint = f"@{listener.getsockname()[1:].decode()}"
+        address = listener.getsockname()
+        self.host: str
+        self.port: int
+        self.host, self.port = ("", 0) if listener.family == socket.AF_UNIX else address[:2]
+        if isinstance(address, str):
+            self.endpoint = address
+        elif isinstance(address, bytes):
+            self.endpoint = f"@{address[1:].decode()}"
         else:
-            self.host, self.port = listener.getsockname()[:2]
             self.endpoint = format_endpoint(self.host, self.port)
-        self._thread = threading.Thread(target=self._accept, name=f"server of the {purpose}", daemon=True)
-        self._thread.start()
+        accept(listener, f"the {purpose}", self._let_in, lambda: self._closed)
 
     def stop_listening(self) -> None:
         """Take no connection any more; those that are served go on."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         with suppress(OSError):
             # Wakes the thread that accepts; closing alone would leave the port listening until then.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -207,24 +226,6 @@ class AuthenticatedServer:
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def _is_closed(self) -> bool:
-        with self._lock:
-            return self._closed
-
-    def _accept(self) -> None:
-        troubled = False
-        while True:
-            try:
-                self._let_in(*self._listener.accept())
-                troubled = False
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                if self._is_closed():
-                    return
-                if not troubled:
-                    logger.warning("the %s cannot accept connections: %s", self._purpose, error)
-                troubled = True
-                time.sleep(_TROUBLE_SECS)
 
     def _let_in(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
         with self._lock:
@@ -257,7 +258,7 @@ class AuthenticatedServer:
                 kept = self._serve(channel)
         except AuthenticationError as error:
             logger.warning("%s: %s; the connection is closed", address, error)
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # ValueError: it sent no valid message
             pass
         finally:
             with self._lock:
@@ -294,9 +295,8 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        ("TCP_KEEPIDLE", _IDLE_SECS),
-        ("TCP_KEEPINTVL", _PROBE_SECS),
-        ("TCP_KEEPCNT", _PROBES),
+        (socket.TCP_KEEPIDLE, _IDLE_SECS),
+        (socket.TCP_KEEPINTVL, _PROBE_SECS),
+        (socket.TCP_KEEPCNT, _PROBES),
     ):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reft.control.mac import authenticate, check_authentic
-from reft.control.overlay import carrier, shared_secret
+from reft.control.overlay import connect, shared_secret
 from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.naming import Label
@@ -77,9 +77,6 @@ class ControlGroup:
         secret: what ranks prove to each other; None: the first one writes one to torch's store.
         transport: what carries it, ``sockets`` or ``mpi``.
 
-    Attributes:
-        on_silence: told, beside the log, whose answer is missing for long.
-
     Raises:
         TransferError: a peer did not come in time, or cannot be reached.
         AuthenticationError: a peer has another secret.
@@ -108,30 +105,34 @@ class ControlGroup:
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
         self.on_silence: OnSilence = lambda missing, secs: None
-        self._kind = transport
-        self._open = self._make_carrier()
+        """Told, next to the log, whose answer is missing for long."""
+        self._times = itertools.count()
+        self._over_mpi: Open | None = None
+        if transport == MPI:
+            from reft.control.mpi import mpi_carrier  # mpi4py starts MPI when it is imported
+
+            self._over_mpi = mpi_carrier(self.rank, self.world_size, self._node, timeout_secs)
         self._transport: Transport | None = None
         self._connect(lambda: True)
-
-    def _make_carrier(self) -> Open:
-        if self._kind == MPI:
-            from reft.control.mpi_transport import mpi_carrier  # mpi4py starts MPI when it is imported
-
-            return mpi_carrier(self.rank, self.world_size, self._node, self.timeout_secs)
-        return carrier(
-            self._store,
-            self._prefix,
-            rank=self.rank,
-            world_size=self.world_size,
-            node=self._node,
-            secret=self._secret,
-        )
 
     def _connect(self, go_on: Callable[[], bool]) -> None:
         def silent(missing: list[str], secs: float) -> None:
             self.on_silence(missing, secs)  # which may be set later
 
-        self._transport = self._open(self.timeout_secs, go_on, silent)
+        if self._over_mpi is not None:
+            self._transport = self._over_mpi(self.timeout_secs, go_on, silent)
+            return
+        self._transport = connect(
+            self._store,
+            f"{self._prefix}/{next(self._times)}",
+            rank=self.rank,
+            world_size=self.world_size,
+            node=self._node,
+            secret=self._secret,
+            timeout_secs=self.timeout_secs,
+            go_on=go_on,
+            on_silence=silent,
+        )
 
     @property
     def _connections(self) -> Transport:
@@ -143,7 +144,10 @@ class ControlGroup:
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
         """The connections of the snapshot worker, under the job's secret (None: this group's). Collective."""
         worker = WorkerControl(
-            self.timeout_secs, node=self._node, secret=secret or self._secret, transport=self._kind
+            self.timeout_secs,
+            node=self._node,
+            secret=secret or self._secret,
+            transport=MPI if self._over_mpi else SOCKETS,
         )
         worker.on_silence = self.on_silence
         return worker
@@ -151,7 +155,7 @@ class ControlGroup:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and over MPI
         AuthenticationError (sockets see to that themselves)."""
-        if self._kind != MPI:
+        if self._over_mpi is None:
             return self._connections.gather(data)
         told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
         return [check_authentic(body, self._secret, _GATHERED) for body in told]
@@ -197,11 +201,7 @@ class ControlGroup:
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
         """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
-        other, and name each other in the same call. Collective among these.
-
-        Raises:
-            PeerLostError: a peer vanished.
-        """
+        other, and name each other in the same call. Raises PeerLostError."""
         self.stream(_bytes_of(sends), {peer: Buffers(views) for peer, views in _bytes_of(receives).items()})
 
     def stream(
@@ -229,9 +229,8 @@ class ControlGroup:
             raise
 
     def end_pairs(self) -> None:
-        """Let the connections go that an exchange has made, beyond the tree's. A load connects a rank with
-        all of its sharding group; that need not stay for the whole job. Nothing is waited for: the ranks meet
-        in a collective before the next exchange."""
+        """Let the connections go that an exchange has made, beyond the tree's. Nothing is waited for: the
+        ranks meet in a collective before the next exchange."""
         self._connections.end_pairs()
 
     def leave(self) -> None:
@@ -251,16 +250,9 @@ class WorkerControl(ControlGroup):
         self._connect(go_on)
 
     def vote(self, ballot: Ballot, version: Label) -> Ballot:
-        """All-reduce a ballot over all ranks; everybody gets the same result.
-
-        Args:
-            ballot: this rank's word.
-            version: voted on; all ranks must vote on the same one, of the same incarnation.
-
-        Raises:
-            TransferError: a peer is gone, or votes on another version.
-        """
-        # The smallest of all: of what any rank may raise, the negative.
+        """All-reduce a ballot over all ranks, which must vote on the same version of the same incarnation;
+        everybody gets the same result. Raises TransferError: a peer is gone, or votes on another version."""
+        # A minimum is all that is reduced: what any rank may raise is sent negated.
         said = [getattr(ballot, name) for name in _RAISED]
         word = [int(ballot.ok), *(-int(value) for value in said)]
         word += [version.step, -version.step, version.incarnation, -version.incarnation]

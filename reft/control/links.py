@@ -86,12 +86,8 @@ class Reception:
             return not self._closed
 
     def await_call(self, kind: str, rank: int, deadline: float, go_on: GoOn) -> Channel:
-        """The connection that ``rank`` makes for ``kind``.
-
-        Raises:
-            TimeoutError: it did not come.
-            InterruptedError: the wait was ended.
-        """
+        """The connection that ``rank`` makes for ``kind``. Raises TimeoutError: it did not come;
+        InterruptedError: the wait was ended."""
         while True:
             with self._changed:
                 if (kind, rank) not in self._arrived:
@@ -104,12 +100,8 @@ class Reception:
                 raise TimeoutError(f"rank {rank} did not connect")
 
     def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
-        """Connect to another rank, within :data:`CONNECT_SECS`.
-
-        Raises:
-            AuthenticationError: it has another secret.
-            OSError: it does not answer.
-        """
+        """Connect to another rank, within :data:`CONNECT_SECS`. Raises AuthenticationError: it has another
+        secret; OSError: it does not answer."""
         # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one to another.
         near = other.node == self.endpoint.node
         ways = [other.local, other.remote] if near else [other.remote]
@@ -160,11 +152,8 @@ def _in_words(rank: int, reach: str) -> str:
 
 
 def _reach(node: str) -> str:
-    """``node``, and within it what abstract Unix sockets are seen from: the network namespace."""
-    try:
-        return f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return node
+    """``node``, and the network namespace, within which abstract Unix sockets are seen."""
+    return f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
 
 
 def listen_remotely() -> socket.socket:

@@ -7,16 +7,18 @@ arrival.
 
 from __future__ import annotations
 
-import itertools
+import select
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Protocol
 
 from reft.backoff import Backoff
-from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
-from reft.control.peers import Peers
-from reft.control.transport import Limits, OnSilence, Open, saying
+from reft.control.links import CONNECT_SECS, PEER_ENDED, Endpoint, GoOn, Reception, ended
+from reft.control.transport import Buffers, Inflow, Limits, OnSilence, Silence, not_empty, saying
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -24,7 +26,10 @@ from reft.errors import AuthenticationError, TransferError
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
 _HEAR_SECS = 1.0
 """So often a rank that waits asks the store whether another one has given up."""
-_TREE = "tree"
+_TREE, _PAIR = "tree", "pair"
+_MOST_VIEWS = 64
+"""Buffers of one call of ``sendmsg`` or ``recvmsg_into``."""
+_MOST_WAKES = 4096
 
 
 class Store(Protocol):
@@ -34,6 +39,159 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
+
+
+class Peers:
+    """One rank's connections to those that it exchanges bytes with: one per pair, made when the two first
+    have something for each other. Used by one thread.
+
+    The bytes go from memory to memory without frames, and are checked by the checksums that travel with a
+    version; the connection itself is authenticated. Who has no room for more does not read: what was sent
+    ahead is bounded by the connections' own buffers. Where a ``watched`` connection ends, so does the
+    exchange.
+    """
+
+    def __init__(
+        self,
+        reception: Reception,
+        endpoint_of: Callable[[int], Endpoint],
+        watched: Callable[[], Sequence[Channel]],
+        limits: Limits,
+    ) -> None:
+        self._reception = reception
+        self._endpoint_of = endpoint_of
+        self._watched = watched
+        self.limits = limits
+        self._pairs: dict[int, Channel] = {}
+
+    @property
+    def links(self) -> tuple[Channel, ...]:
+        return tuple(self._pairs.values())
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        """See :meth:`reft.control.transport.Transport.stream`."""
+        deadline = time.monotonic() + self.limits.timeout_secs
+        peers = sorted(sends.keys() | receives.keys())
+        pairs = {peer: self._pair(peer, deadline) for peer in peers}
+        flows = [
+            _Flow(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
+            for peer in peers
+        ]
+        self._move(flows, wake)
+
+    def _pair(self, peer: int, deadline: float) -> Channel:
+        if peer not in self._pairs:
+            # The lower rank calls: a pair has one connection. Who is called answers in a thread of its
+            # own, so that a ring of ranks that all call does not stand still.
+            if self._reception.endpoint.rank < peer:
+                self._pairs[peer] = self._reception.call(self._endpoint_of(peer), _PAIR, deadline)
+            else:
+                self._pairs[peer] = self._await(peer, deadline)
+            self._pairs[peer].settimeout(0)
+        return self._pairs[peer]
+
+    def _await(self, peer: int, deadline: float) -> Channel:
+        silence = Silence(self.limits.patience_secs)
+
+        def go_on() -> bool:
+            if silence.says([str(peer)]):
+                self.limits.on_silence([str(self._endpoint_of(peer))], silence.secs)
+            return not ended(self._watched())
+
+        return self._reception.await_call(_PAIR, peer, deadline, go_on)
+
+    def _move(self, flows: Sequence[_Flow], wake: socket.socket | None) -> None:
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``; EOFError: a
+        peer, or one that is watched, has closed its connection."""
+        poller = select.poll()
+        for channel in self._watched():
+            poller.register(channel, PEER_ENDED)
+        busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
+        for fd, flow in busy.items():
+            poller.register(fd, flow.wants() | PEER_ENDED)
+        if wake is not None:
+            poller.register(wake, select.POLLIN)
+        silence = Silence(self.limits.patience_secs)
+        while busy:
+            missing = [flow.peer for flow in busy.values()]
+            if silence.secs > self.limits.timeout_secs:
+                raise TimeoutError(
+                    f"no byte was moved for {self.limits.timeout_secs:.0f} s; {', '.join(missing)}"
+                )
+            if silence.says(missing):
+                self.limits.on_silence(missing, silence.secs)
+            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
+                silence = Silence(self.limits.patience_secs)
+                if wake is not None and fd == wake.fileno():
+                    wake.recv(_MOST_WAKES)
+                    for each, flow in busy.items():
+                        poller.modify(each, flow.wants() | PEER_ENDED)
+                elif fd not in busy:
+                    raise EOFError("a rank left while others exchanged bytes")
+                else:
+                    flow = busy[fd]
+                    flow.go_on(event)
+                    poller.modify(fd, flow.wants() | PEER_ENDED)
+                    if flow.done:
+                        del busy[fd]
+                        poller.unregister(fd)
+
+    def close(self) -> None:
+        """End all connections."""
+        for channel in self.links:
+            channel.shutdown()
+            channel.close()
+        self._pairs.clear()
+
+
+class _Flow:
+    """What goes over one connection in one exchange."""
+
+    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: Inflow) -> None:
+        self.peer = channel.peer
+        self.connection = channel.detach()
+        self._out = deque(out)
+        self._inflow = inflow
+        self._into: deque[memoryview] = deque()
+
+    @property
+    def done(self) -> bool:
+        return not self._out and self._inflow.complete
+
+    def wants(self) -> int:
+        """The events that something can be moved at."""
+        self._into.extend(self._inflow.room())
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+
+    def go_on(self, event: int) -> None:
+        """Move what can be moved without waiting."""
+        if self._into and event & select.POLLIN:
+            nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
+            if not nbytes:
+                raise EOFError("a peer closed its connection")
+            if full := advance(self._into, nbytes):
+                self._inflow.filled(full)
+        elif event & PEER_ENDED:
+            raise EOFError("a peer closed its connection")
+        if self._out and event & select.POLLOUT:
+            with suppress(BlockingIOError):
+                advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
+
+
+def advance(views: deque[memoryview], nbytes: int) -> int:
+    """Take ``nbytes`` that were moved off the front; how many views that ended."""
+    done = 0
+    while views and nbytes >= len(views[0]):
+        nbytes -= len(views.popleft())
+        done += 1
+    if nbytes:
+        views[0] = views[0][nbytes:]
+    return done
 
 
 class Overlay:
@@ -78,59 +236,31 @@ def connect(
         AuthenticationError: a rank has another secret.
     """
     joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
-    with joining.heard(rank):
-        overlay = _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
-    overlay.limits.on_silence = saying(on_silence, first_on_node=joining.is_first_on_node)
-    return overlay
-
-
-def carrier(store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes) -> Open:
-    """:func:`connect`, each time under a prefix of its own in the store."""
-    numbers = itertools.count()
-
-    def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
-        return connect(
-            store,
-            f"{prefix}/{next(numbers)}",
-            rank=rank,
-            world_size=world_size,
-            node=node,
-            secret=secret,
-            timeout_secs=timeout_secs,
-            go_on=go_on,
-            on_silence=on_silence,
-        )
-
-    return open_
-
-
-def _connect(
-    joining: _Joining, reception: Reception, world_size: int, node: str, timeout_secs: float
-) -> Overlay:
-    rank = reception.endpoint.rank
     links: list[Channel] = []
-    try:
-        callers, called = joining.places(reception.endpoint, world_size, node)
-        parent = None
-        if called is not None:
-            parent = reception.call(called, _TREE, joining.deadline)
-            links.append(parent)
-        for caller in callers:
-            links.append(
-                reception.await_call(
-                    _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+    with joining.heard(rank):
+        reception = Reception(rank, node, secret)
+        try:
+            callers, called = joining.places(reception.endpoint, world_size, node)
+            parent = None
+            if called is not None:
+                parent = reception.call(called, _TREE, joining.deadline)
+                links.append(parent)
+            for caller in callers:
+                links.append(
+                    reception.await_call(
+                        _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                    )
                 )
-            )
-    except BaseException as error:
-        reception.close()
-        for link in links:
-            link.close()
-        if isinstance(error, AuthenticationError | TransferError):
+        except BaseException as error:
+            reception.close()
+            for link in links:
+                link.close()
+            if isinstance(error, AuthenticationError | TransferError):
+                raise
+            if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
+                raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
             raise
-        if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
-            raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
-        raise
-    limits = Limits(timeout_secs)
+    limits = Limits(timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node))
     tree = Tree(rank, world_size, parent, links[parent is not None :], limits)
     return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, limits), reception)
 
@@ -227,8 +357,8 @@ class _Joining:
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that the first who asks makes and the others read. For where the ranks share none yet: whoever
-    can read the store can take part, as in torch's own groups."""
+    """Bytes that the first who asks makes and the others read: whoever can read the store can take part, as
+    in torch's own groups."""
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())
     return bytes.fromhex(store.get(key).decode())

@@ -71,11 +71,7 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
-        """Set ``key`` if it holds ``expected`` (None: nothing).
-
-        Returns:
-            Whether it was set, and what the key holds now.
-        """
+        """Set ``key`` if it holds ``expected`` (None: nothing); whether it was set, and what it holds now."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -87,11 +83,8 @@ class RendezvousStore(ABC):
         ``secs`` from now on."""
 
     def alive(self, prefix: str) -> frozenset[str]:
-        """The names with that prefix whose holders live now.
-
-        A store without leases keeps no such list, and answers with nobody: its clients then tell each other
-        by heartbeats in what they share.
-        """
+        """The names with that prefix whose holders live now; nobody where the store keeps no leases: its
+        clients then tell each other by heartbeats in what they share."""
         return frozenset()
 
     @abstractmethod

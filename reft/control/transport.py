@@ -1,5 +1,4 @@
-"""What carries the control plane and the blocks between ranks: one protocol, two implementations; and how
-they say whose answer is missing, where a rank that lives stands still: stopped, swapped, in a debugger.
+"""What carries the control plane and the blocks between ranks, and how those who stand still are named.
 
 Sockets (:mod:`reft.control.overlay`) authenticate every connection and hear of a process that dies. MPI
 (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec`` started.
@@ -32,7 +31,7 @@ OnSilence = Callable[[list[str], float], None]
 
 
 def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
-    """One that says it in the log, too: one line per node; the others have it where more is logged."""
+    """One that says it in the log, too: as a warning once per node."""
 
     def say(missing: list[str], secs: float) -> None:
         logger.log(

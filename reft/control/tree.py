@@ -153,14 +153,8 @@ class Tree:
     def _look_at(
         self, silence: Silence, missing: list[str], to: Collection[Channel], deadline: float
     ) -> float:
-        """Say who is missing, to those too who wait for this rank, if it is time to.
-
-        Returns:
-            Seconds until it is to be looked at again.
-
-        Raises:
-            TimeoutError: there is no time left.
-        """
+        """Say who is missing, also to those who wait for this rank, if it is time to; seconds until the next
+        look. Raises TimeoutError: there is no time left."""
         left_secs = deadline - time.monotonic()
         if left_secs <= 0:
             raise TimeoutError(

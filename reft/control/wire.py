@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,7 +23,6 @@ import msgpack
 from reft.control.mac import MAC_BYTES, derive_key, is_same, mac
 from reft.errors import AuthenticationError
 
-SOCKET_NAME = "daemon.sock"
 MAX_FRAME_BYTES = 16 * 2**20
 _NONCE_BYTES = 32
 _LENGTH = struct.Struct(">I")
@@ -38,15 +36,11 @@ _PART_BYTES = 2**20
 class Channel:
     """An authenticated, ordered stream of messages over a connected socket.
 
-    Attributes:
-        peer: who is on the other side, in words, where that is known.
-
     Args:
         connection: connected; its timeout bounds every read and write.
-        secret: the job's secret.
-        server: which side this is.
+        secret: of both sides; the job's, or a key made of it.
         line: name of the line in error messages.
-        handshake_secs: time for the whole handshake; None: the connection's timeout bounds each read.
+        handshake_secs: time for the whole handshake.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
@@ -59,12 +53,13 @@ class Channel:
         secret: bytes,
         *,
         server: bool,
-        line: str = "the daemon's socket",
-        handshake_secs: float | None = None,
+        line: str,
+        handshake_secs: float,
     ) -> None:
         self._socket = connection
         self._line = line
         self.peer = ""
+        """Who is on the other side, in words, where that is known."""
         self._outgoing = b"s" if server else b"c"
         self._incoming = b"c" if server else b"s"
         self._sent = 0
@@ -72,11 +67,10 @@ class Channel:
         self._frame = bytearray()
         """What has come of the next frame."""
         patience = connection.gettimeout()
-        deadline = None if handshake_secs is None else time.monotonic() + handshake_secs
-        self._key = self._handshake(secret, deadline)
+        self._key = self._handshake(secret, time.monotonic() + handshake_secs)
         connection.settimeout(patience)
 
-    def _handshake(self, secret: bytes, deadline: float | None) -> bytes:
+    def _handshake(self, secret: bytes, deadline: float) -> bytes:
         mine = os.urandom(_NONCE_BYTES)
         self._socket.sendall(mine)
         theirs = self._read_exactly(_NONCE_BYTES, deadline)
@@ -104,12 +98,8 @@ class Channel:
         return _LENGTH.pack(len(body)) + code + body
 
     def send_some(self, frame: memoryview) -> int:
-        """Send as much of a frame as the other side takes now. Waits for it to take something, as long as the
-        connection's timeout.
-
-        Returns:
-            Bytes that were taken; all of the frame have to be before the next one.
-        """
+        """Send what the other side takes of a frame within the connection's timeout; returns how many bytes.
+        All of it has to be taken before the next frame."""
         return self._socket.send(frame)
 
     def receive(self) -> Any:
@@ -119,12 +109,7 @@ class Channel:
         return received[0]
 
     def receive_some(self) -> tuple[Any] | None:
-        """Read on in the next message, and in none after it. Waits for a byte of it, as long as the
-        connection's timeout.
-
-        Returns:
-            The message, once all of it is there; else None.
-        """
+        """Wait for bytes of the next message, and read none after it; the message, once it is whole."""
         wanted = self._frame_bytes() - len(self._frame)
         part = self._socket.recv(min(wanted, _PART_BYTES))
         if not part:
@@ -155,12 +140,11 @@ class Channel:
         """All but the last part have one size each: no two messages look alike."""
         return mac(b"".join((direction, _NUMBER.pack(number), body)), self._key, _FRAME)
 
-    def _read_exactly(self, nbytes: int, deadline: float | None = None) -> bytes:
+    def _read_exactly(self, nbytes: int, deadline: float) -> bytes:
         parts = bytearray()
         while len(parts) < nbytes:
-            if deadline is not None:
-                # Whoever sends a byte now and then does not get more time by it.
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            # Whoever sends a byte now and then does not get more time by it.
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = self._socket.recv(nbytes - len(parts))
             if not part:
                 raise EOFError(f"{self._line} was closed by the other side")
@@ -191,52 +175,3 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
-    """Connect to the daemon of ``job_dir``.
-
-    Raises:
-        OSError: no daemon answers.
-        AuthenticationError: it is not this job's.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_secs)
-    try:
-        with ShortPath(job_dir) as path:
-            connection.connect(path)
-        return Channel(connection, secret, server=False)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def listen(job_dir: Path) -> socket.socket:
-    """Listen on the daemon's socket of ``job_dir``, mode 0600; replaces a dead daemon's."""
-    (job_dir / SOCKET_NAME).unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    old_mask = os.umask(0o177)
-    try:
-        with ShortPath(job_dir) as path:
-            listener.bind(path)
-    except BaseException:
-        listener.close()
-        raise
-    finally:
-        os.umask(old_mask)
-    listener.listen(64)
-    return listener
-
-
-class ShortPath:
-    """A name for the socket that fits ``sun_path`` (108 bytes), however deep the directory is."""
-
-    def __init__(self, job_dir: Path) -> None:
-        self._job_dir = job_dir
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{SOCKET_NAME}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)

@@ -59,15 +59,9 @@ def readers(replicas: int) -> int:
 class SharedLedger:
     """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a step).
 
-    Every take is a line in a store, appended by compare-and-set behind the last one that its writer has read.
-    So every process reads the same takes in the same order, a micro-batch is handed out once, and no
-    coordinator can die.
-
-    Args:
-        store: of ``torch.distributed``; every process of the ledger reaches it.
-        prefix: of the ledger's keys.
-        todo: what there is to take, the lowest first; the same in every process.
-    """
+    Every take is a line in ``store``, appended by compare-and-set behind the last one that its writer has
+    read. So every process reads the same takes in the same order, a micro-batch is handed out once, and no
+    coordinator can die. ``todo``: what there is to take, the lowest first; the same in every process."""
 
     def __init__(self, store: Any, prefix: str, todo: Iterable[int]) -> None:
         self._store = store

@@ -69,10 +69,7 @@ class Registry(Generic[P]):
         return self._waiting.pop(name, None)
 
     def require_named(self, name: str, loader: Followed[Any, P]) -> None:
-        """
-        Raises:
-            ConfigError: another loader has the name.
-        """
+        """A ConfigError where another loader has the name."""
         if self._named.get(name) is not loader:
             raise ConfigError(
                 f"found two loaders that are resumable under the name {name!r}; expected one name "

@@ -63,14 +63,7 @@ class Progress(Read):
 
 
 class Loader(Followed[Progress, dict[str, Any]]):
-    """Made by :func:`loader`.
-
-    Attributes:
-        dataset: what is read.
-        batch_size: samples of a replica in a micro-batch.
-        drop_last: whether what does not fill a micro-batch is left out.
-        inner: torch's ``DataLoader``.
-    """
+    """Made by :func:`loader`, over torch's ``DataLoader``, ``inner``."""
 
     def __init__(
         self,
@@ -119,11 +112,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         return self._batches.deal(self.replica[1])
 
     def __len__(self) -> int:
-        """Batches of a whole pass.
-
-        Raises:
-            TypeError: replicas take as many as they come to.
-        """
+        """Batches of a whole pass; a TypeError where replicas take as many as they come to."""
         if self._batches.step_samples is not None:
             raise TypeError(f"the loader {self._name!r} has no length: replicas take what they come to")
         return len(self.deal)
@@ -140,12 +129,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         return Reading(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
-        """A batch of its pass is trained on: this is the job's position from now on.
-
-        Raises:
-            ConfigError: the pass that was trained on before was left within a step: after so many
-                micro-batches each replica was at another one; or ``step_samples`` is not the engine's.
-        """
+        """A batch of its pass is trained on: this is the job's position from now on."""
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
@@ -225,10 +209,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         return None if at is None else encode(at, self._order)
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """
-        Raises:
-            ConfigError: it belongs to other data or another order.
-        """
+        """A position of other data or another order is a ConfigError."""
         self._restored = decode(position, self._order, self._name)
         self._loads, self._left_within_step = self._loads + 1, False
         self._handed_out.clear()
@@ -246,11 +227,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         return self.position() or encode(JobPosition(), self._order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of a :meth:`state_dict`, taken at any data-parallel degree.
-
-        Raises:
-            ConfigError: it belongs to other data or another order.
-        """
+        """Go to the position of a :meth:`state_dict`, taken at any data-parallel degree."""
         self.go_to(state)
 
     def wrong(self) -> str | None:

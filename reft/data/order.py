@@ -80,12 +80,8 @@ class Permutation:
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job is in its data.
-
-    Attributes:
-        epoch: number of the pass, counted from 0.
-        consumed: samples that the whole job has consumed, or dropped, since the first pass began.
-    """
+    """Where the job is in its data: in the pass ``epoch``, counted from 0, after ``consumed`` samples that
+    the whole job has consumed, or dropped, since the first pass began."""
 
     epoch: int = 0
     consumed: int = 0
@@ -197,10 +193,8 @@ def encode(at: JobPosition, order: Order) -> dict[str, Any]:
 
 
 def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
-    """
-    Raises:
-        ConfigError: the position belongs to other data or another order.
-    """
+    """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or another
+    order."""
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(
@@ -209,60 +203,3 @@ def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
                 f"made, or start a job with another job_id"
             )
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))
-
-
-class ResumableSampler:
-    """Endless micro-batches of sample indices for replica ``dp_rank`` of ``dp_size``: a job's micro-batch is
-    ``micro_batch * dp_size`` positions that follow each other, of which each replica gets its slice. Epochs
-    of ``num_samples`` follow each other without a gap, each in an order by (``seed``, epoch)."""
-
-    position_of_job = True
-    """Its state is the same on all replicas, and right at every degree."""
-
-    def __init__(
-        self, num_samples: int, *, seed: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
-    ) -> None:
-        if num_samples < 1:
-            raise ConfigError("the data holds no sample; give more text with --data, or lower --seq")
-        if micro_batch < 1 or not 0 <= dp_rank < dp_size:
-            raise ConfigError(
-                f"found micro-batch {micro_batch}, replica {dp_rank} of {dp_size}; expected a positive "
-                f"micro-batch and a replica below the number of replicas"
-            )
-        self._order = Order(num_samples, seed, shuffle=True)
-        self._micro_batch = micro_batch
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self.consumed_total = 0
-        """Samples that the job has consumed since the first epoch began."""
-
-    def __iter__(self) -> ResumableSampler:
-        return self
-
-    def __next__(self) -> Indices:
-        first = self.consumed_total + self._dp_rank * self._micro_batch
-        self.consumed_total += self._micro_batch * self._dp_size
-        return self._order.samples(np.arange(first, first + self._micro_batch, dtype=np.int64))
-
-    def seek(self, consumed_total: int) -> None:
-        self.consumed_total = consumed_total
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values; equal on every rank that read the same number of micro-batches."""
-        epoch, consumed = divmod(self.consumed_total, self._order.size)
-        known = {"version": _STATE_VERSION, "seed": self._order.seed, "num_samples": self._order.size}
-        return {**known, "epoch": epoch, "consumed": consumed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the samples that ``state`` says were consumed.
-
-        Raises:
-            ConfigError: the state belongs to other data or another seed: the order would differ.
-        """
-        for key in ("version", "num_samples", "seed"):
-            have = self.state_dict()[key]
-            if state.get(key) != have:
-                raise ConfigError(
-                    f"the data position was taken with {key} {state.get(key)}, but this job has {have}; "
-                    f"resume with the same --data, --seq and --seed, or start from an empty directory"
-                )
-        self.consumed_total = int(state["epoch"]) * self._order.size + int(state["consumed"])

@@ -29,15 +29,9 @@ _MOST_SAMPLERS = 8
 @dataclass(frozen=True)
 class Dealt:
     """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same at every
-    degree, so that a position in it is one of the whole job.
-
-    Attributes:
-        samples: of the data set.
-        replicas: that share them: sample ``n`` of the order is replica ``n % replicas``'s.
-        batch_size: samples of one replica's batch.
-        drop_last: whether the loader leaves a smaller last batch out.
-        cuts: whether the sampler leaves out what the replicas cannot share evenly; else it repeats samples.
-    """
+    degree, so that a position in it is one of the whole job: sample ``n`` is replica ``n % replicas``'s.
+    ``cuts``: whether the sampler leaves out what the replicas cannot share evenly; else it repeats
+    samples."""
 
     samples: int
     replicas: int
@@ -91,9 +85,7 @@ class Position:
     Attributes:
         start: random states when the pass was begun, with those of the loader's own generators.
         first: random states when the first batch was asked for, where something was drawn in between.
-        taken: batches that were taken.
-        length: batches of the pass; None where the loader cannot tell.
-        source: what the loader reads, in words.
+        taken: batches that were taken, of ``length``, which is None where the loader cannot tell.
         number: of the pass, for loaders that count them.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
@@ -196,13 +188,8 @@ def reads_lazily(loader: Any) -> bool:
 
 
 class Read:
-    """A pass that is read.
-
-    Args:
-        loader: torch's.
-        follow: called when a batch of the pass is trained on. It is known by a weak reference alone: a loader
-            that the script does not keep goes with its iterator.
-    """
+    """A pass over ``loader`` that is read. ``follow``, called when a batch of it is trained on, is known by a
+    weak reference alone: a loader that the script does not keep goes with its iterator."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None] | None = None) -> None:
         self.loader = loader
@@ -242,16 +229,8 @@ class Read:
 
 
 class Pass(Read):
-    """The iterator of one pass: the loader's own, counted.
-
-    Args:
-        loader: a ``DataLoader``.
-        inner: its iterator, of which nothing was taken.
-        start: what :func:`capture_start` returned before it was made.
-        watch: told before and after every batch, and at the end.
-        adopted: it was begun before anybody watched.
-        renewed: see :class:`Position`.
-    """
+    """The iterator of one pass: the loader's own, counted. ``inner``, of which nothing was taken, was begun
+    under the random states ``start``; ``adopted``: before anybody watched."""
 
     def __init__(
         self,

@@ -34,12 +34,8 @@ from reft.state.rng import restore_host_rng, restore_rng
 
 
 class Listener(Protocol):
-    """An engine that trains on what is read.
-
-    Attributes:
-        why_equal: why all replicas have to train on equally many micro-batches of a step; None: they need
-            not.
-    """
+    """An engine that trains on what is read. ``why_equal``: why all replicas have to train on equally many
+    micro-batches of a step; None: they need not."""
 
     why_equal: str | None
 
@@ -57,13 +53,8 @@ class Listener(Protocol):
 
 
 class Resuming:
-    """The time between a resumption and the first training step.
-
-    Args:
-        position: where the version was in its data, if that is known.
-        rng: the version's random states.
-        is_training: whether the engine is in training mode.
-    """
+    """The time between a resumption and the first training step. ``position``: where the version was in its
+    data, if that is known; ``rng``: its random states."""
 
     def __init__(
         self, position: Position | None, rng: dict[str, Any], is_training: Callable[[], bool]

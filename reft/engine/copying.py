@@ -17,7 +17,6 @@ from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker
@@ -33,15 +32,7 @@ def make_pacer(
     ranks_here: int,
     staging: StagingArea | None,
 ) -> Pacer:
-    """The pacer with its gate.
-
-    Args:
-        has: settings.
-        engine: copies the bytes.
-        stage_id, stages, micro_batches: of this rank's pipeline.
-        ranks_here: ranks on this node.
-        staging: where ``has.overflow`` is 'staging'.
-    """
+    """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
     gate = StreamGate() if engine.asynchronous else HostGate()
     # Until something was measured: beside computation, as slowly as ever allowed.
     share = _share_of_computing(has.compute_share, engine, ranks_here)
@@ -120,20 +111,15 @@ class Copying:
         """Whether versions are taken at all."""
         return self.variant is not Variant.NONE
 
-    def paced_copier(self) -> PacedCopier:
+    def copier(self) -> Copier:
         """Made anew for every worker."""
-        return PacedCopier(Copier(self.engine, self._chunk_bytes, self._staging), self.pacer)
+        return Copier(self.engine, self._chunk_bytes, self._staging)
 
 
 class OptimizerFence:
     """Stands before the optimizer step or, where it was seen to come within it, before the first write.
 
     A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
-
-    Args:
-        worker: returns what copies; None before the session starts.
-        copying: told of the optimizer step.
-        stats: the waits are counted there.
     """
 
     def __init__(

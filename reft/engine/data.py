@@ -2,8 +2,7 @@
 
 What is followed, and restored:
 
-- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol,
-  reft's own sampler);
+- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol);
 - an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
   ``training_data`` too;
 - loaders that the script has made :func:`reft.resumable`;
@@ -170,7 +169,10 @@ class DataPosition:
         if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
         found = {**loading.LOADERS.orders(replicas), **resumable.LOADERS.orders(replicas)}
-        loader = self._maybe[-1].loader if self._maybe else _repeated(self._source_of(iterator))
+        source = self._source_of(iterator)
+        loader = self._maybe[-1].loader if self._maybe else None
+        if loader is None and _is_repeating(source):
+            loader = getattr(source.loader, "dataloader", source.loader)  # DeepSpeed's own repeats it too
         facts = order_of(loader, replicas)
         return found if facts is None else {**found, "the DataLoader of the training": facts}
 
@@ -382,12 +384,6 @@ def _is_repeating(source: Any) -> bool:
     from deepspeed.runtime.dataloader import RepeatingLoader
 
     return isinstance(source, RepeatingLoader) and not is_shard(source.loader)
-
-
-def _repeated(source: Any) -> Any:
-    """The ``DataLoader`` that a ``RepeatingLoader`` repeats, DeepSpeed's own too; None for other data."""
-    loader = source.loader if _is_repeating(source) else None
-    return getattr(loader, "dataloader", loader)
 
 
 def _watch_begun(source: Any) -> None:

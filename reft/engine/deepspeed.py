@@ -48,16 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_with_host_state(session: Session, original: Callable[..., Any], call: Mapping[str, Any]) -> Any:
-    """``engine.save_checkpoint``, with the client state that was attached and the one that is given.
-
-    Args:
-        session: of the engine.
-        original: DeepSpeed's method.
-        call: its arguments, by name.
-
-    Returns:
-        What DeepSpeed returns.
-    """
+    """``engine.save_checkpoint``, with the client state that was attached and the one that is given."""
     attached = dict(session.state.client_state()) if session.state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
@@ -65,9 +56,15 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
 
     step = session.engine.global_steps
     name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
-    kept = {k: v for k, v in client_state.items() if k in attached} if attached else client_state
+    kept: dict[str, Any] | None = client_state
+    if attached:
+        kept = {k: v for k, v in client_state.items() if k in attached}
     try:
-        state = session.engine.capture(kept if _is_encodable(kept) else None)  # DeepSpeed's own file holds it
+        try:
+            encode(kept)
+        except UnsupportedStateError:
+            kept = None  # DeepSpeed's own file holds it
+        state = session.engine.capture(kept)
         state[SAVED_BY] = {
             "job_id": session.job_id,
             "incarnation": session.memory.incarnation,
@@ -83,14 +80,6 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
             exc_info=not isinstance(error, (ReftError, OSError)),
         )
     return result
-
-
-def _is_encodable(client_state: Mapping[str, Any]) -> bool:
-    try:
-        encode(dict(client_state))
-    except UnsupportedStateError:
-        return False
-    return True
 
 
 TRAINED_FLOPS, FROZEN_FLOPS = 6, 4
@@ -112,13 +101,10 @@ def own_flops_per_token(engine: Any, at: Coordinate) -> int:
     return sum(
         p.numel() * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
         for p in parameters
-        if p not in others and (at.tp == 0 or _is_split(p))
+        if p not in others
+        # Tensor-parallel ranks have other parts of what is marked so.
+        and (at.tp == 0 or getattr(p, "tensor_model_parallel", getattr(p, "model_parallel", False)))
     )
-
-
-def _is_split(parameter: Any) -> bool:
-    """Whether tensor-parallel ranks have other parts of it."""
-    return bool(getattr(parameter, "tensor_model_parallel", getattr(parameter, "model_parallel", False)))
 
 
 def _tied_elsewhere(module: Any) -> Iterator[Any]:
@@ -141,12 +127,7 @@ def flops_per_token(gathered: Iterable[int]) -> int:
 
 
 class TokensSeen:
-    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids.
-
-    Args:
-        page: of the trainer.
-        micro_batch: samples in it.
-    """
+    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids."""
 
     def __init__(self, page: ProgressPage, micro_batch: int) -> None:
         self._page = page
@@ -179,12 +160,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Program(Protocol):
-    """What is asked of the program that has made an engine.
-
-    Attributes:
-        data_is_bound: why its data are others at another data-parallel degree, and what to write; "" where
-            they are not.
-    """
+    """The program that has made an engine. ``data_is_bound``: why its data are others at another
+    data-parallel degree, and what to write; "" where they are not."""
 
     data_is_bound: str
 

@@ -29,9 +29,10 @@ from reft.state.rng import capture_rng
 
 
 class Resizing:
-    """A :class:`~reft.engine.engine.Resizing`.
+    """Takes up versions that were written at another data-parallel degree.
 
     Attributes:
+        why_not: why this job would not be the same at another degree; "" where it would.
         data_is_bound: why the program's data are others at another degree; "" where they are not.
     """
 
@@ -48,20 +49,38 @@ class Resizing:
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
     ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
-        """See there."""
+        """Give the live state the shape that it has in this job, and make the host state one of this job's.
+
+        Args:
+            blob: the host block of the member :meth:`Resize.host_from`; its state is changed.
+            resize: from which degree to which.
+            dp: this rank's place among its data-parallel peers.
+
+        Returns:
+            Images whose bytes are to be written, and from where those of the owned one come.
+
+        Raises:
+            LayoutError: the running job has another model or optimizer, or the state cannot be cut.
+        """
         old = blob.manifest
         lengths = self._adapter.partitioned()
         live = {spec.name: spec for spec in self._adapter.images()[1].specs}
         stored = {spec.name: spec for spec in old.owned}
         parts = {spec.name for spec in old.owned if spec.shape == stored[_master_of(spec)].shape}
-        owned = tuple(_resized(s, live.get(_master_of(s))) if s.name in parts else s for s in old.owned)
+        # A part of a parameter group is as large as this job's master of the group.
+        owned = tuple(
+            replace(s, shape=live[m].shape, stride=live[m].stride)
+            if s.name in parts and (m := _master_of(s)) in live
+            else s
+            for s in old.owned
+        )
         images = self._adapter.prepare(Manifest(old.replicated, owned), blob.state["adapter"])
         starts, _ = end_to_end(spec.nbytes for spec in old.owned)
         tensors = [
             OwnedTensor(
                 *(spec.name, spec.torch_dtype.itemsize, old_start, prod(spec.shape)),
                 *(new_start, prod(now.shape)),
-                lengths[_group_of(spec)] if spec.name in parts else None,
+                lengths[int(spec.name.split(".")[1])] if spec.name in parts else None,
             )
             for spec, old_start, now, new_start in zip(
                 old.owned, starts, owned, images[1].offsets, strict=True
@@ -86,19 +105,10 @@ class Resizing:
         state["data"] = data
 
 
-def _resized(spec: TensorSpec, master: TensorSpec | None) -> TensorSpec:
-    """A part of a parameter group, as large as this job's ``master`` of the group."""
-    return spec if master is None else replace(spec, shape=master.shape, stride=master.stride)
-
-
 def _master_of(spec: TensorSpec) -> str:
     """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
     _, group, position, *_ = spec.name.split(".")
     return f"master.{group}.{position}"
-
-
-def _group_of(spec: TensorSpec) -> int:
-    return int(spec.name.split(".")[1])
 
 
 def _why_not(config: Mapping[str, Any]) -> str:

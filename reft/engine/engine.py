@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,77 +15,27 @@ from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
-from reft.recover.reshape import Piece, Resize
-from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.committing.version import Cause
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.state.adapters import StateAdapter
-from reft.state.blob import DecodedBlob, HostBlob
+from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
 from reft.state.fingerprint import Fact
 from reft.state.gradients import GradientCapture
 
-
-class DataState(Protocol):
-    """Follows the data that the training reads."""
-
-    def state(self) -> dict[str, Any]:
-        """Encodable position after the step that just ended."""
-
-    def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
-        """Go to a captured position; ``rng``: the random states of that step."""
-
-    def leave_to_program(self) -> None:
-        """The program makes its loaders at the position that it finds in its client state."""
-
-    def leave_to_script(self) -> None:
-        """The script goes to where the version was, random states included: nothing is changed or checked."""
-
-    def close(self) -> None:
-        """Follow nothing any more."""
-
-
-class Resizing(Protocol):
-    """Takes up versions that were written at another data-parallel degree.
-
-    Attributes:
-        why_not: why this job would not be the same at another degree; "" where it would.
-        data_is_bound: why its program's data would not be; "" where they would.
-    """
-
-    why_not: str
-    data_is_bound: str
-
-    def prepare(
-        self, blob: DecodedBlob, resize: Resize, dp: int
-    ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
-        """Give the live state the shape that it has in this job, and make the host state one of this job's.
-
-        Args:
-            blob: the host block of the member :meth:`Resize.host_from`; its state is changed.
-            resize: from which degree to which.
-            dp: this rank's place among its data-parallel peers.
-
-        Returns:
-            Images whose bytes are to be written, and from where those of the owned one come.
-
-        Raises:
-            LayoutError: the running job has another model or optimizer, or the state cannot be cut.
-        """
+if TYPE_CHECKING:
+    from reft.engine.data import DataPosition
+    from reft.engine.deepspeed_engine import Resizing
 
 
 class TrainingEngine(Protocol):
-    """One rank's part of a training.
+    """One rank's part of a training: DeepSpeed's or Megatron-core's.
 
     Whoever implements it also calls the session: ``before_optimizer_step`` and its fence around every
     optimizer step, ``after_step`` behind it; and restores through
     :class:`~reft.engine.load.memory.MemoryRestorer`.
-
-    Attributes:
-        name: its class, for people.
-        device: where it computes.
-        micro_batches: of one step.
     """
 
     name: str
@@ -93,24 +43,22 @@ class TrainingEngine(Protocol):
     micro_batches: int
 
     @property
-    def adapter(self) -> Adapter:
-        """Its model and optimizer as images and host values."""
+    def adapter(self) -> Adapter: ...
 
     @property
-    def data(self) -> DataState:
-        """Where it is in its data."""
+    def data(self) -> DataPosition | None:
+        """None where the program keeps its position itself."""
 
     @property
     def resizing(self) -> Resizing | None:
-        """Takes up versions of another data-parallel degree; None where that cannot be done."""
+        """None where versions of another data-parallel degree cannot be taken up."""
 
     @property
     def global_steps(self) -> int:
         """Optimizer steps made so far, those left out on overflow too."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """This rank's coordinate and the degrees of the job.
-
+        """
         Raises:
             LayoutError: the ranks are split in a way that reft does not know.
         """
@@ -125,7 +73,7 @@ class TrainingEngine(Protocol):
         """The host state at a step boundary (see :mod:`reft.state.host` for its keys)."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a decoded host state; the images have been written."""
+        """The images have been written."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
         """By which a checkpoint can be written from memory (:mod:`reft.state.deepspeed_format`); empty: none.
@@ -141,14 +89,8 @@ ClientState = Callable[[], Mapping[str, Any]]
 
 
 class EngineState:
-    """Captures the state after a step. Used by the training thread.
-
-    Args:
-        engine: what trains.
-        recomputing: the gradients that peers' partitions are recomputed from.
-        client_state: returns what the user wants restored together with the weights.
-        strict: a version of which no checkpoint could be written is not taken.
-    """
+    """Captures the state after a step. Used by the training thread. ``strict``: a version of which no
+    checkpoint could be written is not taken."""
 
     def __init__(
         self,
@@ -181,7 +123,12 @@ class EngineState:
             return SnapshotRequest(
                 label,
                 images,
-                encode=self._prepare_host_block(images),
+                encode=self._blob.prepare(
+                    self._engine.template,
+                    (images.replicated, images.owned),
+                    images.signature,
+                    self._engine.capture(self._client()),
+                ),
                 step=self.recomputing.take(label.step),
                 must=must or images is not known,
                 variant=variant,
@@ -194,12 +141,6 @@ class EngineState:
                 self._failures.add(type(error))
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
-
-    def _prepare_host_block(self, images: LiveImages) -> Callable[[], bytes | bytearray]:
-        state = self._engine.capture(self._client())
-        return self._blob.prepare(
-            self._engine.template, (images.replicated, images.owned), images.signature, state
-        )
 
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:
@@ -223,18 +164,15 @@ class EngineState:
     def close(self) -> None:
         """Leave nothing in the optimizer and in the loaders. No version is being copied any more."""
         self.recomputing.close()
-        self.data.close()
+        if self.data is not None:
+            self.data.close()
 
 
 class Recomputing:
     """AOR in one session: nothing, unless it was asked for and there are partitions.
 
     Args:
-        config: the block.
-        adapter: of the engine.
-        at: this rank's coordinate.
-        topology: placement of this incarnation.
-        scheme: returns the scheme in force: it decides whose partitions this rank keeps.
+        scheme: the one in force: it decides whose partitions this rank keeps.
         fence: waits until nobody copies what was captured before.
 
     Raises:
@@ -314,8 +252,9 @@ class Recomputing:
         taken = self.capture.take(step) if self.capture is not None else None
         if self.capture is None or taken is None:
             return None
-        # Torch's kernels for devices keep denormals, whatever this thread's processor does.
-        flush = not self.capture.recipe.on_device and _flushes_denormals()
+        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
+        # kernels for devices keep them.
+        flush = not self.capture.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return OptimizerStep(*taken, flush_denormal=flush)
 
 
@@ -330,8 +269,3 @@ def why_inexact(recipe: AdamRecipe) -> str | None:
         f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
         f'"optimizer", and write "zero_allow_untested_optimizer": true'
     )
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
-    return not float(torch.tensor(1e-40) * 1.0)

@@ -50,7 +50,6 @@ class Place:
     Attributes:
         node: what the launcher calls the node, else the host's name.
         declared: somebody gave the node this name (``--node-id``), and thereby says that it fails by itself.
-        host_name: name of the host.
         kernel: equal for all processes under one kernel, containers too.
     """
 
@@ -192,13 +191,8 @@ def tell_of_siblings(memory_dir: Path, name: str) -> None:
 
 
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
-    """Hold the job's memory on this node against every other start, before anything in it is touched.
-
-    The launcher holds it for its trainers, over all their restarts; under plain ``torchrun`` they hold it
-    themselves, all that share a directory together.
-
-    Returns:
-        This rank's part, to be closed with the session; None where the launcher holds it.
+    """Hold the job's memory on this node against every other start, before anything in it is touched. Returns
+    this rank's part, to be closed with the session; None where the launcher holds it for its trainers.
 
     Raises:
         ConfigError: another engine of this process has it.
@@ -301,9 +295,8 @@ class Identity:
         return cls(said, config, control, restarted=restarted, why_one_size=why, is_one_size=fixed)
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
-        """Refuse stored state of another job, or of this one with other settings.
-
-        The same on all ranks if ``was`` is.
+        """Refuse stored state of another job, or of this one with other settings; the same on all ranks if
+        ``was`` is.
 
         Raises:
             FingerprintError: it differs; says in what.
@@ -320,11 +313,9 @@ class Identity:
         """Before a version is restored from memory: was it written by this job as it is now? Collective.
 
         Args:
-            job_dir: the job's memory on this node.
-            label: the version.
             reads: this rank is the one of its node that reads the record.
-            but: facts that may differ: at another data-parallel degree, or in another layout, it is no
-                other job as long as the global batch is the same.
+            but: facts that may differ: at another data-parallel degree, or in another layout, it is no other
+                job as long as the global batch is the same.
 
         Raises:
             FingerprintError: no; on all ranks.
@@ -351,16 +342,9 @@ class Identity:
             self.require_same(fingerprint, of, but)
 
     def check_checkpoint(self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()) -> None:
-        """Before a checkpoint is loaded from disk: was it written by this job as it is now?
-
-        Another job's checkpoint is loaded only where the script names its directory: that is its user's
+        """Before a checkpoint with the fingerprint ``was`` is loaded from disk: was it written by this job as
+        it is now? Another job's is loaded only where the script names its directory: that is its user's
         decision, and the differences are said.
-
-        Args:
-            was: encoded fingerprint of the checkpoint; None where it has none.
-            of: the checkpoint, for the message.
-            own: it was written by this job.
-            but: facts that may differ here, as above.
 
         Raises:
             FingerprintError: it was, with other settings.

@@ -37,12 +37,7 @@ _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps:
 
 
 def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
-    """What DeepSpeed's refusal means; None where it is about something else.
-
-    Args:
-        error: what ``deepspeed.initialize`` raised.
-        config: the DeepSpeed JSON.
-    """
+    """What DeepSpeed's refusal of a configuration means; None where it is about something else."""
     if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
         return None
     batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")

@@ -43,15 +43,8 @@ _SILENT_SECS = 30.0
 
 
 class JobRecord:
-    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a
-    store (plain ``torchrun``) the arenas alone tell.
-
-    Used by global rank 0 only. Its methods wait for the store.
-
-    Args:
-        store: connected, or None.
-        job_id: name of the job.
-    """
+    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a store
+    (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait for the store."""
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
         self._committed_key = committed_key(job_id)
@@ -114,8 +107,7 @@ class JobRecord:
 
 class CommitNotes:
     """Notes commits in a record, on a thread of its own: no vote waits for the store. Of commits that come
-    while the store is asked, the newest is noted.
-    """
+    while the store is asked, the newest is noted."""
 
     def __init__(self, record: JobRecord, complaints: Complaints) -> None:
         self._record = record
@@ -289,14 +281,7 @@ def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
 
 
 class JobMemory:
-    """Made collectively on all ranks.
-
-    Args:
-        config: the block, with the job's name.
-        identity: of what is trained.
-        node: name of this node.
-        writes: whether this rank writes what the node has once.
-        control: to agree by.
+    """What the job has on this node; ``writes``: whether this rank writes what the node has once. Collective.
 
     Raises:
         ConfigError: another engine of this process has the memory.

@@ -6,12 +6,11 @@ import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reft.config import AOR, AUTO, ReftConfig
-from reft.control.control import ControlGroup, WorkerControl
+from reft.control.control import WorkerControl
 from reft.engine.identity import local_rank
-from reft.grid import Topology
-from reft.log import EventLog
 from reft.memory.free_memory import default_margin_bytes, free_bytes
 from reft.node.protection import (
     OrderWatch,
@@ -26,38 +25,23 @@ from reft.policy.loads import RankSections
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
 logger = logging.getLogger(__name__)
 
 
-def choose_protection(
-    config: ReftConfig,
-    expected_bytes: tuple[int, int],
-    *,
-    control: ControlGroup,
-    topology: Topology,
-    job_dir: Path,
-    events: EventLog,
-    exact: bool = True,
-) -> ReftConfig:
-    """The block with the chosen protection in the place of ``auto``. Collective on all ranks.
+def choose_protection(session: Session) -> ReftConfig:
+    """The block with the chosen protection in the place of ``auto``. Collective.
 
-    What a rank alone knows, the bytes of its state and the memory of its node, is gathered first; the rest
-    is pure, so that all ranks choose the same. Windows are not measured yet: the choice needs none, since
-    it takes what moves least. Partitions are recomputed by peers where the block says ``auto+aor``, and
-    only there.
-
-    Args:
-        config: the block.
-        expected_bytes: of this rank's replicated and owned sections.
-        control: to gather by.
-        topology: placement of this incarnation.
-        job_dir: the job's memory on this node.
-        events: told of the choice.
-        exact: what a host recomputes is the owner's partition to the bit, as on CPUs; the same on all ranks.
-    """
-    gathered = control.gather_ints(
-        [*expected_bytes, config.host_state_bytes, usable_memory_bytes(config, job_dir)]
-    )
+    What a rank alone knows, the bytes of its state and the memory of its node, is gathered first; the rest is
+    pure, so that all ranks choose the same. Windows are not measured yet: the choice needs none, since it
+    takes what moves least."""
+    config, topology, adapter = session.config, session.topology, session.engine.adapter
+    usable = usable_memory_bytes(config, session.memory.job_dir.path)
+    gathered = session.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
+    # Whether what a host recomputes is the owner's partition to the bit, as on CPUs.
+    exact = not session.copying.engine.asynchronous or adapter.steps_exactly
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
@@ -65,7 +49,7 @@ def choose_protection(
     situation = Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
     choice = _choose(situation, config)
     chosen, scheme = choice.chosen, choice.chosen.scheme
-    events.write(
+    session.events.write(
         "protection_chosen",
         scheme=chosen.name,
         tolerance=chosen.tolerance,
@@ -74,7 +58,7 @@ def choose_protection(
         needed=choice.needed,
         load=asdict(chosen.busiest),
     )
-    if control.rank == 0:
+    if session.is_rank_zero:
         _say(choice)
     if not (config.recompute and scheme.certain_losses):
         return config.model_copy(update={"protection": str(scheme)})
@@ -119,46 +103,30 @@ def usable_memory_bytes(config: ReftConfig, job_dir: Path) -> int:
 
 
 class Protection:
-    """Made collectively on all ranks.
-
-    Args:
-        config: the block, with a scheme.
-        chosen: whether the scheme was chosen (``auto``), not named by the block.
-        control: to agree by.
-        topology: placement of this incarnation.
-        job_dir: the job's memory on this node.
-        incarnation: the running one.
-        events: told of every change.
+    """The protection that is in force, the same on all ranks. Made collectively. ``chosen``: whether the
+    scheme was chosen (``auto``), not named by the block.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
     """
 
-    def __init__(
-        self,
-        config: ReftConfig,
-        *,
-        chosen: bool,
-        control: ControlGroup,
-        topology: Topology,
-        job_dir: Path,
-        incarnation: int,
-        events: EventLog,
-    ) -> None:
+    def __init__(self, session: Session, *, chosen: bool) -> None:
+        config = session.config
         self.is_chosen = chosen
-        self._control = control
-        self._topology = topology
-        self._job_dir = job_dir
-        self._events = events
+        self._control = session.control
+        self._topology = session.topology
+        self._job_dir = session.memory.job_dir.path
+        self._events = session.events
         self._persist_dir = config.persist.dir
         margin = config.memory_margin_bytes
         self._keeping = Keeping(
-            config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
+            config.arena_count, default_margin_bytes(self._job_dir) if margin is None else margin
         )
         scheme = str(config.scheme)
         said = f"{AUTO}:{config.tolerance}" if chosen else scheme
-        self.record = replace(self._last_switch(said, scheme), incarnation=incarnation, aor=config.recompute)
-        """What is in force, the same on all ranks."""
+        self.record = replace(
+            self._last_switch(said, scheme), incarnation=session.memory.incarnation, aor=config.recompute
+        )
 
     def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:
         """The last switch, if any node's memory tells of one and the block has not been edited since; else

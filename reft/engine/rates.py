@@ -29,7 +29,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, PositiveInt
 
 from reft.config import PersistConfig, ReftConfig
 from reft.durable import write_durably
@@ -37,32 +37,18 @@ from reft.errors import ConfigError, PersistError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.node.history import read_history
-from reft.policy.rate import (
-    CopyMode,
-    Cost,
-    Costs,
-    Due,
-    Observed,
-    Pairs,
-    Rate,
-    RateLimits,
-    Why,
-    adapt,
-    frequency,
-)
+from reft.policy.rate import Cost, Costs, Due, Pairs, Rate, Why, adapt, frequency
 from reft.policy.storage_interval import (
     REPAIR_SECS,
     Goals,
-    NodeLosses,
     StorageCosts,
-    learned_losses,
+    learned_losses_per_sec,
     memory_losses_per_sec,
     storage_interval,
     whole_interval,
 )
 from reft.protect.survival import Weibull, losses_within, persist_interval_secs
 from reft.snapshot.committing.request import SnapshotRequest
-from reft.snapshot.scheduling.has import Overflow
 from reft.storage.persisted import given_up, job_directory, list_persisted
 
 if TYPE_CHECKING:
@@ -70,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-cuda: Any = torch.cuda
 Tier = Literal["memory", "storage"]
 
 _SETTLING_STEPS = 3
@@ -88,37 +73,15 @@ _FIRST_STORED_STEPS = 50
 _MOST_WRITING_STEPS = 1024
 
 
-@dataclass(frozen=True)
-class CopyCosts:
-    """What is known of a rank's copies apart from the times of steps.
-
-    Attributes:
-        host_copy_secs: Tc; None before a version was copied.
-        update_secs: Tw.
-        device_copy_secs: Tg, where there is a device that may keep a copy.
-        checkpoint_bytes: m.
-        spare_device_bytes: Mmax - M.
-    """
-
-    host_copy_secs: float | None = None
-    update_secs: float = 0.0
-    device_copy_secs: float | None = None
-    checkpoint_bytes: int = 0
-    spare_device_bytes: int = 0
-
-
 class TierRate:
     """One rank's measure of the versions that go to a tier, and the interval that it wants.
 
     Args:
-        max_overhead: part of the training time that versions may cost.
         most_steps: longest interval, half of the steps that may be lost; None: no bound.
         fits: shortest interval, at least as long as the given one, that the other tier goes with.
-        copies: what is known of the copies by now.
+        copies: Tc, None before a version was copied, and Tw, as known by now.
         known: costs and interval of an earlier start; None has the first steps profiled.
-        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
-            for the wish; the training thread does not wait for it.
-        clock: seconds.
+        on_change: called with costs and interval whenever a window was judged, by the thread that votes.
     """
 
     _least_pairs = _LEAST_PAIRS
@@ -131,7 +94,7 @@ class TierRate:
         *,
         most_steps: int | None = None,
         fits: Callable[[int], int] = lambda steps: steps,
-        copies: Callable[[], CopyCosts] = CopyCosts,
+        copies: Callable[[], tuple[float | None, float]] = lambda: (None, 0.0),
         known: tuple[Costs, int] | None = None,
         on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
         clock: Callable[[], float] = time.monotonic,
@@ -154,7 +117,6 @@ class TierRate:
         self._news: tuple[Costs, int] | None = None
         self.costs: Costs | None = None
         """As Algorithm 1 took them; None while they are measured."""
-        self.mode = CopyMode.CPU
         self.because: str | None = None
         self.rate: Rate | None = None
         if known is not None:
@@ -197,9 +159,7 @@ class TierRate:
 
     def wanted_interval(self, windows: int = 1) -> int:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
-
-        Args:
-            windows: how often one fits into the idle time, as planned.
+        ``windows``: how often one fits into the idle time, as planned.
         """
         with self._lock:
             wanted = self._bounded(max(windows, self._wanted_interval()))
@@ -223,22 +183,13 @@ class TierRate:
         if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
             return
         found = frequency(self._costs(seen), self._max_overhead)
-        self.mode = found.mode
-        self.rate = Rate(self._bounded(int(found.interval_steps)))
+        self.rate = Rate(self._bounded(found.interval_steps))
         self._judge(seen)
 
     def _costs(self, seen: Cost) -> Costs:
-        copies, arrival = self._copies(), self._usual_arrival_secs()
-        copy = min(copies.host_copy_secs or 0.0, arrival)
-        return Costs(
-            step_secs=seen.plain_secs,
-            update_secs=min(copies.update_secs, seen.plain_secs),
-            host_copy_secs=copy,
-            device_copy_secs=copies.device_copy_secs,
-            write_secs=arrival - copy,
-            checkpoint_bytes=copies.checkpoint_bytes,
-            spare_device_bytes=copies.spare_device_bytes,
-        )
+        (copy_secs, update_secs), arrival = self._copies(), self._usual_arrival_secs()
+        copy = min(copy_secs or 0.0, arrival)
+        return Costs(seen.plain_secs, min(update_secs, seen.plain_secs), copy, arrival - copy)
 
     def _observe(self) -> None:
         """Judge the window if it tells enough; begin to look again if steps have become slower."""
@@ -261,17 +212,20 @@ class TierRate:
     def _judge(self, seen: Cost) -> None:
         """One window more. What may be noise asks for no longer interval."""
         assert self.rate is not None
-        steps = self.rate.interval_steps * seen.pairs
         allowed = self._max_overhead * self.rate.interval_steps * seen.plain_secs
         error = seen.error_secs if isfinite(seen.error_secs) else 0.0
         cost = max(0.0, seen.secs if seen.secs - error > allowed else min(seen.secs, allowed))
         arrival = self._usual_arrival_secs()
         least, because = self._least_steps(seen.plain_secs, cost, arrival)
-        limits = RateLimits(self._max_overhead, least, self._most_steps)
-        window = Observed(
-            steps, seen.pairs, steps * seen.plain_secs + seen.pairs * cost, seen.plain_secs, arrival
+        found = adapt(
+            self.rate,
+            cost_secs=cost,
+            plain_secs=seen.plain_secs,
+            max_overhead=self._max_overhead,
+            write_secs=arrival,
+            least_steps=least,
+            most_steps=self._most_steps,
         )
-        found = adapt(self.rate, window, limits)
         self.rate = Rate(self._bounded(found.interval_steps), found.why, found.overhead, found.calm)
         self.because = because if because and self.rate.interval_steps == least else str(found.why)
         self._pairs.forget()
@@ -321,23 +275,20 @@ class TierRate:
                 "max_overhead": self._max_overhead,
                 "most_lost_steps": 2 * longest,
                 "lost_most": self._lost_most,
-                "mode": str(self.mode),
                 "costs": None if costs is None else vars(costs),
             }
 
 
 class StorageRate(TierRate):
     """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
-    says that it is on storage.
+    says that it is on storage. Without ``known`` the first 50 steps go without.
 
     Args:
-        config: what the interval keeps to.
         interval_steps: versions exist only every so many steps.
         start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
             begins with.
         memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
         carried_secs: for how long memory alone carries the job with a probability, as known now.
-        known, on_change, clock: as of :class:`TierRate`; without ``known`` the first 50 steps go without.
     """
 
     _least_pairs = 1
@@ -371,13 +322,8 @@ class StorageRate(TierRate):
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS), Why.START)
 
     def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed; returns whether it goes to storage.
-
-        Args:
-            label: the version.
-            agreed_steps: the interval that the vote on it has found, the same on every rank.
-            version_steps: until the next version, at most.
-        """
+        """A version is committed; returns whether it goes to storage. ``agreed_steps``: the interval that the
+        vote on it has found, the same on every rank; ``version_steps``: until the next version, at most."""
         with self._lock:
             self._newest_step = label.step
             due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
@@ -444,14 +390,7 @@ class StorageRate(TierRate):
 
 @dataclass(frozen=True)
 class MemoryLosses:
-    """How often this job loses more than its memory survives.
-
-    Attributes:
-        job_dir: the job's memory on this node, with its history.
-        topology: who sits where.
-        tolerance: losses that every sharding group survives now.
-        node_mtbf_days: of a node, as configured.
-    """
+    """How often this job loses more than its memory survives, of which ``tolerance`` says the losses now."""
 
     job_dir: Path
     topology: Topology
@@ -461,16 +400,16 @@ class MemoryLosses:
     def mtbf_secs(self) -> float:
         """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
         nodes, survived = self._groups()
-        rate = memory_losses_per_sec(self._node_losses().per_sec, nodes, survived, REPAIR_SECS)
+        rate = memory_losses_per_sec(self._node_losses_per_sec(), nodes, survived, REPAIR_SECS)
         return 1 / rate if rate else inf
 
     def carried_secs(self, survival: float) -> float:
         """For how long memory alone carries the job with this probability, without any repair."""
         nodes, survived = self._groups()
-        return persist_interval_secs(survival, [Weibull(1 / self._node_losses().per_sec)], nodes, survived)
+        return persist_interval_secs(survival, [Weibull(1 / self._node_losses_per_sec())], nodes, survived)
 
-    def _node_losses(self) -> NodeLosses:
-        return learned_losses(read_history(self.job_dir), time.time(), self.node_mtbf_days)
+    def _node_losses_per_sec(self) -> float:
+        return learned_losses_per_sec(read_history(self.job_dir), time.time(), self.node_mtbf_days)
 
     def _groups(self) -> tuple[int, tuple[int, ...]]:
         """Nodes, and of every number of lost ones how many sets a group survives. Groups that do not fill the
@@ -509,16 +448,20 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+class _Measured(BaseModel):
+    """What a file of :class:`RateCache` holds: costs, and the interval in steps."""
+
+    facts: dict[str, Any]
+    memory: tuple[Costs, PositiveInt] | None = None
+    storage: tuple[Costs, PositiveInt] | None = None
+
+
 class RateCache:
     """What an earlier start has measured of one rank's versions, so that the next one need not.
 
     One small file per rank in the memory directory, next to the jobs: the same model in the same layout on
-    the same machine finds it, whatever the job is called. It is replaced as a whole; one that cannot be used
-    is ignored.
-
-    Args:
-        directory: where the file lies.
-        facts: JSON values by which model, layout and machine are known; with other ones, nothing is found.
+        the
+    same machine, which the JSON values of ``facts`` tell, finds it, whatever the job is called.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
@@ -531,91 +474,35 @@ class RateCache:
 
     def known(self, tier: Tier) -> tuple[Costs, int] | None:
         """Costs and interval in steps, as measured last; None where they are to be measured."""
-        return self._known.get(tier)
+        return getattr(self._known, tier)  # type: ignore[no-any-return]
 
     def note(self, tier: Tier, costs: Costs, interval_steps: int) -> None:
         """Keep what was measured. A directory that cannot be written is said once: training goes on (P6)."""
         with self._lock:
-            self._known[tier] = costs, interval_steps
-            content = {t: {"costs": vars(c), "interval_steps": k} for t, (c, k) in self._known.items()}
+            setattr(self._known, tier, (costs, interval_steps))
             try:
-                write_durably(self.path, json.dumps({"facts": self._facts, **content}, indent=1).encode())
+                write_durably(self.path, self._known.model_dump_json(indent=1).encode())
             except OSError as error:
                 if not self._told:
                     logger.warning("%s: a start that needs it will measure anew: %s", self.path, error)
                 self._told = True
 
-    def _read(self) -> dict[str, tuple[Costs, int]]:
+    def _read(self) -> _Measured:
         try:
-            content = json.loads(self.path.read_bytes())
-            if content["facts"] != self._facts:
-                raise ValueError("it is of something else")
-            return {
-                tier: (_COSTS.validate_python(content[tier]["costs"]), _steps(content[tier]))
-                for tier in ("memory", "storage")
-                if tier in content
-            }
+            found = _Measured.model_validate_json(self.path.read_bytes())
+            if found.facts == self._facts:
+                return found
+            logger.warning("%s is ignored: it is of something else", self.path)
         except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, ValidationError, ConfigError) as error:
+            pass
+        except (OSError, ValueError, ConfigError) as error:
             logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
-            return {}
-
-
-_COSTS = TypeAdapter(Costs)
-
-
-def _steps(value: Any) -> int:
-    steps = value["interval_steps"]
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"found an interval of {steps!r} steps; expected at least 1")
-    return steps
-
-
-_PROBE_BYTES, _TIMES = 2**26, 3
-
-
-def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
-    """Tg: seconds in which the device copies so many bytes within its own memory, scaled from a small copy.
-    Waits for the device. None where there is none, or it gives no memory for it."""
-    if device.type != "cuda" or not nbytes:
-        return None
-    probe = min(nbytes, _PROBE_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
-    if probe < 2**12:
-        return None
-    try:
-        source, target = (torch.empty(probe, dtype=torch.uint8, device=device) for _ in range(2))
-    except torch.cuda.OutOfMemoryError:  # also below what is free: a process may be given a part of it alone
-        return None
-    best = float("inf")
-    for _ in range(_TIMES):
-        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3)
-    return best * nbytes / probe
-
-
-def spare_device_bytes(device: torch.device) -> int:
-    """Mmax - M: what the peak that was allocated so far leaves of the device; 0 without one."""
-    if device.type != "cuda":
-        return 0
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return max(0, total - torch.cuda.max_memory_reserved(device))
+        return _Measured(facts=self._facts)
 
 
 class Rates:
-    """Both tiers of one rank. Made collectively.
-
-    Args:
-        session: whose versions; its memory and its protection are there.
-        from_memory: this node's memory holds the version that the job goes on with.
-
-    Attributes:
-        memory, storage: None where the block has a number.
-    """
+    """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
+    collectively. ``from_memory``: this node's memory holds the version that the job goes on with."""
 
     def __init__(self, session: Session, *, from_memory: bool) -> None:
         self._session = session
@@ -655,25 +542,12 @@ class Rates:
 
     def _memory_rate(self, cache: RateCache) -> TierRate:
         session, config = self._session, self._session.config
-        stages = Overflow(config.has.overflow) is Overflow.STAGING
-        nbytes = sum(session.engine.adapter.expected_bytes())
-        within = device_copy_secs(session.engine.device, nbytes) if stages else None
-
-        def copies() -> CopyCosts:
-            return CopyCosts(
-                host_copy_secs=session.stats.copy_secs.median,
-                update_secs=session.copying.pacer.update_secs,
-                device_copy_secs=within,
-                checkpoint_bytes=nbytes,
-                spare_device_bytes=spare_device_bytes(session.engine.device),
-            )
-
         bounds = [n for n in (config.max_lost_steps, config.persist.max_lost_steps) if n is not None]
         return TierRate(
             config.has.max_overhead,
             most_steps=min(bounds) // 2 if bounds else None,
             fits=dividing(config.persist.fixed_steps),
-            copies=copies,
+            copies=lambda: (session.stats.copy_secs.median, session.copying.pacer.update_secs),
             known=cache.known("memory"),
             on_change=lambda costs, steps: cache.note("memory", costs, steps),
         )
@@ -755,12 +629,7 @@ class Rates:
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
     """The newest step up to ``until_step`` that the job has on storage and did not go back behind; 0 if there
-    is none, or it cannot be found out.
-
-    Args:
-        config: with a directory to persist to, and the job's name.
-        until_step: where the job goes on.
-    """
+    is none, or it cannot be found out."""
     assert config.persist.dir is not None
     assert config.job_id is not None
     try:

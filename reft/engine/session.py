@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
 from reft.engine.identity import Identity, local_rank, name_job, note_session
 from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
-from reft.engine.protection import Protection
+from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
 from reft.engine.stopping import Preemption, Stopping
 from reft.faults import FaultPlan, kill_this_node
@@ -53,45 +53,26 @@ Event = tuple[str, float, int]
 
 
 class Monitoring:
-    """Feeds the monitor of one engine.
+    """Feeds DeepSpeed's monitor, if ``engine`` has one that is on."""
 
-    Args:
-        engine: a DeepSpeed engine with its monitor on; None: nothing is written.
-        stats: the counters of this rank.
-        recoveries: restarts that followed a failure, before this start of the trainers.
-    """
-
-    def __init__(self, engine: Any, stats: SnapshotStats, recoveries: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, stats: SnapshotStats, job_dir: Path) -> None:
+        self._engine = getattr(engine, "engine", None)
         self._stats = stats
-        self._recoveries = recoveries
-        self._newest = None if engine is None else int(engine.global_steps)
-
-    @classmethod
-    def of(cls, engine: Any, stats: SnapshotStats, job_dir: Path) -> Monitoring:
-        """For the engine of a session.
-
-        Args:
-            engine: whose ``engine`` is DeepSpeed's, if it is one; with no monitor on, this is idle.
-            stats: the counters of this rank.
-            job_dir: the job's memory on this node, where its history is.
-        """
-        deepspeed = getattr(engine, "engine", None)
-        if not getattr(getattr(deepspeed, "monitor", None), "enabled", False):
-            return cls(None, stats, 0)
-        return cls(deepspeed, stats, len(restarts_among(read_history(job_dir))))
+        self._newest: int | None = None
+        if not getattr(getattr(self._engine, "monitor", None), "enabled", False):
+            self._engine = None
+            return
+        self._newest = int(self._engine.global_steps)  # type: ignore[union-attr]
+        self._recoveries = len(restarts_among(read_history(job_dir)))
+        """Restarts that followed a failure, before this start of the trainers."""
 
     def starts_at(self, step: int) -> None:
         """The engine has this step, which it did not make now."""
         self._newest = step
 
     def after_step(self, step: int, tolerance: int) -> None:
-        """Write once for each step, if it is time to. Never raises (P6).
-
-        Args:
-            step: that was made; the same again behind each of its micro-batches but the last.
-            tolerance: node losses that are survived now.
-        """
+        """Write once for each step, if it is time to; ``step`` is the same again behind each of its
+        micro-batches but the last. Never raises (P6)."""
         if self._engine is None or step == self._newest:
             return
         self._newest = step
@@ -119,18 +100,8 @@ class Monitoring:
 
 
 class Reports:
-    """Called by the worker thread.
-
-    Args:
-        stats: the counters.
-        events: the events' file.
-        daemon: of this node.
-        record: in the rendezvous store; None on all ranks but one.
-        at: this rank's coordinate.
-        unprotected: whether the loss of a node, survived before, is not any more.
-        rates: how often versions are taken, and go to storage.
-        complaints: told of what cannot be told.
-    """
+    """What is told of versions. Called by the worker thread. ``record``: in the rendezvous store, on one
+    rank; ``unprotected``: whether the loss of a node, survived before, is not any more."""
 
     def __init__(
         self,
@@ -157,27 +128,22 @@ class Reports:
         """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
         for the answers of the daemon and of the rendezvous store: the next vote must not."""
         stats = self._stats.to_json()
-        due, told_of_rates = self._of_rates(label)
+        due, told_of_rates = False, dict[str, Any]()
+        try:
+            due, told_of_rates = self._rates.committed(label)
+        except Exception as error:
+            self._complaints.tell("the rates of versions cannot be computed", error)
         self._complaints.attempt(
             "the daemon cannot be told of a commit",
-            lambda: self._tell(label, stats | told_of_rates, due),
+            lambda: self._daemon.notify_commit(
+                label, self._at, stats | told_of_rates, unprotected=self._unprotected(), due=due
+            ),
         )
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
         if self._notes is not None:
             self._notes.committed(label)
-
-    def _of_rates(self, label: Label) -> tuple[bool, dict[str, Any]]:
-        """Whether the version goes to storage, and what is told of the rates."""
-        try:
-            return self._rates.committed(label)
-        except Exception as error:
-            self._complaints.tell("the rates of versions cannot be computed", error)
-            return False, {}
-
-    def _tell(self, label: Label, stats: dict[str, Any], due: bool) -> None:
-        self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
 
     def skipped(self, step: int, cause: str) -> None:
         """A version was given up."""
@@ -191,15 +157,7 @@ class Reports:
 
 
 class DeviceMemory:
-    """Notes a device's memory on a trainer's page, behind steps.
-
-    Args:
-        page: of the trainer.
-        device: its.
-        stats: what the allocator counts; as :func:`torch.cuda.memory_stats_as_nested_dict`.
-        info: bytes that are free on the device, and all; as :func:`torch.cuda.mem_get_info`.
-        every_secs: between two looks, at least.
-    """
+    """Notes a device's memory on a trainer's page, behind steps."""
 
     def __init__(
         self,
@@ -249,16 +207,26 @@ class DeviceMemory:
         )
 
 
-class Woven(Protocol):
+class Woven:
     """What executes the instructions of a pipeline, as a tracer sees it."""
 
-    mark: Callable[[], Any] | None
+    def __init__(self) -> None:
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
+        self._records: list[InstructionRecord] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
+        self._began = 0.0
 
     def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
         """Instructions timed since the last call, and when the last schedule began."""
+        records, self._records = self._records, []
+        return tuple(records), self._began
 
     def take_marks(self) -> list[tuple[Any, Any]]:
-        """What ``mark`` returned before and after each instruction since the last call."""
+        """What :attr:`mark` returned before and after each instruction since the last call."""
+        marks, self._marks = self._marks, []
+        return marks
 
 
 class Tracer:
@@ -300,18 +268,14 @@ class Tracer:
         self.profiler = Profiler(config, facts, clock)
 
     def add(self, step: int, rank: int, stage_id: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
-        """A step has ended.
-
-        Args:
-            step: its number.
-            rank: the global rank.
-            stage_id: the pipeline stage.
-            chunks: what was copied since the step before; emptied.
-            fence_secs: what training waited for copies.
-        """
-        instructions, began, marks = self._take_records()
+        """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
+        training waited for copies."""
+        instructions: tuple[InstructionRecord, ...] = ()
+        began, marks = 0.0, []
+        if self.weaver is not None:
+            (instructions, began), marks = self.weaver.take_records(), self.weaver.take_marks()
         copied = []
-        while chunks:
+        while chunks:  # the thread that copies adds more
             copied.append(chunks.popleft())
         trace = StepTrace(
             step=step,
@@ -330,20 +294,9 @@ class Tracer:
             if self.weaver is not None and not self.profiler.measuring:
                 self.weaver.mark = None
 
-    def _take_records(self) -> tuple[tuple[InstructionRecord, ...], float, list[tuple[Any, Any]]]:
-        """Instructions of the step, when it began, and the device's marks of them, if these are wanted."""
-        if self.weaver is None:
-            return (), 0.0, []
-        return *self.weaver.take_records(), self.weaver.take_marks()
-
 
 class Session:
     """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
-
-    Args:
-        engine: what trains.
-        config: the checked ``reft`` block.
-        client_state: returns what the user wants restored together with the weights.
 
     Raises:
         UnsupportedStateError: the engine holds state reft does not know.
@@ -354,14 +307,8 @@ class Session:
         control: agrees with the other ranks, on the training thread.
         topology: where all ranks are; ``places`` says what that is known from.
         memory: what the job has on this node.
-        protection: against lost nodes.
-        copying: by what and when bytes are copied.
-        state: of the engine.
         fence: training waits there (P2).
         progress: what this rank is at, for its node's daemon.
-        device_memory: what it has of its device, beside that.
-        monitoring: tells DeepSpeed's monitor, on rank 0.
-        stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
         worker: takes versions; None before :meth:`start`.
         rates: how often, and how often they go to storage; from :meth:`start` on.
@@ -380,7 +327,8 @@ class Session:
         # Whoever goes on with another engine, should this one be refused, may have the memory.
         with ExitStack() as undo:
             undo.callback(self.control.leave)
-            undo.callback(engine.data.close)
+            if engine.data is not None:
+                undo.callback(engine.data.close)
             self.memory = JobMemory(
                 config, identity, node=self.node, writes=self.is_first_on_node, control=self.control
             )
@@ -420,7 +368,9 @@ class Session:
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
-        self.protection = self._protect_as_configured()
+        if chosen := self.config.chooses:
+            self.config = choose_protection(self)
+        self.protection = Protection(self, chosen=chosen)
         if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
             backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
@@ -436,7 +386,7 @@ class Session:
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
         watched = self.engine if self.is_rank_zero else None
-        self.monitoring = Monitoring.of(watched, self.stats, memory.job_dir.path)
+        self.monitoring = Monitoring(watched, self.stats, memory.job_dir.path)
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
@@ -445,33 +395,6 @@ class Session:
         self._closed = False
         self.first_request: SnapshotRequest | None = None
         """Of this life; what has become of it is noted there."""
-
-    def _protect_as_configured(self) -> Protection:
-        """Choose the protection first, where the block leaves that to reft. Collective."""
-        chosen = self.config.chooses
-        if chosen:
-            from reft.engine.protection import choose_protection
-
-            adapter = self.engine.adapter
-            exact = not self.copying.engine.asynchronous or adapter.steps_exactly
-            self.config = choose_protection(
-                self.config,
-                adapter.expected_bytes(),
-                control=self.control,
-                topology=self.topology,
-                job_dir=self.memory.job_dir.path,
-                events=self.events,
-                exact=exact,
-            )
-        return Protection(
-            self.config,
-            chosen=chosen,
-            control=self.control,
-            topology=self.topology,
-            job_dir=self.memory.job_dir.path,
-            incarnation=self.memory.incarnation,
-            events=self.events,
-        )
 
     # -- facts -----------------------------------------------------------------------------------
 
@@ -552,7 +475,8 @@ class Session:
                 recompute=self.state.recomputing.recipe,
             ),
             switch=self.protection.switch(control),
-            copying=self.copying.paced_copier(),
+            copier=self.copying.copier(),
+            pacer=self.copying.pacer,
             watchers=self._watchers(),
         )
         self.daemon.configure(self.config)
@@ -599,7 +523,7 @@ class Session:
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Finish what is under way, within the grace unless another time is given, and release everything.
-        The memory stays: the launcher removes it when the whole job ended well."""
+        The memory stays."""
         if self._closed:
             return
         self._closed = True
@@ -624,11 +548,8 @@ class Session:
 
     def boundary(self) -> None:
         """The state after an optimizer step is final: take a snapshot if one is due. A state that cannot be
-        captured is not raised here: its version is voted down (P6).
-
-        Called behind the optimizer step where the schedule was woven, else behind the whole step; the
-        second call for the same step does nothing.
-        """
+        captured is not raised here: its version is voted down (P6). Called behind the optimizer step where
+        the schedule was woven, else behind the whole step; the second call for the same step does nothing."""
         step = self.engine.global_steps
         if step == self._last_step or self.worker is None or self._closed:
             return

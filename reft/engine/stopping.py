@@ -86,12 +86,9 @@ _ALONE_SHARE = 0.5
 
 
 class Stopping:
-    """Decides after which step one rank stops.
-
-    Attributes:
-        at_next_step: where all ranks stop, the job ends where the next step would begin. The program prints
-            the line of the last step before, and saves where that is due.
-    """
+    """Decides after which step one rank stops. ``at_next_step``: where all ranks stop, the job ends where the
+    next step would begin. The program prints the line of the last step before, and saves where that is
+    due."""
 
     def __init__(self, grace_secs: float, preemption: Preemption) -> None:
         self.preemption = preemption
@@ -114,59 +111,46 @@ class Stopping:
             worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
         if votes.stop_step is not None and step >= votes.stop_step:
             self._stop = stop_together
-        elif votes.stop_step is None and self._must_stop_alone(worker):
+        # P6: this rank was told to stop, and no vote will say in time after which step all do.
+        elif (
+            votes.stop_step is None
+            and self.preemption.requested
+            and (self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
+        ):
             self._stop = stop_alone
         return self._stop is not None
 
-    def _must_stop_alone(self, worker: SnapshotWorker) -> bool:
-        """Whether this rank was told to stop, and no vote will say in time after which step all do (P6)."""
-        waited_long = self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs
-        return self.preemption.requested and (waited_long or worker.broken is not None)
-
     def stop_if_due(self, session: Session, step: int) -> None:
-        """Called behind the step.
-
-        Raises:
-            SystemExit: it was.
-        """
+        """Called behind the step; exits if it was."""
         if self._stop is not None:
             self._stop(session, step)
 
     def end_if_stopped(self, session: Session) -> None:
-        """Called where a step begins.
-
-        Raises:
-            SystemExit: the job has stopped behind the step before.
-        """
+        """Called where a step begins; exits if the job has stopped behind the step before."""
         if self.at_next_step and self._stop is not None:
             _end(session)
 
 
 def stop_together(session: Session, step: int) -> None:
-    """Told to stop, and all ranks know: one last version, committed and on disk, then exit.
-
-    Raises:
-        SystemExit: always, unless the job ends at its next step.
-    """
-    committed, persisted = _take_last_version(session, session.config.grace_secs)
+    """Told to stop, and all ranks know: one last version, committed and on disk. Exits, unless the job ends
+    at its next step."""
+    committed, persisted = _take_last_version(session, step, session.config.grace_secs)
     logger.warning(
         "stopping as told: step %d is %s%s",
-        step,
-        "committed in memory" if committed else "NOT committed",
-        "" if persisted is None else f", persisted: {persisted}",
+        *(step, "committed in memory" if committed else "NOT committed", persisted),
     )
-    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
     if not session.stopping.at_next_step:
         _end(session)
 
 
-def _end(session: Session) -> None:
-    session.close()
+def _end(session: Session, *timeout_secs: float) -> None:
+    session.close(*timeout_secs)
     raise SystemExit(session.stopping.preemption.exit_code)
 
 
-def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
-    """Whether the state after the last step was committed within the time, and where it was persisted."""
+def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
+    """Whether the state after the last step was committed within the time; where it was persisted, in
+    words."""
     deadline = time.monotonic() + secs
     request = session.submit(must=True)
     assert session.worker is not None
@@ -174,30 +158,25 @@ def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
     persisted = None
     if request.committed and session.config.persist.dir is not None:
         persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-    return request.committed, persisted
+    session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
+    return request.committed, "" if persisted is None else f", persisted: {persisted}"
 
 
 def stop_alone(session: Session, step: int) -> None:
     """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
-    longer than half of it, no vote could name one to stop after, but all ranks that were told get here alike.
-
-    Raises:
-        SystemExit: always.
-    """
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
+    alike."""
     left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
-    committed, persisted = _take_last_version(session, max(0.0, left))
+    committed, persisted = _take_last_version(session, step, max(0.0, left))
     if committed:
         logger.warning(
             "stopping as told after step %d, alone: the grace is too short for another step. Committed "
             "in memory%s",
-            step,
-            "" if persisted is None else f", persisted: {persisted}",
+            *(step, persisted),
         )
     else:
         logger.warning(
             "stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
             *(step, session.stats.committed_step),
         )
-    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
-    session.close(_CLOSE_SECS)
-    raise SystemExit(session.stopping.preemption.exit_code)
+    _end(session, _CLOSE_SECS)

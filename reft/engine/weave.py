@@ -22,29 +22,22 @@ from typing import Any
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
+from reft.engine.session import Woven
 from reft.node.progress import ProgressPage
 from reft.snapshot.copying.pacing import Pacer, queues_transfers, waits
 from reft.snapshot.scheduling.trace import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device is about to wait: snapshot copies may run.
-
-    Args:
-        window_id (int): position of the waiting instruction in the step's stream.
-        receives (bool): whether it is a receive.
-    """
+    """The device is about to wait: snapshot copies may run. ``window_id``: position of the waiting
+    instruction in the step's stream; ``receives``: whether it is a receive."""
 
     def __init__(self, window_id: int, receives: bool) -> None:
         super().__init__(window_id=window_id, receives=receives)
 
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device goes on: no snapshot copy runs any more.
-
-    Args:
-        window_id (int): the window that was opened.
-    """
+    """The device goes on: no snapshot copy runs any more."""
 
     def __init__(self, window_id: int) -> None:
         super().__init__(window_id=window_id)
@@ -73,7 +66,6 @@ class WovenSchedule:
     """A schedule with snapshot instructions; everything else is the schedule's own.
 
     Args:
-        schedule: what the engine was about to execute.
         take: insert :class:`TakeSnapshot` behind the optimizer step.
         seen: takes the names of the training instructions, in order.
         queues: its transfers are known to be queued, as in DualPipeV; else that shows with the first.
@@ -109,16 +101,13 @@ class WovenSchedule:
                 yield TakeSnapshot()
 
 
-class Weaver:
+class Weaver(Woven):
     """Weaves the schedules of one pipeline engine. Made once, at ``attach``.
 
     Args:
-        engine: a ``PipelineEngine``.
-        pacer: opens and closes windows.
         take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
         active: whether anything is to be woven; asked before every schedule.
         traced: whether every instruction is timed; asked before every schedule.
-        progress: told of every instruction.
     """
 
     def __init__(
@@ -131,20 +120,15 @@ class Weaver:
         traced: Callable[[], bool],
         progress: ProgressPage,
     ) -> None:
+        super().__init__()
         self._progress = progress
         self._pacer = pacer
         self._take_snapshot = take_snapshot
         self._active = active
         self._traced = traced
         self._streams: dict[Hashable, _Stream] = {}
-        self._records: list[InstructionRecord] = []
-        self._marks: list[tuple[Any, Any]] = []
-        self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._counts: Counter[str] = Counter()
         self._position = 0
-        self._began = 0.0
         self._drains = False
         self._key: Hashable = None
         self._source: Mapping[type, Callable[..., Any]] = {}
@@ -157,16 +141,6 @@ class Weaver:
         original = getattr(engine, name, None)
         if original is not None:
             setattr(engine, name, functools.wraps(original)(functools.partial(method, engine, original)))
-
-    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
-        """Instructions timed since the last call, and when the last schedule began."""
-        records, self._records = self._records, []
-        return tuple(records), self._began
-
-    def take_marks(self) -> list[tuple[Any, Any]]:
-        """What :attr:`mark` returned before and after each instruction since the last call."""
-        marks, self._marks = self._marks, []
-        return marks
 
     # -- execution -----------------------------------------------------------------------------------
 
@@ -232,15 +206,6 @@ class Weaver:
         forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
         self._pacer.end_step(key, stream.names, forwards, backwards)
 
-    def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
-        self._pacer.open(window_id, receives)
-
-    def _exec_close(self, engine: Any, window_id: int) -> None:
-        self._pacer.close()
-
-    def _exec_take(self, engine: Any) -> None:
-        self._take_snapshot()
-
     # -- timing --------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
@@ -252,9 +217,9 @@ class Weaver:
             self._maps.clear()
         if traced not in self._maps:
             own: dict[type, Callable[..., Any]] = {
-                OpenSnapshotWindow: self._exec_open,
-                CloseSnapshotWindow: self._exec_close,
-                TakeSnapshot: self._exec_take,
+                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
+                CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
+                TakeSnapshot: lambda engine: self._take_snapshot(),
             }
             clocked = {
                 kind: self._clocked(kind.__name__, execute, traced)

@@ -21,7 +21,6 @@ import signal
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +48,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
-from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
+from reft.job.agreement import NODE_INFO, Agreement, DuplicateNodeError, NodeInfo, agree
 from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
@@ -75,12 +74,8 @@ _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 
 
 class ReftAgent(LocalElasticAgent):
-    """Starts, watches and restarts the trainers of one node.
-
-    Args:
-        exits_dir: directory where trainers may leave why they ended.
-        grace_secs: time for trainers to commit and end when the launcher was told to stop.
-    """
+    """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit and end
+    when the launcher was told to stop."""
 
     def __init__(
         self,
@@ -99,7 +94,9 @@ class ReftAgent(LocalElasticAgent):
         self._spec = spec
         self._options = options
         self._client = client
-        self._handler: Any = spec.rdzv_handler
+        assert client.handler is not None
+        assert client.incarnations is not None
+        self._handler, self._incarnations = client.handler, client.incarnations
         self._info = info
         self._secret = secret
         self._launcher = launcher
@@ -157,23 +154,21 @@ class ReftAgent(LocalElasticAgent):
             self._trainers.end(signal.SIGTERM, self._grace_secs())
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
-        """Raises FencedError where the job goes on without this node, as far as the last heartbeat knows, or
-        with ``ask`` the store."""
+        """Raises FencedError where the job goes on without this node, by the last heartbeat, or the store."""
         if self._handler.is_leaving:
             return  # it is a spare until the others need it no more
         mine = self.agreement.incarnation if self.agreement is not None else 0
         newest = self._handler.newest_incarnation
         if ask:
             with suppress(StoreError):
-                newest = self._read_incarnation()
+                newest = self._incarnations.read()
         if newest > mine > 0:
             raise replaced(mine, newest, by_another=self._handler.is_full)
         if why := self._launcher.fenced():
             raise FencedError(why)
 
     def run(self, role: str = "default") -> Any:
-        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace. Raises
-        FencedError: it was."""
+        """As TorchElastic's. Raises FencedError: it was replaced, and has ended its trainers."""
         try:
             return super().run(role)
         except FencedError:
@@ -230,7 +225,7 @@ class ReftAgent(LocalElasticAgent):
     def _may_be_resized(self) -> bool:
         """Whether another number of nodes may do than this round's, which was refused."""
         with suppress(RendezvousError, StoreError):  # else it is refused once more
-            return bool(self._handler.refuse_size())
+            return self._handler.refuse_size()
         return True
 
     def _has_new_version(self) -> bool:
@@ -254,7 +249,7 @@ class ReftAgent(LocalElasticAgent):
             self._store_lost = True
             return False
         self._note_store_is_back()
-        return bool(waiting)
+        return waiting
 
     def _note_store_is_back(self) -> None:
         if self._store_lost:
@@ -303,13 +298,13 @@ class ReftAgent(LocalElasticAgent):
     ) -> list[Worker]:
         """Exchange node infos with the other agents, number the trainers, and say where they meet."""
         table = store.with_prefix("reft/round/0")
-        known = self._info.incarnation, self._launcher.newest_incarnation(), self._read_incarnation()
+        known = self._info.incarnation, self._launcher.newest_incarnation(), self._incarnations.read()
         self._info = replace(self._info, newest_step=self._launcher.newest_step(), incarnation=max(known))
-        table.set(f"node/{group_rank}", self._info.to_json())
+        table.set(f"node/{group_rank}", NODE_INFO.dump_json(self._info))
         keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
         agreement = agree(
-            [NodeInfo.from_json(table.get(k)) for k in keys], renews=self._options.restarts_renew
+            [NODE_INFO.validate_json(table.get(k)) for k in keys], renews=self._options.restarts_renew
         )
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
@@ -322,8 +317,7 @@ class ReftAgent(LocalElasticAgent):
         )
         self.agreement = agreement
         self._handler.incarnation = agreement.incarnation
-        if self._client.incarnations is not None:
-            self._client.incarnations.raise_to(agreement.incarnation)
+        self._incarnations.raise_to(agreement.incarnation)
         self._info = self._info.after(agreement)
         return [
             Worker(
@@ -335,9 +329,6 @@ class ReftAgent(LocalElasticAgent):
             )
             for i, rank in enumerate(agreement.ranks[group_rank])
         ]
-
-    def _read_incarnation(self) -> int:
-        return 0 if self._client.incarnations is None else self._client.incarnations.read()
 
     # -- trainers ----------------------------------------------------------------------------------
 
@@ -385,9 +376,9 @@ class ReftAgent(LocalElasticAgent):
             return None
         store: Any = self._store
         table = store.with_prefix(f"reft/{self.agreement.round}")
-        return self._launcher.hang(
-            table, index, self._trainers.running(), silent=self._handler.is_left_by_silent
-        )
+        nodes, running = len(self.agreement.members), self._trainers.running()
+        silent = self._handler.is_left_by_silent
+        return self._launcher.hangs.judge(table, index, nodes, running, silent=silent)
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -418,8 +409,7 @@ class ReftAgent(LocalElasticAgent):
             store.add(self._stopped("seen"), 1)
 
     def _end_if_peers_were_stopped(self) -> None:
-        """Raises SignalException where other launchers of this round were told to stop, and it needs them to
-        go on."""
+        """Raises SignalException where other launchers were told to stop, without which it cannot go on."""
         store: Any = self._store
         with suppress(RuntimeError):
             gone = store.add(self._stopped("nodes"), 0)
@@ -444,7 +434,7 @@ class ReftAgent(LocalElasticAgent):
         return f"reft/stopped/{self.agreement.round}/{name}"
 
     def _exit_barrier(self) -> None:
-        """Wait until the trainers of all nodes have ended well, or a node wants another round."""
+        """Wait until all trainers have ended well, or a node wants another round."""
         assert self.agreement is not None
         prefix, size = f"reft/ended/{self.agreement.round}", len(self.agreement.members)
         store: Any = self._store
@@ -473,13 +463,8 @@ class ReftAgent(LocalElasticAgent):
         self._trainers.hurry = True
 
     def close(self) -> None:
-        """Remove what trainers left."""
         self._close_trainer_store()
         self._trainers.close()
-
-
-def new_agent_id() -> str:
-    return uuid.uuid4().hex
 
 
 def _wait_until_all_have_seen(store: Any, key: str, size: int) -> None:
@@ -496,11 +481,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Trainers:
-    """Looks at trainers from outside.
-
-    Args:
-        exits_dir: directory where trainers may leave why they ended.
-    """
+    """Looks at trainers from outside; in ``exits_dir`` they may leave why they ended."""
 
     def __init__(self, processes: Callable[[], Mapping[int, Any]], exits_dir: Path) -> None:
         self._processes = processes

@@ -1,16 +1,17 @@
 """What the agents of a round agree on, worked out by each from the same node infos.
 
-Every agent lays a :class:`NodeInfo` into the store of a new rendezvous round and reads all others. The
-rest is a pure function of them, so there is no counter in the store that a crash could leave
-half done, and a store that was lost and came back empty takes nothing along.
+Every agent lays a :class:`NodeInfo` into the store of a new rendezvous round and reads all others. The rest
+is a pure function of them: no counter in the store could be left half done by a crash, and a store that was
+lost and came back empty takes nothing along.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
 
 from reft.errors import ConfigError
 from reft.job.exits import Cause
@@ -39,11 +40,10 @@ class NodeInfo:
         agent: unique id of the launcher process.
         turn: how many ranks each node gets in its turn (:func:`deal_ranks`).
         round: last round this agent took part in, with its ``members`` and ``restarts_used``; 0: new agent.
-        known_step: newest committed step that any node of that round knew of; -1: none.
-        newest_step: the one that this node knows of now.
+        known_step: newest committed step that any node of that round knew of; ``newest_step``: that this node
+            knows of now; -1: none.
         incarnation: number of the newest start of the job that this node knows of.
-        cause: why the agent's trainers of that round ended; None if they did not fail.
-        failure: the same for people, with the rank.
+        cause: why the agent's trainers of that round ended; None if they did not fail; ``failure``: in words.
     """
 
     node: str
@@ -59,17 +59,6 @@ class NodeInfo:
     cause: Cause | None = None
     failure: str = ""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> NodeInfo:
-        fields = json.loads(text)
-        cause = fields.pop("cause")
-        return cls(
-            **{**fields, "members": tuple(fields["members"]), "cause": Cause(cause) if cause else None}
-        )
-
     def after(self, agreement: Agreement) -> NodeInfo:
         """What this node brings into the next round, if the trainers of this one do not fail."""
         return replace(
@@ -84,6 +73,9 @@ class NodeInfo:
         )
 
 
+NODE_INFO = TypeAdapter(NodeInfo)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """The outcome, equal on all agents.
@@ -94,8 +86,8 @@ class Agreement:
         ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
         known_step: newest committed step that any of the nodes knows of; -1: none.
-        incarnation: number of this start of the job, greater than that of every start that any of the nodes,
-            or the store, knows of. Whoever carries a lower one was replaced and is refused.
+        incarnation: number of this start of the job, greater than any that a node, or the store, knows of.
+            Whoever carries a lower one was replaced and is refused.
         failures: why trainers of the round before ended, on the nodes that are still there.
     """
 
@@ -119,18 +111,11 @@ class Agreement:
 
 
 def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
-    """Work out a round from what its agents bring.
+    """Work out a round from what its agents bring, by group rank. Raises DuplicateNodeError.
 
-    A round that ended with at least one failure by own cause uses one restart of the job, however
-    many nodes failed in it; a round that ended because a node vanished, or because somebody joined,
-    uses none.
-
-    Args:
-        infos: one per agent, by group rank.
-        renews: restarts are counted from the last new version on.
-
-    Raises:
-        DuplicateNodeError: two nodes have the same id.
+    A round that ended with at least one failure by own cause uses one restart of the job, however many nodes
+    failed in it; one that ended because a node vanished, or because somebody joined, uses none. With
+    ``renews`` restarts are counted from the last new version on.
     """
     _refuse_doubles(infos)
     last_round = max(c.round for c in infos)
@@ -151,7 +136,7 @@ def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
 
 
 def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
-    """Number the trainers of a job.
+    """Number the trainers of a job: the global ranks of each node, by local rank.
 
     DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
     other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
@@ -161,9 +146,6 @@ def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]
     Args:
         workers: trainers of each node, by group rank.
         turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
-
-    Returns:
-        The global ranks of each node, by local rank: every rank once, rank 0 on the first node.
     """
     dealt: list[list[int]] = [[] for _ in workers]
     rank = 0
@@ -185,7 +167,6 @@ def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
 
 
 def _uses_restart(last: Sequence[NodeInfo]) -> bool:
-    """Whether the round that ``last`` took part in ended by the job's own fault."""
     causes = {c.cause for c in last}
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
     return Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))

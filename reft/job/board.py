@@ -72,12 +72,7 @@ def make_board(options: LaunchOptions, rendezvous: RendezvousClient, path: Path)
 
 
 class StatusBoard:
-    """One launcher's part.
-
-    Args:
-        connect: makes a connection to the job's store that nobody else uses.
-        is_spare: whether this node waits for a place.
-    """
+    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
 
     def __init__(
         self,
@@ -120,13 +115,8 @@ class StatusBoard:
         self._thread.start()
 
     def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:
-        """The launcher does something else now.
-
-        Args:
-            words: what.
-            round: of the trainers that it has started; None: it has started none.
-            failed: why its trainers have ended by themselves; "" where they have not.
-        """
+        """The launcher does something else now, in ``words``. ``round``: of the trainers that it has started,
+        if it has; ``failed``: why its trainers have ended by themselves."""
         doing = replace(self._doing, words=words, failed=failed)
         if round is not None:
             doing = replace(doing, round=round, since_unix_secs=time.time())
@@ -160,8 +150,7 @@ class StatusBoard:
         return scheme_of(self._board.rows)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """Node losses that the job survives now, as :func:`reft.node.report.tolerance_now`; None while not
-        every rank has a version of this start of the job."""
+        """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this start."""
         rows = self._board.rows
         _, holders = place(rows)
         if not holders or any(newest_start(row) < incarnation for row in holders.values()):
@@ -209,6 +198,7 @@ class StatusBoard:
         self._tell_memory(report)
         if ending:
             report = report.model_copy(update={"left": True, "why": self._left})
+            self._write(report)  # whatever becomes of the store
         try:
             self._exchange(report)
             self._lost_since = None

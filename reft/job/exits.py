@@ -86,11 +86,8 @@ def is_size_refusal(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether ``error``, or anything it was raised from or while handling, is lost communication.
-
-    Types are told by name, so that torch need not be imported. A wrong "yes" costs a bounded number
-    of free restarts, a wrong "no" may end the job: in doubt the whole chain is asked.
-    """
+    """Whether ``error``, or anything it was raised from or while handling, is lost communication. A wrong
+    "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
     return any(_is_communication_error(e) for e in _chain(error))
 
 
@@ -111,6 +108,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_communication_error(error: BaseException) -> bool:
+    # Told by name, so that torch need not be imported.
     names = {c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("torch", "reft")}
     if names & _PEER_TYPES:
         return True
@@ -122,12 +120,7 @@ def _is_communication_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class ExitNote:
-    """What a trainer says about its end.
-
-    Attributes:
-        cause: REFUSED, SIZE, OWN or PEER.
-        error: type and first line of the message, shortened; the whole is in the trainer's output.
-    """
+    """What a trainer says about its end; ``error``: type and first line of the message, shortened."""
 
     cause: Cause
     error: str
@@ -161,12 +154,8 @@ class ExitNote:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one local trainer ended.
-
-    Attributes:
-        exit_code: as ``Popen.returncode`` (negative: signal); None: still ending.
-        note: what the trainer said, if it could.
-    """
+    """How one local trainer ended: ``exit_code`` as ``Popen.returncode`` (negative: signal), None: it is
+    still ending; and what it said, if it could."""
 
     exit_code: int | None
     note: ExitNote | None
@@ -197,12 +186,8 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Failure:
-    """The judgement over the trainers of a node that ended before the agent stopped the rest.
-
-    Attributes:
-        cause: REFUSED or SIZE as soon as one of them was, else OWN as soon as one failed by its own cause.
-        exit_code: what the launcher exits with if nothing restarts.
-    """
+    """The judgement over the trainers of a node that ended before the agent stopped the rest; ``exit_code``
+    is what the launcher exits with if nothing restarts."""
 
     cause: Cause
     local_rank: int
@@ -211,11 +196,7 @@ class Failure:
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> Failure:
-    """Judge the trainers of one node together.
-
-    Args:
-        exits: local rank to its end, for every trainer that failed by itself; at least one.
-    """
+    """Judge the trainers of one node that failed by themselves, at least one, by local rank."""
     order = (Cause.REFUSED, Cause.SIZE, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
     return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")

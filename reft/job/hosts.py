@@ -41,11 +41,8 @@ _PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 def apply_hostfile(args: argparse.Namespace) -> None:
     """Write what the hostfile says, with ``--include``, ``--exclude`` and ``--num-gpus``, where torchrun's
-    options say it, and the devices that are left of this node's into ``args.devices`` (None: all).
-
-    Raises:
-        ConfigError: this host is not in it, or is left out, or it contradicts other options.
-    """
+    options say it, and the devices that are left of this node's into ``args.devices`` (None: all). Raises
+    ConfigError: this host is not in it, or is left out, or it contradicts other options."""
     args.devices = None
     filtered = bool(args.include or args.exclude)
     if args.num_gpus is not None and args.num_gpus < 1:

@@ -55,15 +55,9 @@ class Hangs:
     def judge(
         self, table: Any, index: int, size: int, pids: Collection[int], *, silent: bool = False
     ) -> Failure | None:
-        """Whether the trainers have to be restarted; looks at the store only while one of them is quiet.
-
-        Args:
-            table: of the store, of this round.
-            silent: a node of this round was struck out for its silence; the others may go on without it.
-
-        Returns:
-            Why; None: go on.
-        """
+        """Why the trainers have to be restarted; None: go on. Looks at the table of the round in the store
+        only while one of them is quiet. ``silent``: a node of this round was struck out for its silence, and
+        the others may go on without it."""
         mine = [w for w in self._waiting if w.seen.pid in pids]
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if silent else None

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum, auto
@@ -21,7 +22,6 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -47,10 +47,10 @@ from reft.env import (
     ENV_STORE,
 )
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
-from reft.job.agent import ReftAgent, new_agent_id
+from reft.job.agent import ReftAgent
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
-from reft.job.exits import EX_FENCED, STOP_SIGNALS, Cause, Failure
+from reft.job.exits import EX_FENCED, STOP_SIGNALS, Cause
 from reft.job.hosts import show_devices
 from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
@@ -63,30 +63,28 @@ from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
-from reft.node.watch import CommitWatch
+from reft.node.observe import CommitWatch
+from reft.node.report import ENDED_WELL
 
 logger = logging.getLogger("reft.job.launch")
 
 _GRACE_MARGIN_SECS = 5.0
 _LEAST_FLUSH_SECS = 1.0
-_ENDED_WELL = "the job ended well"
 LEAVE_SIGNAL = signal.SIGUSR1
 _IMPATIENT_SECS = 1.0
 
 
 class StopSignals:
-    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end.
-
-    A second Ctrl-C by a person cuts the grace short.
+    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end, but a
+    second Ctrl-C by a person cuts the grace short.
 
     Attributes:
-        agent: :class:`reft.job.agent.ReftAgent`, which ends the trainers.
         received: the signal to stop; None: there was none.
         asked_to_leave: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it.
     """
 
     def __init__(self) -> None:
-        self.agent: Any = None
+        self.agent: ReftAgent | None = None
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
@@ -102,7 +100,7 @@ class StopSignals:
         return time.monotonic() - self._at if self.received is not None else 0.0
 
     def quieten(self) -> None:
-        """From here on the launcher tidies up, which is bounded, and is not interrupted."""
+        """The launcher tidies up from here on, which is bounded and not interrupted."""
         self._quiet = True
 
     def ignore(self) -> None:
@@ -137,7 +135,7 @@ class End(Enum):
     """It was cut off, and the job went on without it."""
 
 
-_WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
+_WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
 class Launcher:
@@ -147,14 +145,14 @@ class Launcher:
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self._rendezvous = RendezvousClient(options, self._secret)
+        self.rendezvous = RendezvousClient(options, self._secret)
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
-        self._hangs = Hangs(options.node, self._memory.path)
+        self.hangs = Hangs(options.node, self._memory.path)
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
-        self._board = make_board(options, self._rendezvous, self._memory.path)
+        self._board = make_board(options, self.rendezvous, self._memory.path)
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
         self._before: Agreement | None = None
@@ -168,7 +166,7 @@ class Launcher:
         self._memory.make_again(self._secret)
         os.environ.update(
             {
-                ENV_STORE: self._rendezvous.place.trainers_endpoint(),
+                ENV_STORE: self.rendezvous.place.trainers_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
                 ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
@@ -176,7 +174,7 @@ class Launcher:
         )
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir, self._hangs.take)
+            self._daemon = DaemonKeeper(self._memory.job_dir, self.hangs.take)
             self._daemon.start()
         if self._daemon is not None:
             self._daemon.incarnation = agreement.incarnation
@@ -203,9 +201,9 @@ class Launcher:
     def _note_start(self, agreement: Agreement) -> None:
         """Note in the history what this round follows, as far as this node has seen it."""
         before = self._before or agreement
-        told: Any = self._rendezvous.handler
+        ranks = self.rendezvous.handler.left if self.rendezvous.handler is not None else ()
         gone = before.nodes_without(agreement.members)
-        left = tuple(n for rank, n in enumerate(before.nodes) if rank in told.left and n in gone)
+        left = tuple(n for rank, n in enumerate(before.nodes) if rank in ranks and n in gone)
         lost = tuple(n for n in gone if n not in left)
         history.note(
             self._memory.path,
@@ -232,15 +230,10 @@ class Launcher:
     def round_over(self) -> None:
         """The trainers have failed, or restart for another reason."""
         self._over_at = time.time()
-        self._rendezvous.wait_as_told(self._memory.path)
-
-    def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
-        """Why running trainers have to be ended; see :meth:`reft.job.hung.Hangs.judge`."""
-        assert self._before is not None
-        return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
+        self.rendezvous.wait_as_told(self._memory.path)
 
     def workers_started(self, pids: list[int]) -> None:
-        self._hangs.clear()
+        self.hangs.clear()
         # TorchElastic has just set its own handlers.
         self._signals.install()
         if self._daemon is not None:
@@ -255,7 +248,6 @@ class Launcher:
         failure = self._agent.failure if self._agent is not None else None
         own = failure is not None and failure.cause is not Cause.PEER
         self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
-        self._memory.write_state(state=state, **facts)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
@@ -291,7 +283,7 @@ class Launcher:
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            if self._agent is not None and self._rendezvous.place.serves:
+            if self._agent is not None and self.rendezvous.place.serves:
                 self._agent.wait_for_peers()
             return 128 + int(stop.sigval)
         except FencedError as error:
@@ -334,17 +326,16 @@ class Launcher:
             # The last is what TorchElastic gives its trainers.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._warm = WarmTrainers(options.preload, shared)
-        handler = self._rendezvous.connect()
+        handler = self.rendezvous.connect()
         self._board.start()
         info = NodeInfo(
             node=options.node,
-            agent=new_agent_id(),
+            agent=uuid.uuid4().hex,
             workers=options.config.nproc_per_node,
             turn=options.rank_turn,
         )
         agent = self._agent = self._make_agent(handler, info)
-        if isinstance(handler, StoreRendezvous):
-            self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
+        self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())
@@ -356,64 +347,59 @@ class Launcher:
                 f"nodes with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made "
                 f"of user, directory, program and arguments"
             )
-            if self._rendezvous.has_taken_part():  # else others may train, or wait longer
-                self._rendezvous.close(message)
+            if self.rendezvous.has_taken_part():  # else others may train, or wait longer
+                self.rendezvous.close(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
-            outcome = self._rendezvous.outcome() or "the job ended on another node"
-            if outcome == _ENDED_WELL and agent.agreement is not None:
+            outcome = self.rendezvous.outcome() or "the job ended on another node"
+            if outcome == ENDED_WELL and agent.agreement is not None:
                 # This node was cut off, and the job went on to its end with another in its place.
                 self._end = End.WELL
                 return 0
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
-                f"{self._rendezvous.place.reopens}"
+                f"{self.rendezvous.place.reopens}"
             ) from error
         except RendezvousGracefulExitError:
             return 0
         except JobEndedError as error:
-            self._rendezvous.close(str(error))
+            self.rendezvous.close(str(error))
             raise
 
     def _end_replaced(self, error: FencedError) -> int:
         """This node is of an older start of the job than the one that runs."""
-        if self._rendezvous.outcome() == _ENDED_WELL:
+        if self.rendezvous.outcome() == ENDED_WELL:
             self._end = End.WELL
             return 0
         logger.error("%s (exit code %d)", error, EX_FENCED)
         return EX_FENCED
 
-    @property
-    def rendezvous(self) -> RendezvousClient:
-        """Where the nodes of the job meet."""
-        return self._rendezvous
-
     def judge(self, agent: ReftAgent, result: RunResult | None) -> int:
         """What the end of this node's trainers means for the job; returns the exit code."""
         if result is None:
             # A spare that was not needed: TorchElastic ends it when the job ends.
-            if self._rendezvous.outcome() == _ENDED_WELL:
+            if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = End.WELL
             return 0
         if not result.is_failed():
             if agent.all_ended_well:
                 self._end = End.WELL
                 if not self._options.keep_memory:
-                    self._rendezvous.forget_commits()
-            self._rendezvous.close(_ENDED_WELL)
+                    self.rendezvous.forget_commits()
+            self.rendezvous.close(ENDED_WELL)
             if not agent.all_ended_well:
                 logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
             return 0
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
-        self._rendezvous.close(f"node {self._options.node} gave up: {reason}")
+        self.rendezvous.close(f"node {self._options.node} gave up: {reason}")
         history.note(self._memory.path, history.ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             logger.error("%s", ChildFailedError(self._name(), result.failures))
         return failure.exit_code if failure else 1
 
-    def _make_agent(self, handler: RendezvousHandler, info: NodeInfo) -> ReftAgent:
+    def _make_agent(self, handler: StoreRendezvous, info: NodeInfo) -> ReftAgent:
         options, config = self._options, self._options.config
         known = {f.name for f in fields(WorkerSpec)}
         same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
@@ -431,7 +417,7 @@ class Launcher:
         return ReftAgent(
             spec,
             options,
-            client=self._rendezvous,
+            client=self.rendezvous,
             info=info,
             secret=self._secret,
             launcher=self,
@@ -455,12 +441,11 @@ class Launcher:
         if self._agent is not None:
             self._agent.close()
         self._board.close(_WHY.get(self._end, "told to end, or the job has failed"))
-        self._rendezvous.leave()
+        self.rendezvous.leave()
         if self._warm is not None:
             self._warm.close()
         if self._daemon is not None:
             self._daemon.end(self._flush_secs() if self._end is End.UNFINISHED else 0.0)
-        self._memory.write_state(state="ended well" if self._end is End.WELL else "ended")
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:
@@ -474,9 +459,9 @@ class Launcher:
         return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
 
 
-def _numbers(handler: RendezvousHandler, config: LaunchConfig) -> str:
+def _numbers(handler: StoreRendezvous, config: LaunchConfig) -> str:
     """Of nodes with which the job could have gone on, for people."""
-    fitting = handler.fitting if isinstance(handler, StoreRendezvous) else ()
+    fitting = handler.fitting
     if not fitting or set(range(config.min_nodes, config.max_nodes + 1)) <= set(fitting):
         return str(config.min_nodes)
     said = ", ".join(map(str, fitting))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgpack
 import psutil
@@ -29,8 +29,7 @@ from reft.config_read import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mac import mac
-from reft.control.mpi import load_mpi
-from reft.control.mpi_transport import mpi_carrier
+from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.engine.identity import kernel_id
 from reft.env import (
@@ -66,13 +65,8 @@ _END_SECS = 300.0
 _LINGER_SECS = 3600.0
 
 
-@dataclass(frozen=True)
-class Where:
-    """What one process says of itself.
-
-    Attributes:
-        secret: proves which secret it has, without saying it.
-    """
+class Where(NamedTuple):
+    """What one process says of itself; ``secret`` proves which one it has, without saying it."""
 
     node: str
     kernel: str
@@ -80,19 +74,11 @@ class Where:
     secret: bytes
     job_id: str
 
-    def pack(self) -> bytes:
-        return bytes(msgpack.packb([self.node, self.kernel, self.pid, self.secret, self.job_id]))
-
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process is among the others. Pure.
-
-    Attributes:
-        rank, size: as MPI counts, and torch.
-        local: the ranks of its node, ascending; the first leads.
-        leaders: of all nodes, ascending: their order numbers the nodes.
-    """
+    """Where one process is among the others; of its node the first rank leads, and the order of all nodes'
+    leaders numbers the nodes. Pure."""
 
     rank: int
     size: int
@@ -101,7 +87,6 @@ class Place:
 
     @classmethod
     def among(cls, rank: int, nodes: Sequence[str]) -> Place:
-        """Of ``rank``, given everybody's node."""
         local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
         leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
         return cls(rank, len(nodes), local, leaders)
@@ -133,12 +118,8 @@ class Place:
 
 
 def check_together(told: Sequence[Where]) -> None:
-    """See that the processes belong together. Pure.
-
-    Raises:
-        AuthenticationError: they have different secrets.
-        ConfigError: they name the job differently, or two hosts alike.
-    """
+    """Raises AuthenticationError: the processes have different secrets; ConfigError: they name the job
+    differently, or two hosts alike. Pure."""
     if len({each.secret for each in told}) > 1:
         raise AuthenticationError(
             "the processes of this MPI job have different secrets: share ~/.reft/secret between the nodes, "
@@ -176,7 +157,7 @@ class Step:
                 f"no dot first: give --job-id"
             )
         mine = Where(self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id)
-        told = [Where(*msgpack.unpackb(data)) for data in transport.gather(mine.pack())]
+        told = [Where(*msgpack.unpackb(data)) for data in transport.gather(bytes(msgpack.packb(mine)))]
         check_together(told)
         self.place = Place.among(rank, [each.node for each in told])
         self._leader_pid = told[self.place.local[0]].pid
@@ -184,8 +165,7 @@ class Step:
         self._store: TrainerStore | None = None
 
     def prepare(self) -> None:
-        """Hold the node's memory, start its daemon, and say where torch's store is. Collective. Raises
-        ReftError, OSError: on all processes, if it failed in one."""
+        """Hold the node's memory, start its daemon, and say where torch's store is. Collective."""
         self._all_or_none(self._hold)
         endpoint = self._all_or_none(self._serve)[0].decode()
         self._all_or_none(lambda: self._relay(endpoint))
@@ -225,7 +205,6 @@ class Step:
     def _hold(self) -> bytes:
         if self.place.leads:
             job_dir = self._memory.prepare(self._secret)
-            self._memory.write_state(state="running under MPI", ranks=list(self.place.local))
             if not self._options.no_daemon:
                 keep_daemon(job_dir, self._options.linger_secs)
         return b""
@@ -246,14 +225,8 @@ class Step:
         return b""
 
     def end(self, code: int) -> int:
-        """Meet the others at the end, for as long as was allowed; where all ended well, the memory goes.
-
-        Returns:
-            The first exit code that is not 0.
-
-        Raises:
-            TransferError: not all came.
-        """
+        """Meet the others at the end; where all ended well, the memory goes. Returns the first exit code that
+        is not 0. Raises TransferError: not all came in the time that was allowed."""
         self._transport.limits.timeout_secs = self._options.end_secs
         codes = [int(data) for data in self._transport.gather(str(code).encode())]
         worst = next((each for each in codes if each), 0)
@@ -312,9 +285,11 @@ def _outside_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
 
 
-def run_step(options: argparse.Namespace) -> int:
-    """Run the script as one process of this step; returns the exit code. Where this process fails, the whole
-    MPI job is ended: the others would wait for it."""
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft mpi-run``: the script as one process of this step; returns the exit code: 0, the
+    script's, 2 for wrong use. A process that fails ends the whole MPI job and does not return: the others
+    would wait for it."""
+    options = make_parser().parse_args(list(argv))
     log.set_place("", "mpi-run")
     log.to_stderr()
     try:
@@ -423,14 +398,6 @@ def make_parser() -> Parser:
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")
     return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft mpi-run``; returns the exit code: 0, the script's, 2 for wrong use. A process
-    that fails ends the whole MPI job and does not return."""
-    options = make_parser().parse_args(list(argv))
-
-    return run_step(options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
 from reft.memory.arena import Arena
 from reft.memory.arena_files import ARENA_SUFFIX, scan
-from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
+from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, remove_job
 from reft.memory.joblock import LOCK_FILE, JobLock
 from reft.node.client import request
 from reft.node.daemon import END_SIGNAL
@@ -31,7 +31,6 @@ from reft.node.progress import process_state
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_FILE = "launcher.json"
 _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 30.0)
 _LOCK_SECS = 5.0
@@ -68,9 +67,7 @@ class NodeMemory:
 
         Raises:
             JobInUseError: another launcher, or a job under plain torchrun, has the directory.
-            AuthenticationError: it holds memory under another secret, or one that cannot be read; the
-                memory stays.
-            ReftError, OSError: it cannot be made.
+            AuthenticationError: it holds memory under another secret, or one that cannot be read, and stays.
         """
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
@@ -105,12 +102,8 @@ class NodeMemory:
             path.unlink(missing_ok=True)
 
     def make_again(self, secret: bytes) -> None:
-        """Somebody may have removed the directory under the running job: make it anew, and hold it.
-
-        Raises:
-            JobInUseError: another job has made it, and holds it.
-            ReftError: that cannot be.
-        """
+        """Somebody may have removed the directory under the running job: make it anew, and hold it. Raises
+        JobInUseError: another job has made it, and holds it; ReftError: that cannot be."""
         if self._lock is None or self._lock.lies_in(self.path):
             return
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
@@ -152,19 +145,13 @@ class NodeMemory:
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
-    def write_state(self, **fields: Any) -> None:
-        """Say in ``launcher.json`` what the launcher does; best effort."""
-        if self.job_dir is not None:
-            with suppress(OSError):
-                write_json(self.path / LAUNCHER_FILE, {"pid": os.getpid(), "node": self.node, **fields})
-
     def remove(self) -> None:
         """The job ended well: its memory goes."""
         if self.job_dir is None:
             return
         try:
             if self._is_ours():
-                self.job_dir.remove(force=True)
+                remove_job(self.job_dir.path, force=True)
         except (OSError, ReftError) as error:
             logger.warning("%s could not be removed: %s", self.path, error)
         if self._lock is not None:
@@ -172,11 +159,7 @@ class NodeMemory:
 
 
 class DaemonKeeper:
-    """Starts the node daemon and starts the next one when it dies.
-
-    Args:
-        told: takes what the daemon says its trainers are at.
-    """
+    """Starts the node daemon, and the next one when it dies; ``told`` takes what it says trainers are at."""
 
     def __init__(self, job_dir: JobDir, told: Callable[[Any], None]) -> None:
         self._job_dir = job_dir
@@ -238,7 +221,10 @@ class DaemonKeeper:
             began = time.monotonic()
             try:
                 # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
-                self._process = subprocess.Popen(self._command(), start_new_session=True)
+                command = [sys.executable, "-m", "reft.node.daemon", str(self._job_dir.path)]
+                self._process = subprocess.Popen(
+                    [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
+                )
             except OSError as error:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
@@ -265,14 +251,11 @@ class DaemonKeeper:
             if code is not None:
                 return code
             workers = self.workers
-            if workers != self._told and self._order(workers) is not None:
-                self._told = workers
+            if workers != self._told:
+                answer = self.tell("workers", pids=list(workers), incarnation=self.incarnation)
+                self._told = self._told if answer is None else workers
             self._ask()
         return None
-
-    def _order(self, workers: Sequence[int]) -> Any:
-        """Tell the daemon which trainers there are."""
-        return self.tell("workers", pids=list(workers), incarnation=self.incarnation)
 
     def _ask(self) -> None:
         """What the trainers are at; a daemon that does not answer for long is killed, and started anew."""
@@ -294,7 +277,3 @@ class DaemonKeeper:
                 "the node daemon (process %d) does not answer: it is stopped or hangs", process.pid
             )
             process.kill()
-
-    def _command(self) -> Sequence[str]:
-        module = "reft.node.daemon"
-        return [sys.executable, "-m", module, str(self._job_dir.path), "--launcher-pid", str(os.getpid())]

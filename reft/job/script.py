@@ -112,14 +112,8 @@ def _not_runnable(reason: str) -> SystemExit:
 
 
 def run_and_classify(run: Callable[[], None]) -> int:
-    """Run the script; report and note how it failed.
-
-    Returns:
-        The exit code: 0, 1 for an exception, 2 for what reft refuses, 75 for lost peers, 130 for Ctrl-C.
-
-    Raises:
-        SystemExit: raised by the script; its own code stands.
-    """
+    """Run the script; report and note how it failed. Returns the exit code: 0, 1 for an exception, 2 for what
+    reft refuses, 75 for lost peers, 130 for Ctrl-C. Raises SystemExit: the script's own."""
     try:
         run()
     except SystemExit as stop:
@@ -138,8 +132,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as if the script had been started by ``python`` itself; what reft refuses says
-    itself what to change."""
+    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change."""
     if is_refusal(error):
         say(error)
     else:

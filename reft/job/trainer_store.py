@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from reft.control.authenticated import (
     AuthenticatedServer,
+    accept,
     connect_authenticated,
     format_endpoint,
     is_loopback,
@@ -34,15 +33,10 @@ PURPOSE = "trainers' store"
 _CHUNK_BYTES = 1 << 16
 _CONNECT_SECS = 30.0
 _ENDPOINT_KEY = "trainers"
-_TROUBLE_SECS = 0.1
 
 
 class TrainerStore:
-    """The store of one round, served or relayed.
-
-    Args:
-        incarnation: number of the start of the job whose trainers meet here.
-    """
+    """The store of one round, in which the trainers of one start of the job meet, served or relayed."""
 
     def __init__(self, port: int, incarnation: int = 0) -> None:
         self.port = port
@@ -69,7 +63,6 @@ class TrainerStore:
             store: the agents' own, with the round's prefix.
             nodes: of this round; a single one serves itself alone.
             local_addr: ``--local-addr``; None: the address that the rendezvous sees.
-            incarnation: number of this start of the job: those of another one are refused.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -115,12 +108,18 @@ class TrainerStore:
         listener = listen(LOOPBACK, 0)
         relay = cls(int(listener.getsockname()[1]), incarnation)
         relay._listener = listener
-        threading.Thread(
-            target=_accept,
-            args=(listener, relay._closed, lambda trainer: _carry(trainer, endpoint, secret, incarnation)),
-            name="trainers' relay",
-            daemon=True,
-        ).start()
+
+        def let_in(trainer: socket.socket, _: Any) -> None:
+            carry = threading.Thread(
+                target=_carry, args=(trainer, endpoint, secret, incarnation), name=PURPOSE, daemon=True
+            )
+            try:
+                carry.start()
+            except RuntimeError:
+                trainer.close()
+                raise
+
+        accept(listener, "the trainers' relay", let_in, relay._closed.is_set)
         return relay
 
     def _pass_on(self, channel: Channel) -> None:
@@ -157,25 +156,6 @@ def _own_address(store: RendezvousStore) -> str:
             f"give this machine's address with --local-addr"
         )
     return address
-
-
-def _accept(listener: socket.socket, closed: threading.Event, carry: Callable[[socket.socket], None]) -> None:
-    troubled = False
-    while True:
-        trainer = None
-        try:
-            trainer, _ = listener.accept()
-            threading.Thread(target=carry, args=(trainer,), name="trainer's store", daemon=True).start()
-            troubled = False
-        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-            if trainer is not None:
-                trainer.close()
-            if closed.is_set():
-                return
-            if not troubled:
-                logger.warning("the trainers' relay cannot accept connections: %s", error)
-            troubled = True
-            time.sleep(_TROUBLE_SECS)
 
 
 def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:

@@ -80,13 +80,8 @@ class ForkError(ReftError, RuntimeError):
 
 
 def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int:
-    """Have a server fork a child of this process; returns its process id, or raises ForkError.
-
-    Args:
-        connection: a pair's end of type SOCK_SEQPACKET; the first answer waits for the server's imports.
-        request: what it runs.
-        fds: its standard input, output and error.
-    """
+    """Have a server fork a child of this process with these standard streams; returns its process id, or
+    raises ForkError. ``connection``: of type SOCK_SEQPACKET; the first answer waits for imports."""
     message = json.dumps(asdict(request)).encode()
     if len(message) > _MOST_BYTES:
         raise ForkError(f"arguments and environment take {len(message)} bytes, room for {_MOST_BYTES}")
@@ -149,11 +144,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 class WarmTrainers:
     """Starts the server, and trainers through it. One that has died is started again with the next trainers.
-
-    Args:
-        modules: what is imported ahead.
-        environ: of the trainers, as far as all of a node share it.
-    """
+    ``modules`` are imported ahead; ``environ``: of the trainers, as far as all of a node share it."""
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -251,12 +242,8 @@ def _write(begin: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> ForkRequest:
-    """Fork whenever it is asked for, until the other end is closed, which ends this process.
-
-    Args:
-        connection: the other end of the one that asks.
-        entry: of this process.
-        path: ``sys.path`` without its first entry and without PYTHONPATH's.
+    """Fork whenever it is asked for, until the other end is closed, which ends this process. ``path``:
+    ``sys.path`` without its first entry and without PYTHONPATH's.
 
     Returns:
         In forked processes alone: what to run. They are then as if they had been started for it.

@@ -11,21 +11,32 @@ block carries the checksum of its bytes (P5); all memory is allocated and touche
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reft.errors import ArenaError
-from reft.memory.files import ArenaLock, allocate, new_file, remove_idle_file, touch_pages, write_all
+from reft.memory.files import (
+    allocate,
+    hold_directory,
+    new_file,
+    remove_idle_file,
+    reopen,
+    touch_pages,
+    write_all,
+)
 from reft.memory.free_memory import free_bytes
 from reft.memory.header import (
     MAGIC,
@@ -73,13 +84,26 @@ def reserved_bytes(data_bytes: int, max_entries: int) -> int:
 class Arena:
     """An open arena file. Make one with :meth:`create` or :meth:`open`.
 
+    Its locks are `flock` on a file description of its own: a crash releases them, and processes forked from
+    the holder (data loader workers) do not keep them. A writable arena also holds the directory shared, which
+    is how others know that the job is alive.
+
     One process writes an arena at a time, from one thread; any number may read. A version goes
     through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it.
     """
 
     def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
         """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
-        self._lock = ArenaLock(path, fd, writable)
+        self._held: int | None = None
+        self._fd = self._directory_fd = -1
+        _opened.add(self)
+        try:
+            self._fd = reopen(path, fd, writable)
+            if writable:
+                self._directory_fd = hold_directory(path.parent)
+        except BaseException:
+            self._close_files()
+            raise
         self.path = path
         self.writable = writable
         self._secret = secret
@@ -213,7 +237,7 @@ class Arena:
                 f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
                 f"{self.data_bytes} bytes"
             )
-        write_all(self._lock.fd, self.path, data, self._geometry.data_offset + offset)
+        write_all(self._fd, self.path, data, self._geometry.data_offset + offset)
 
     def allocate(self) -> None:
         """Allocate what nobody has written (P9).
@@ -221,7 +245,7 @@ class Arena:
         Raises:
             OutOfMemoryError: there is no memory left.
         """
-        allocate(self._lock.fd, self.path, self.file_bytes)
+        allocate(self._fd, self.path, self.file_bytes)
 
     @property
     def data_bytes(self) -> int:
@@ -277,7 +301,7 @@ class Arena:
             What became of it ("was removed"), for a message that names the path; None if all is well.
         """
         try:
-            mine, there = self._lock.stat(), os.stat(self.path, follow_symlinks=False)
+            mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return "was removed"
         except OSError as error:
@@ -316,7 +340,7 @@ class Arena:
         Raises:
             ArenaError: if a reader has pinned the arena, or it is not open for writing.
         """
-        if not self._lock.is_exclusive:
+        if self._held != fcntl.LOCK_EX:
             if not self.try_lock_exclusive():
                 raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
             self._unlock_after_write = True
@@ -363,20 +387,35 @@ class Arena:
 
     def try_lock_exclusive(self) -> bool:
         """Keep readers and other writers out; False if there are some. A shared lock is given up."""
-        if self._lock.is_exclusive:
+        if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
-        return self._lock.take_exclusive()
+        return self._take(fcntl.LOCK_EX)
 
-    def lock_shared(self, blocking: bool = False) -> bool:
+    def lock_shared(self) -> bool:
         """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
         self._unlock_after_write = False
-        return self._lock.take_shared(blocking)
+        return self._take(fcntl.LOCK_SH)
 
     def unlock(self) -> None:
         """Give up the lock, if any is held."""
         self._unlock_after_write = False
-        self._lock.release()
+        if self._held is not None and self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._held = None
+
+    def _take(self, operation: int) -> bool:
+        if self._held == operation:
+            return True
+        self.unlock()
+        if self._fd < 0:
+            raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
+        try:
+            fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._held = operation
+        return True
 
     def close(self) -> None:
         """Release locks and this object's part in the mapping.
@@ -384,9 +423,23 @@ class Arena:
         The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
         ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory.
         """
-        self._lock.close()
+        self._close_files()
         self._data = self._view = memoryview(b"")
         self._map = None
+
+    def _close_files(self) -> None:
+        # Forgotten before they are closed: a process that is forked meanwhile would close them too, when the
+        # numbers may be those of other files.
+        fds = self._fd, self._directory_fd
+        self._fd = self._directory_fd = -1
+        self._held = None
+        for fd in fds:
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
+
+    def __del__(self) -> None:
+        self._close_files()
 
     def __enter__(self) -> Arena:
         return self
@@ -465,6 +518,17 @@ class Arena:
     def _release_own_lock(self) -> None:
         if self._unlock_after_write:
             self.unlock()
+
+
+_opened: WeakSet[Arena] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for arena in list(_opened):
+        arena._close_files()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _state_of(record: Record) -> ArenaState:

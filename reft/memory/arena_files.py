@@ -32,28 +32,6 @@ def is_decoded(name: str) -> bool:
     return name.startswith(_DECODED)
 
 
-def coordinate_in(path: Path, secret: bytes) -> Coordinate | None:
-    """Whose bytes an arena file holds; None if there is none, or no version in it."""
-    try:
-        with Arena.open(path, secret) as arena:
-            header = arena.header()
-    except (ArenaError, OSError):
-        return None
-    return header.coordinate if header is not None and header.state.whole else None
-
-
-def set_aside(path: Path, local_rank: int, slots: int) -> Path:
-    """Rename an arena to a slot that its local rank does not use: there a recovery finds it, and it goes
-    after the next commit, like those of an earlier start with more slots.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    aside = next(p for n in count(slots) if not (p := path.with_name(arena_name(local_rank, n))).exists())
-    path.rename(aside)
-    return aside
-
-
 def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
     """Open every arena of a job directory for reading.
 
@@ -114,11 +92,23 @@ class SlotFiles:
 
     def coordinate_in(self, path: Path) -> Coordinate | None:
         """Whose bytes a file holds; None if there is none, or no version in it."""
-        return coordinate_in(path, self.secret)
+        try:
+            with Arena.open(path, self.secret) as arena:
+                header = arena.head()
+        except (ArenaError, OSError):
+            return None
+        return header.coordinate if header is not None and header.state.whole else None
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a file to a slot that is not used; see :func:`reft.memory.arena_files.set_aside`."""
-        return set_aside(path, self.local_rank, self.count)
+        """Rename a file to a slot that the rank does not use: there a recovery finds it, and it goes after
+        the next commit, like those of an earlier start with more slots.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
+        path.rename(aside)
+        return aside
 
     @property
     def held_bytes(self) -> int:

@@ -7,9 +7,9 @@ import errno
 import fcntl
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakSet
 
 import numpy as np
 
@@ -23,18 +23,25 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
-def allocate(fd: int, path: Path, nbytes: int) -> None:
-    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there can fail for
-    want of memory (P9)."""
+@contextmanager
+def _memory_wanted(path: Path, nbytes: int) -> Iterator[None]:
+    """Says what is wanted where the kernel says that there is no memory."""
     try:
-        stop = 0
-        while stop < nbytes and (start := os.lseek(fd, stop, os.SEEK_HOLE)) < nbytes:
-            stop = min(_next_data(fd, start, nbytes), start + _STEP_BYTES, nbytes)
-            os.posix_fallocate(fd, start, stop - start)
+        yield
     except OSError as error:
         if error.errno not in _NO_MEMORY:
             raise
         raise out_of_memory(path, nbytes) from error
+
+
+def allocate(fd: int, path: Path, nbytes: int) -> None:
+    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there can fail for
+    want of memory (P9)."""
+    with _memory_wanted(path, nbytes):
+        stop = 0
+        while stop < nbytes and (start := os.lseek(fd, stop, os.SEEK_HOLE)) < nbytes:
+            stop = min(_next_data(fd, start, nbytes), start + _STEP_BYTES, nbytes)
+            os.posix_fallocate(fd, start, stop - start)
 
 
 def _next_data(fd: int, start: int, nbytes: int) -> int:
@@ -53,14 +60,10 @@ def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
     Raises:
         OutOfMemoryError: there is none left.
     """
-    try:
+    with _memory_wanted(path, os.fstat(fd).st_size):
         while data:
             written = os.pwrite(fd, data, offset)
             data, offset = data[written:], offset + written
-    except OSError as error:
-        if error.errno not in _NO_MEMORY:
-            raise
-        raise out_of_memory(path, os.fstat(fd).st_size) from error
 
 
 def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int:
@@ -73,30 +76,18 @@ def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if nbytes > free_bytes(path.parent):
         raise out_of_memory(path, nbytes)
-    try:
+    with _memory_wanted(path, nbytes):
         fd = os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_MEMORY:
-            raise
-        raise out_of_memory(path, nbytes) from error
     try:
         os.fchmod(fd, 0o600)
-        _lengthen(fd, path, nbytes)
+        with _memory_wanted(path, nbytes):
+            os.ftruncate(fd, nbytes)
         allocate(fd, path, nbytes if allocated_bytes is None else allocated_bytes)
     except BaseException:
         os.close(fd)
         path.unlink(missing_ok=True)
         raise
     return fd
-
-
-def _lengthen(fd: int, path: Path, nbytes: int) -> None:
-    try:
-        os.ftruncate(fd, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_MEMORY:
-            raise
-        raise out_of_memory(path, nbytes) from error
 
 
 def touch_pages(mapping: mmap.mmap, path: Path) -> None:
@@ -170,94 +161,3 @@ def hold_directory(directory: Path) -> int:
         os.close(fd)
         raise ArenaError(f"{directory}: is being removed (reft clean); start the job again") from error
     return fd
-
-
-_open_locks: WeakSet[ArenaLock] = WeakSet()
-
-
-class ArenaLock:
-    """`flock` on a file description of its own: a crash releases it, and processes forked from the holder
-    (data loader workers) do not keep it. That of a writable arena also holds the directory shared, which is
-    how others know that the job is alive.
-
-    Raises:
-        ArenaError: the file was replaced meanwhile, or its directory is being removed.
-    """
-
-    def __init__(self, path: Path, fd: int, writable: bool) -> None:
-        self._path = path
-        self._held: int | None = None
-        self._fd = self._directory_fd = -1
-        _open_locks.add(self)
-        try:
-            self._fd = reopen(path, fd, writable)
-            if writable:
-                self._directory_fd = hold_directory(path.parent)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def is_exclusive(self) -> bool:
-        return self._held == fcntl.LOCK_EX
-
-    def take_exclusive(self) -> bool:
-        """Keep readers and other writers out; False if there are some. A shared lock is given up."""
-        return self._take(fcntl.LOCK_EX, blocking=False)
-
-    def take_shared(self, blocking: bool) -> bool:
-        """Keep writers out; False if there is one. An exclusive lock is given up."""
-        return self._take(fcntl.LOCK_SH, blocking)
-
-    def release(self) -> None:
-        if self._held is not None and self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._held = None
-
-    @property
-    def fd(self) -> int:
-        """The file that was opened, whatever has become of its name; -1 once the lock is closed."""
-        return self._fd
-
-    def stat(self) -> os.stat_result:
-        """Of the file that was opened, whatever has become of its name.
-
-        Raises:
-            OSError: the lock is closed.
-        """
-        return os.fstat(self._fd)
-
-    def close(self) -> None:
-        # Forgotten before they are closed: a process that is forked meanwhile would close them too, when the
-        # numbers may be those of other files.
-        fds = self._fd, self._directory_fd
-        self._fd = self._directory_fd = -1
-        self._held = None
-        for fd in fds:
-            if fd >= 0:
-                with suppress(OSError):
-                    os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _take(self, operation: int, blocking: bool) -> bool:
-        if self._held == operation:
-            return True
-        self.release()
-        if self._fd < 0:
-            raise ArenaError(f"{self._path}: closed, or inherited by a forked process; open it again")
-        try:
-            fcntl.flock(self._fd, operation if blocking else operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self._held = operation
-        return True
-
-
-def _forget_in_child() -> None:
-    for lock in list(_open_locks):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -41,7 +41,6 @@ DATA_ALIGNMENT_BYTES = 65536
 _CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
 PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
-_ENTRY = struct.Struct("<BBHIIQQQQQ")
 TABLE = np.dtype(
     [
         ("section", "<u1"),
@@ -52,8 +51,7 @@ TABLE = np.dtype(
         *((name, "<u8") for name in ("start_bytes", "nbytes", "image_bytes", "arena_offset", "checksum")),
     ]
 )
-"""The same as columns. There are no gaps: NumPy would not copy what is in them."""
-assert TABLE.itemsize == _ENTRY.size
+"""The packed blocks of an arena. There are no gaps: NumPy would not copy what is in them."""
 _HEAD_BYTES = 4096
 """Room for everything in a header but its block table: names are at most 255 characters."""
 
@@ -155,7 +153,7 @@ class Geometry:
                 f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; expected "
                 f"two sizes that are not negative"
             )
-        copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * _ENTRY.size
+        copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * TABLE.itemsize
         return cls(data_bytes, max_entries, _round_up(copy_bytes, PAGE_BYTES))
 
     def copy_offset(self, index: int) -> int:
@@ -197,7 +195,7 @@ class Record:
             return None
         try:
             return replace(self.head, entries=unpack_entries(self.table))
-        except (IndexError, struct.error) as error:
+        except (IndexError, ValueError) as error:
             raise ArenaError(f"a whole header copy holds no block table: {error!r}") from error
 
 
@@ -282,28 +280,23 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
 
 def pack_entries(entries: Sequence[Entry]) -> bytes:
     """The block table."""
-    return b"".join(
-        _ENTRY.pack(
-            _SECTION_CODES[e.key.section],
-            e.owner,
-            0,
-            e.key.member,
-            e.key.index,
-            e.start_bytes,
-            e.nbytes,
-            e.image_bytes,
-            e.arena_offset,
-            e.checksum,
+    rows = [
+        (
+            *(_SECTION_CODES[e.key.section], e.owner, 0, e.key.member, e.key.index),
+            *(e.start_bytes, e.nbytes, e.image_bytes, e.arena_offset, e.checksum),
         )
         for e in entries
-    )
+    ]
+    return np.array(rows, TABLE).tobytes()
 
 
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
-    """Inverse of :func:`pack_entries`; raises ``IndexError`` or ``struct.error`` for nonsense."""
+    """Inverse of :func:`pack_entries`; raises ``IndexError`` or ``ValueError`` for nonsense."""
     return tuple(
         Entry(BlockKey(_SECTIONS[code], member, index), start, nbytes, image, offset, digest, bool(owner))
-        for code, owner, _, member, index, start, nbytes, image, offset, digest in _ENTRY.iter_unpack(table)
+        for code, owner, _, member, index, start, nbytes, image, offset, digest in np.frombuffer(
+            table, TABLE
+        ).tolist()
     )
 
 

@@ -30,7 +30,7 @@ from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.memory.arena import Arena
 from reft.memory.arena_files import ARENA_SUFFIX, scan
-from reft.memory.joblock import holder
+from reft.memory.joblock import holder, try_flock
 from reft.naming import JOB_ID
 from reft.state.fingerprint import Fingerprint
 
@@ -90,6 +90,7 @@ DAEMON_FILE = "daemon.json"
 STATUS_FILE = "status.json"
 INCARNATION_FILE = "incarnation.json"
 SECRET_BYTES = 32
+_OTHER_MEMORY = "run as its owner, or choose another memory_dir or job_id"
 _START_TIME_SLACK_SECS = 2.0
 """The kernel's boot time, from which start times are computed, may be adjusted by the clock."""
 
@@ -153,7 +154,7 @@ class JobDir:
         """
         if not is_job_dir(path):
             raise ArenaError(f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas")
-        _check_private(path, directory=True)
+        _check_private(path)
         job = read_json(path / JOB_FILE) or {}
         return cls(path, job_id_of(path), str(job.get("node", "unknown")))
 
@@ -203,14 +204,6 @@ class JobDir:
     def record_daemon(self) -> None:
         """Say that this process is the node's daemon."""
         write_json(self.path / DAEMON_FILE, process_identity())
-
-    def live_processes(self) -> tuple[str, ...]:
-        """Why the directory counts as alive; empty for an orphan."""
-        return live_processes(self.path)
-
-    def remove(self, force: bool = False) -> int:
-        """See :func:`remove_job`."""
-        return remove_job(self.path, force)
 
 
 @dataclass(frozen=True)
@@ -271,7 +264,7 @@ def check_place(path: Path) -> None:
     if os.path.lexists(path.parent):
         check_holder(path.parent)
     if os.path.lexists(path):
-        _check_private(path, directory=True)
+        _check_private(path)
 
 
 def job_id_of(path: Path) -> str:
@@ -316,16 +309,20 @@ def list_jobs(memory_dir: Path) -> list[JobSummary]:
 
 
 def live_processes(path: Path) -> tuple[str, ...]:
-    """Who uses a job directory: its daemon, processes with an arena open for writing."""
+    """Who uses a job directory: its daemon, processes with an arena open for writing. Empty for an orphan."""
+    with _exclusive(path) as free:
+        return _live_processes(path, free)
+
+
+def _live_processes(path: Path, free: bool) -> tuple[str, ...]:
     found = []
     daemon = read_json(path / DAEMON_FILE)
     if daemon is not None and is_running(daemon):
         found.append(f"its daemon runs (pid {daemon['pid']})")
     if (who := holder(path)) is not None:
         found.append(f"a process holds it (pid {who.get('pid', 'not known')})")
-    with _exclusive(path) as free:
-        if not free:
-            found.append("a process has its arenas open for writing")
+    if not free:
+        found.append("a process has its arenas open for writing")
     return tuple(found)
 
 
@@ -346,13 +343,10 @@ def remove_job(path: Path, force: bool = False) -> int:
         raise ArenaError(f"{path}: not a job's memory; nothing was removed")
     if path.stat().st_uid != os.geteuid():
         raise ArenaError(f"{path}: belongs to uid {path.stat().st_uid}; only its owner removes it")
-    daemon = read_json(path / DAEMON_FILE)
     with _exclusive(path) as free:
-        alive = not free or holder(path) is not None or (daemon is not None and is_running(daemon))
+        alive = _live_processes(path, free)
         if alive and not force:
-            raise ArenaError(
-                f"{path}: the job is alive ({'; '.join(live_processes(path))}); end it first, or use --force"
-            )
+            raise ArenaError(f"{path}: the job is alive ({'; '.join(alive)}); end it first, or use --force")
         nbytes = sum(p.stat().st_blocks * 512 for p in path.iterdir() if p.is_file())
         shutil.rmtree(path)
     return nbytes
@@ -383,11 +377,20 @@ def read_secret(path: Path) -> bytes:
     """
     file = path / SECRET_FILE
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _read_secret_file(file)
     except OSError as error:
+        if isinstance(error, AuthenticationError):
+            raise
         raise AuthenticationError(f"{file}: the job's secret cannot be read: {error.strerror}") from error
+
+
+def _read_secret_file(file: Path, remedy: str = _OTHER_MEMORY) -> bytes:
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stream:
-        _check_private_stat(file, os.fstat(stream.fileno()))
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise AuthenticationError(f"{file}: expected a file, found something else; remove it")
+        _check_private_stat(file, info, remedy)
         return parse_secret(stream.read(4 * SECRET_BYTES).decode("ascii", "replace"), str(file))
 
 
@@ -443,7 +446,8 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
 
 
 def make_job_directory(memory_dir: Path, job_id: str) -> Path:
-    """Make a job's directory, without anything in it, where there is none.
+    """Make a job's directory, without anything in it, where there is none: for its user alone, in one that
+    nobody else can exchange it in (P11).
 
     Raises:
         AuthenticationError: it is somebody else's, or others can read it.
@@ -455,12 +459,6 @@ def make_job_directory(memory_dir: Path, job_id: str) -> Path:
             f"no dot first"
         )
     path = memory_dir / job_id
-    _make_private(memory_dir, path)
-    return path
-
-
-def _make_private(memory_dir: Path, path: Path) -> None:
-    """Make the job's directory, for its user alone, in one that nobody else can exchange it in (P11)."""
     check_way(memory_dir)
     if not memory_dir.exists():
         memory_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -469,27 +467,27 @@ def _make_private(memory_dir: Path, path: Path) -> None:
     check_holder(memory_dir)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    _check_private(path, directory=True)
+    _check_private(path)
+    return path
 
 
-def _check_private(path: Path, directory: bool) -> None:
+def _check_private(path: Path) -> None:
     info = path.lstat()
-    if directory and not stat.S_ISDIR(info.st_mode):
+    if not stat.S_ISDIR(info.st_mode):
         raise AuthenticationError(f"{path}: expected a directory, found something else; remove it")
     _check_private_stat(path, info)
 
 
-def _check_private_stat(path: Path, info: os.stat_result) -> None:
+def _check_private_stat(path: Path, info: os.stat_result, remedy: str = _OTHER_MEMORY) -> None:
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid != os.geteuid():
         raise AuthenticationError(
-            f"{path}: belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}; run as its "
-            f"owner, or choose another memory_dir or job_id"
+            f"{path}: belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}; {remedy}"
         )
     if mode & 0o077:
         raise AuthenticationError(
             f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If nobody else could "
-            f"have changed it: chmod go= {path}"
+            f"have seen or changed it: chmod go= {path}; otherwise {remedy}"
         )
 
 
@@ -498,17 +496,9 @@ def _exclusive(path: Path) -> Iterator[bool]:
     """Hold a job directory alone; yields False if a process has it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield _try_flock(fd)
+        yield try_flock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
-
-
-def _try_flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 _HINT = f"or set {ENV_SECRET} to {2 * SECRET_BYTES} hexadecimal digits on every host"
@@ -527,8 +517,11 @@ def user_secret() -> bytes:
     path = secret_path()
     try:
         if not os.path.lexists(path):
-            _make(path)
-        return _read(path)
+            # Whole or not at all: of several processes that try at once, on several hosts, one wins.
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with whole_file(path, mode=0o600, replace=False) as file:
+                file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
+        return _read_secret_file(path, f"remove it, and reft makes one, {_HINT}")
     except OSError as error:
         if isinstance(error, AuthenticationError):
             raise
@@ -548,30 +541,6 @@ def secret_path() -> Path:
     if not home:
         raise ConfigError(f"HOME is not set, so there is no ~/.reft/secret: set HOME, {_HINT}")
     return Path(home) / ".reft" / "secret"
-
-
-def _read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-            raise AuthenticationError(
-                f"{path} is not a regular file of yours (owner {facts.st_uid}, you are {os.geteuid()}): "
-                f"remove it, and reft makes one, {_HINT}"
-            )
-        if facts.st_mode & 0o077:
-            raise AuthenticationError(
-                f"{path} can be used by others (mode {stat.S_IMODE(facts.st_mode):04o}; expected 0600). If "
-                f"nobody else has seen it: chmod 600 {path}; otherwise remove it, and reft makes a new one"
-            )
-        return parse_secret(file.read(4 * SECRET_BYTES).decode("ascii", "replace"), str(path))
-
-
-def _make(path: Path) -> None:
-    """Write it whole or not at all: of several processes that try at once, on several hosts, one wins."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with whole_file(path, mode=0o600, replace=False) as file:
-        file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
 
 
 FINGERPRINT_FILE = "fingerprint.json"

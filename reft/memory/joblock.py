@@ -104,7 +104,7 @@ def holder(directory: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     try:
-        return None if _try(fd, fcntl.LOCK_EX) else _who(fd)
+        return None if try_flock(fd, fcntl.LOCK_EX) else _who(fd)
     finally:
         os.close(fd)
 
@@ -123,7 +123,7 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
             time.sleep(_POLL_SECS)
             continue
         try:
-            if _try(fd, kind):
+            if try_flock(fd, kind):
                 # P7: the last holder may have removed the file after we opened it; that lock holds nothing.
                 if _lies_in(fd, directory):
                     return fd
@@ -144,7 +144,8 @@ def _refusal(directory: Path, job_id: str, fd: int) -> str:
     )
 
 
-def _try(fd: int, kind: int) -> bool:
+def try_flock(fd: int, kind: int) -> bool:
+    """Take a lock that nobody is waited for; whether it was free."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

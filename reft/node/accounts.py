@@ -25,16 +25,14 @@ _MOST_SECS = 60.0
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a job since it began, over all its restarts. Times in seconds.
+    """Of a job since it began, over all its restarts.
 
     Attributes:
-        began_unix_secs: when it began.
-        elapsed_secs: that it was looked at since then.
+        elapsed_secs: that it was looked at.
         first_step, newest_step: that it began with, and that it has reached.
         last_step: made last; below ``newest_step`` while steps are made again.
         repeated_steps: made again after a rollback; ``repeated_secs``: their time.
-        samples: that counted: of a step that was made twice once.
-        flops: operations of the model for these samples, as far as they are known.
+        samples: of a step that was made twice once; ``flops``: of the model for these, as far as known.
         starting_secs: until its first step.
         recovering_secs: in which no step was made later: trainers were gone, or loaded.
         snapshot_secs: in which training waited for versions.

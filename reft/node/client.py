@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -17,19 +18,51 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import ReftConfig
-from reft.control.wire import Channel, connect
+from reft.control.authenticated import purpose_key
+from reft.control.wire import Channel
 from reft.errors import ReftError
 from reft.grid import Coordinate
 from reft.naming import Label
 
 logger = logging.getLogger(__name__)
 
+SOCKET_NAME = "daemon.sock"
+PURPOSE = "node daemon"
 _QUEUE_NOTES = 64
 _ANSWER_SECS = 5.0
 _RECONNECT_SECS = 1.0
 
 _UNREACHABLE = (OSError, EOFError, ReftError)
 """What talking to a daemon may fail with: it is dead, dying, busy or somebody else's."""
+
+
+class ShortPath:
+    """A name for the daemon's socket that fits ``sun_path`` (108 bytes), however deep the directory is."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}/{SOCKET_NAME}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
+    """Connect to the daemon of ``job_dir``. Raises OSError: none answers; AuthenticationError: it is not this
+    job's."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_secs)
+    try:
+        with ShortPath(job_dir) as path:
+            connection.connect(path)
+        key, line = purpose_key(secret, PURPOSE), "the daemon's socket"
+        return Channel(connection, key, server=False, line=line, handshake_secs=timeout_secs)
+    except BaseException:
+        connection.close()
+        raise
 
 
 class DaemonError(ReftError):

@@ -1,13 +1,12 @@
 """The node daemon: one process per node, started by ``reft launch`` before the trainers.
 
-It outlives trainers, watches their arenas, writes committed versions to storage in the background and
-says how the node is. Commits do not depend on it: killed, it costs nothing but a warning (P6), and
-the launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
-launcher alone knows whether the job ended well.
+It outlives trainers, watches their arenas, writes committed versions to storage in the background and says
+how the node is. Commits do not depend on it: killed, it costs a warning (P6), and the launcher starts the
+next. It ends when its launcher is gone and leaves the memory where it is: the launcher alone knows whether
+the job ended well.
 
-Under MPI, where a job dies with its first process, it has no launcher: it stays for the next step of the
-job, writes the newest version to storage when a step has ended, and ends when none has come for long or
-the memory was removed.
+Under MPI, where a job dies with its first process, it stays for the next step, writes the newest version to
+storage when a step has ended, and ends when none has come for long or the memory was removed.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,19 @@ import psutil
 
 from reft import log
 from reft.config import ReftConfig
-from reft.control.wire import SOCKET_NAME, Channel, listen
-from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
-from reft.memory.jobdir import JobDir, write_json
+from reft.control.authenticated import AuthenticatedServer
+from reft.control.wire import Channel
+from reft.errors import FencedError, PersistError, ReftError
+from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
+from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
+from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
-from reft.node.status import NodeStatus
-from reft.node.watch import CommitWatch
 from reft.storage.persist import persist_label
-from reft.storage.persister import Persister
+from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,98 @@ END_SIGNAL = signal.SIGUSR1
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
-_HANDSHAKE_SECS = 5.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 6.0
 """Times patience: between two signs of progress of what is being written to storage."""
 _SAME_START_SECS = 2.0
 """Start times are computed from the boot time, which the clock's corrections move."""
+
+
+class NodeStatus:
+    """What the daemon knows of its node, changed by its threads; kept up to date as ``status.json``.
+
+    Args:
+        facts: what the daemon says of itself (pid, node, job id).
+        persist: state of the checkpoints on storage.
+    """
+
+    def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
+        self._path = job_dir / STATUS_FILE
+        self._facts = dict(facts)
+        self._lock = threading.RLock()
+        self._written: dict[str, Any] | None = None
+        self._cannot_write = ""
+        self._trainers: dict[str, dict[str, Any]] = {}
+        self._quiet: tuple[list[str], list[str]] = ([], [])
+        self._commits = 0
+        self._skipped: Counter[str] = Counter()
+        self._stale_cause: str | None = None
+        self.last_committed: Label | None = None
+        self.stale_since_step: int | None = None
+        self.persist = persist
+
+    def committed(self, label: Label) -> None:
+        """A version is committed on this node; an older one than known changes nothing."""
+        with self._lock:
+            if self.last_committed is not None and label <= self.last_committed:
+                return
+            self.last_committed = label
+            self._commits += 1
+            if self.stale_since_step is not None and label.step >= self.stale_since_step:
+                self.stale_since_step = self._stale_cause = None
+
+    def skip(self, step: int, cause: str) -> None:
+        """The version of ``step`` was not taken: stale from the first such step to the next commit."""
+        with self._lock:
+            self._skipped[cause] += 1
+            if self.stale_since_step is None:
+                self.stale_since_step = step
+            self._stale_cause = cause
+
+    def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
+        """Trainers that have done nothing for longer than a step may take, and for longer than they may at
+        what they do."""
+        with self._lock:
+            # How long is said when it begins: the file is not written anew while that goes on.
+            if (len(quiet), len(suspected)) != tuple(map(len, self._quiet)):
+                self._quiet = quiet, suspected
+
+    def update(self, **facts: Any) -> None:
+        with self._lock:
+            self._facts.update(facts)
+
+    def trainer(self, local_rank: int, **fields: Any) -> None:
+        with self._lock:
+            self._trainers.setdefault(str(local_rank), {}).update(fields)
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                **self._facts,
+                "last_committed": label_json(self.last_committed),
+                "commits": self._commits,
+                "skipped": dict(self._skipped),
+                "stale_since_step": self.stale_since_step,
+                "stale_cause": self._stale_cause,
+                "trainers": {rank: dict(t) for rank, t in self._trainers.items()},
+                "quiet": list(self._quiet[0]),
+                "suspected": list(self._quiet[1]),
+                "persist": self.persist.to_json(),
+            }
+
+    def write_if_changed(self) -> None:
+        """Bring the file up to date; a full directory is logged once and tried again."""
+        value = self.snapshot()
+        if value == self._written:
+            return
+        try:
+            write_json(self._path, {**value, "updated_unix_secs": time.time()})
+            self._written, self._cannot_write = value, ""
+        except OSError as error:
+            if str(error) != self._cannot_write:
+                self._cannot_write = str(error)
+                logger.warning("%s cannot be written: %s", self._path, error)
 
 
 class Daemon:
@@ -115,10 +201,8 @@ class Daemon:
 
     def run(self) -> int:
         """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
-        listener = listen(self._job_dir.path)
-        self._job_dir.record_daemon()
+        self._listen()
         self._recall_config()
-        threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
@@ -139,8 +223,8 @@ class Daemon:
         return 0
 
     def _is_forsaken(self) -> bool:
-        """Whether no further step of the job is to be expected. Of one that has just ended the newest version
-        goes to storage."""
+        """Whether no further step of the job is to be expected. Of one that has ended the newest version goes
+        to storage."""
         path = self._job_dir.path
         if not path.is_dir():
             logger.warning("%s was removed; ending", path)
@@ -172,10 +256,26 @@ class Daemon:
         if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
             return
         with contextlib.suppress(OSError):
-            listener = listen(path)
-            threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
-            self._job_dir.record_daemon()
+            self._listen()
             logger.warning("%s was removed and made again; the daemon listens there now", path)
+
+    def _listen(self) -> None:
+        """On a socket that is its user's alone, in the place of a dead daemon's."""
+        path = self._job_dir.path
+        (path / SOCKET_NAME).unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        old_mask = os.umask(0o177)
+        try:
+            with ShortPath(path) as name:
+                listener.bind(name)
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.umask(old_mask)
+        AuthenticatedServer(listener, self._job_dir.secret, PURPOSE, self._serve)
+        self._job_dir.record_daemon()
 
     def end(self) -> None:
         """End soon; what is being written to storage is abandoned, what is there stays."""
@@ -203,8 +303,7 @@ class Daemon:
     # -- what stands still -------------------------------------------------------------------------
 
     def _watch_for_hangs(self) -> None:
-        """Look at trainers, launcher and what is being written, at each by itself: one that cannot be read
-        does not hide the others."""
+        """Look at trainers, launcher and storage, each by itself: one that fails does not hide the others."""
         before = time.monotonic()
         told: set[str] = set()
         while not self._ended.wait(_WATCH_SECS):
@@ -256,33 +355,10 @@ class Daemon:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
+        channel.settimeout(_IDLE_CONNECTION_SECS)
         while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                logger.error("the daemon's socket failed: %s", error)
-                self.end()
-                return
-            threading.Thread(target=self.serve, args=(connection,), name="serve", daemon=True).start()
-
-    def serve(self, connection: socket.socket) -> None:
-        """Answer one connection until it ends."""
-        with contextlib.closing(connection):
-            try:
-                connection.settimeout(_HANDSHAKE_SECS)
-                channel = Channel(
-                    connection, self._job_dir.secret, server=True, handshake_secs=_HANDSHAKE_SECS
-                )
-                connection.settimeout(_IDLE_CONNECTION_SECS)
-                while True:
-                    channel.send(self._answer(channel.receive()))
-            except AuthenticationError as error:
-                logger.warning("refused a connection: %s", error)
-            except (OSError, EOFError):
-                pass
-            except ValueError as error:
-                logger.warning("dropped a connection that sent no valid message: %s", error)
+            channel.send(self._answer(channel.receive()))
 
     def _answer(self, message: Any) -> dict[str, Any]:
         name = message.get("op") if isinstance(message, dict) else None
@@ -296,7 +372,6 @@ class Daemon:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
-        """Who speaks for an older start of the job than the launcher's newest order is not listened to."""
         theirs = int(message.get("incarnation", 0))
         if 0 < theirs < self._ordered:
             raise FencedError(
@@ -392,7 +467,7 @@ def _create_time(pid: int) -> float:
 
 
 def _set_apart(end: Callable[[], None]) -> None:
-    """End from a signal handler. The main thread may be inside the very lock that ``end`` takes."""
+    # A signal handler's: the main thread may be inside the very lock that ``end`` takes.
     threading.Thread(target=end, name="reft-end", daemon=True).start()
 
 

@@ -29,13 +29,8 @@ _LOADING = ("LoadMicroBatch",)
 
 @dataclass(frozen=True)
 class Waiting:
-    """A trainer, and how long it has been quiet.
-
-    Attributes:
-        seen: at the last look.
-        quiet_secs: since its page changed.
-        node: where it is; "" until its launcher has told.
-    """
+    """A trainer at the last look, and for how long its page had not changed; ``node``: "" until its launcher
+    has told."""
 
     seen: Seen
     quiet_secs: float
@@ -68,10 +63,7 @@ class Waiting:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Waiting:
-        """
-        Raises:
-            ValueError, TypeError, KeyError: it is none.
-        """
+        """Raises ValueError, TypeError, KeyError: it is none."""
         seen = dict(fields["seen"])
         seen["phase"] = Phase(seen["phase"])
         return cls(Seen(**seen), float(fields["quiet_secs"]), str(fields["node"]))
@@ -137,23 +129,15 @@ class Watch:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whose fault it is that the job stands still.
-
-    Attributes:
-        ranks: the culprits; empty: no trainer is, every one waits for another.
-        reason: for people.
-    """
+    """Whose fault it is that the job stands still; no ranks: every trainer waits for another."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
 def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
-    """Compare what each rank waits for.
-
-    Returns:
-        None: the job does not stand still, or waits for a rank that may still take its time.
-    """
+    """Compare what each rank waits for; None: the job does not stand still, or waits for one that may still
+    take its time."""
     if not any(w.suspected for w in waiting):
         return None
     outside = [w for w in waiting if not w.communicates]

@@ -59,11 +59,9 @@ class Round:
     Attributes:
         round: 1 for the first start under a launcher.
         unix_secs: when all nodes were there.
-        nodes: of the round.
         failures: why trainers of the round before ended: node, rank, and signal, exit code or error.
-        lost: nodes that vanished since the round before.
-        joined: nodes that are new.
-        left: nodes that have left, as they were told to.
+        lost, joined, left: nodes that vanished since the round before, are new, or have left as they were
+            told.
         newest_step: newest committed step that a node knew of; -1: none.
         resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
         resumed_step: step that it went on from.
@@ -108,7 +106,6 @@ def restarts_among(rounds: Iterable[Round]) -> list[Round]:
 
 
 def describe_parts(secs: Mapping[str, float]) -> str:
-    """The parts of an interruption, for people."""
     return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 
-from reft.memory.free_memory import Bound, bounds
+from reft.memory.free_memory import bounds
 from reft.memory.jobdir import DAEMON_FILE, read_json
 from reft.node.progress import Phase, Seen
 
@@ -40,20 +40,13 @@ _AHEAD, _MOST_AHEAD_SECS = 6.0, 86400.0
 _STAYS_SECS = 60.0
 """It stays named for so long after it was last seen to grow, unless memory becomes free."""
 
-Limits = Callable[[Path, Path], list[Bound]]
 _used = attrgetter("used_bytes")
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Of one memory.
-
-    Attributes:
-        name: for people: ``the host``, ``control group /job``, ``the device of rank 3``.
-        used_bytes, peak_bytes: now, and at most since the trainers were started; of a device in tensors.
-        limit_bytes: at which it is full.
-        device: whether it is a device's.
-    """
+    """Of one memory; ``name``: ``the host``, ``control group /job``, ``the device of rank 3``; what is used
+    of a device is in tensors, ``peak_bytes`` since the trainers were started."""
 
     name: str
     used_bytes: int
@@ -67,12 +60,8 @@ class RunsOut:
     """A memory that is running out.
 
     Attributes:
-        name: of the memory.
         who: what grows most, and by which part of all growth; "" where nothing that is known grows.
-        used_bytes, limit_bytes: now, and at which it is full.
-        bytes_per_sec: by which it grows.
-        in_secs: until it is full.
-        step: about which it is full; None: the job's speed is not known.
+        in_secs: until it is full; ``step``: about which; None: the job's speed is not known.
         since_step: from which on it was seen to grow.
     """
 
@@ -104,14 +93,7 @@ def _time(secs: float) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """One look.
-
-    Attributes:
-        secs: by a clock that does not jump.
-        step: last one made.
-        used_bytes: in use.
-        parts: bytes of whoever is known to use it, by name.
-    """
+    """One look, by a clock that does not jump; ``parts``: bytes of whoever is known to use it, by name."""
 
     secs: float
     step: int
@@ -239,15 +221,10 @@ def _grown_most(first: Point, last: Point) -> str:
 
 
 class MemoryWatch:
-    """Looks at the memory of a node's trainers, without asking anybody. Used by one thread.
+    """Looks at the memory of a node's trainers, without asking anybody. Used by one thread."""
 
-    Args:
-        limits: what limits the memory of a process, as :func:`reft.memory.free_memory.bounds`.
-    """
-
-    def __init__(self, path: Path, limits: Limits = bounds) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._limits = limits
         self._trends: dict[str, MemoryTrend] = {}
         self._last = float("-inf")
         self._pids: tuple[int, ...] = ()
@@ -285,7 +262,7 @@ class MemoryWatch:
         self.runs_out = tuple(sorted(running_out, key=lambda r: r.in_secs))
 
     def _uses(self, pages: Sequence[Seen]) -> Iterator[MemoryUse]:
-        for bound in self._limits(self._path, Path("/proc") / str(pages[0].pid)):
+        for bound in bounds(self._path, Path("/proc") / str(pages[0].pid)):
             yield MemoryUse(bound.name, bound.used_bytes, bound.used_bytes, bound.limit_bytes)
         for page in pages:
             if (d := page.device) is not None:

@@ -1,6 +1,6 @@
 """Metrics of a job for Prometheus: what the node's daemon and its launcher's board tell when it is asked for.
 
-Names and meanings are stable; docs/operations.md has them as a table. A port that is taken, or a package that
+Names and meanings are stable; docs/monitoring.md has them as a table. A port that is taken, or a package that
 is missing, costs a line of the log and the metrics, nothing else (P6).
 """
 

@@ -5,6 +5,7 @@ Nobody is asked, so that nobody can fail to answer: trainers, daemon and launche
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -12,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.errors import ReftError
-from reft.memory.header import ArenaHeader, ArenaState
+from reft.errors import ArenaError, ReftError
+from reft.memory.arena import Arena
+from reft.memory.arena_files import ARENA_SUFFIX
+from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
 from reft.naming import Label
 from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
@@ -21,7 +24,6 @@ from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
 from reft.node.report import MOST_WARNINGS, NodeReport, Shard, Signal, cut
-from reft.node.watch import CommitWatch
 
 _SPEED_STEPS = 64
 _MOST_STEPS = 32
@@ -33,17 +35,71 @@ _PER_SEC = 10**9
 
 
 @dataclass(frozen=True)
-class Doing:
-    """What the launcher says of itself.
+class _Arena:
+    """An arena at the last look: which file, what its header copies began with, what was committed in it."""
 
-    Attributes:
-        words: what it does.
-        round: of its trainers; 0 before the first.
-        spare: it waits for a place.
-        failed: why its trainers ended by themselves; "" while they run, and where a peer was lost.
-        since_unix_secs: when its trainers were started.
-        warnings: for people.
+    identity: tuple[int, int, int]
+    offsets: tuple[int, int]
+    marks: tuple[bytes, bytes]
+    header: ArenaHeader | None
+
+    @property
+    def committed(self) -> Label | None:
+        header = self.header
+        return header.label if header is not None and header.state is ArenaState.COMMITTED else None
+
+
+class CommitWatch:
+    """Which versions are committed in a node's arenas, asked again after every commit; by several threads, if
+    need be. An arena is read anew only if its header changed: block table and MAC may be hundreds of
+    kilobytes. Nothing stays mapped between two looks, so that memory that is given up is free at once (P9).
     """
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self._job_dir = job_dir
+        self._seen: dict[Path, _Arena] = {}
+
+    def newest(self) -> Label | None:
+        """The newest version that is committed in any arena. Raises OSError."""
+        paths = sorted(self._job_dir.path.glob(f"*{ARENA_SUFFIX}"))
+        self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
+        return max((s.committed for s in self._seen.values() if s.committed is not None), default=None)
+
+    def headers(self) -> list[ArenaHeader]:
+        """Of every arena at the last look, without its block table."""
+        return [seen.header for seen in self._seen.values() if seen.header is not None]
+
+    def _look(self, path: Path) -> _Arena | None:
+        """The arena as it is now; None if it cannot be read."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            info = os.fstat(fd)
+            identity = (info.st_dev, info.st_ino, info.st_size)
+            known = self._seen.get(path)
+            if known is not None and (known.identity, known.marks) == (identity, _marks(fd, known.offsets)):
+                return known
+            with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
+                # The marks first: a header that changes meanwhile is read again next time.
+                marks = _marks(fd, arena.header_offsets)
+                return _Arena(identity, arena.header_offsets, marks, arena.head())
+        except (ArenaError, OSError):
+            return None
+        finally:
+            os.close(fd)
+
+
+def _marks(fd: int, offsets: tuple[int, int]) -> tuple[bytes, bytes]:
+    """What every record of a header begins with: sequence number, hash and MAC."""
+    return os.pread(fd, PREFIX_BYTES, offsets[0]), os.pread(fd, PREFIX_BYTES, offsets[1])
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the launcher says of itself: what it does, and of which round of trainers; ``failed``: why they
+    ended by themselves, "" while they run and where a peer was lost."""
 
     words: str = ""
     round: int = 0

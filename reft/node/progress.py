@@ -31,15 +31,11 @@ PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 STEPS = 64
 """Whose records a page keeps."""
 _RECORD_WORDS = 16
-_RING_BYTES = STEPS * _RECORD_WORDS * 8
 _NEVER = 2**62
 _PAGE_BYTES = 4096
-_MAGIC = 0x72656674_70616731
-_WORDS, _RING, _RING_AT = 96, 64, 16
-_DEVICE_AT, _DEVICE_WORDS = 80, 3
-_FLOPS, _TOKENS = 86, 87
+_FILE_BYTES = _PAGE_BYTES + STEPS * _RECORD_WORDS * 8
+_MAGIC = 0x72656674_70616732
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
-_FILE_BYTES = _PAGE_BYTES + _RING_BYTES
 _PER_SEC = 10**9
 
 
@@ -60,10 +56,10 @@ class Phase(IntEnum):
 
 
 _IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
-_PATIENCE, _SIGNAL, _STEPS, _LONGEST = range(8, 12)
-_PLACE, _SAMPLES, _PLACE_BITS = 14, 15, 20
+_PATIENCE, _SIGNAL, _PLACE, _SAMPLES, _FLOPS, _TOKENS, _LONGEST, _DEVICE, _WORDS = *range(8, 14), 14, 17, 20
+_PLACE_BITS = 20
 _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
-"""Where the longest time is that one took; the ring holds the steps'."""
+"""Where the longest time is that one took; the records of steps hold the steps'."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +81,18 @@ class Seen:
     """A trainer as its page tells of it.
 
     Attributes:
-        local_rank, rank, pid: of the trainer.
         phase: what it is at.
         step: last step that it has made.
-        position: instructions that it has begun in this step.
-        instruction: the newest of them; "" where none is known.
+        position: instructions that it has begun in this step; ``instruction``: the newest; "": not known.
         nanos: when it last wrote, by the host's monotonic clock.
         patience: of the job; 0: it is not watched.
         step_secs: longest of its last 64 steps, the first one not among them; 0: none yet.
         phase_secs: longest time that it took for what it is at; 0: none yet.
         stack_signal: signal on which it writes its stacks; 0: none.
         state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
-        samples_per_step: of the whole job; 0: not known.
+        samples_per_step: of the whole job; ``tokens_per_sample``: likewise; 0: not known.
         device: its memory; None: it has none.
         flops_per_token: of the whole model; 0: not known, below 0: it has experts.
-        tokens_per_sample: 0: not known.
     """
 
     local_rank: int
@@ -168,11 +161,9 @@ class StepTimes(NamedTuple):
         step: number of the step, after it.
         whole: from the engine's call to its return.
         compute: in which it computed, without ``busy``.
-        busy: of computing, in which the training thread was ready to run and had no core: the machine was
-            busy with something else.
-        linked: in transfers from and to the neighbouring stages, and waiting for them.
-        collective: in collectives, likewise.
-        optimizer: in the optimizer's step, likewise.
+        busy: of computing, in which the training thread was ready to run and had no core.
+        linked: in transfers from and to the neighbouring stages, and waiting for them; ``collective`` and
+            ``optimizer``: in collectives and the optimizer's step, likewise.
         previous, next: the quickest transfer to or from the stage before and after; 0: there was none.
         transfers: with both.
     """
@@ -191,13 +182,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The last steps of one rank.
-
-    Attributes:
-        rank, pid: of the trainer.
-        at: its pipeline stage, replica and tensor slice.
-        steps: by number.
-    """
+    """The last steps of one rank, by number; ``at``: its pipeline stage, replica and tensor slice."""
 
     rank: int
     pid: int
@@ -214,7 +199,7 @@ class StepClock:
     noted, by link.
 
     Args:
-        ring: the records' memory, :data:`_RING_BYTES` as words.
+        ring: the records' memory, as words.
     """
 
     def __init__(self, ring: memoryview) -> None:
@@ -264,23 +249,18 @@ class StepClock:
         """The step goes on, which had paused at :data:`Part.OTHER`: what lies between is none of it."""
         self._at = now
 
-    def end(self, step: int, began: int) -> int:
-        """The step has ended: write its record. Returns how long it took, in nanoseconds, since ``began``."""
+    def end(self, step: int, began: int) -> None:
+        """The step has ended, which began at ``began``: write its record."""
         whole = self.enter(Part.OTHER) - began
         at = self._count % STEPS * _RECORD_WORDS
         self._count += 1
         spent, ring = self._spent, self._ring
+        linked, compute = spent[Part.PREVIOUS] + spent[Part.NEXT], max(0, spent[Part.COMPUTE] - self._delayed)
         ring[at] = step  # a reader takes a record whose ends are equal
-        ring[at + 1] = whole
-        ring[at + 2] = max(0, spent[Part.COMPUTE] - self._delayed)
-        ring[at + 3] = self._delayed
-        ring[at + 4] = spent[Part.PREVIOUS] + spent[Part.NEXT]
-        ring[at + 5] = spent[Part.COLLECTIVE]
-        ring[at + 6], ring[at + 7] = self._least
-        ring[at + 8] = self._transfers
-        ring[at + 9] = spent[Part.OPTIMIZER]
+        ring[at + 1 : at + 4] = _words(whole, compute, self._delayed)
+        ring[at + 4 : at + 7] = _words(linked, spent[Part.COLLECTIVE], spent[Part.OPTIMIZER])
+        ring[at + 7 : at + 10] = _words(*self._least, self._transfers)
         ring[at + _RECORD_WORDS - 1] = step
-        return whole
 
     def _delay(self) -> int:
         """Nanoseconds that this thread has waited for a core in its life; 0 where the kernel does not say."""
@@ -297,6 +277,10 @@ class StepClock:
         if self._delays:
             os.close(self._delays)
         self._delays = 0
+
+
+def _words(*numbers: int) -> memoryview:
+    return memoryview(array("q", numbers))
 
 
 def _open_delays() -> int:
@@ -370,8 +354,7 @@ class ProgressPage:
                 self._parts_nanos = self._clock.enter(Part.OTHER) - self._began
             else:
                 if self._made_first:
-                    words[_RING_AT + words[_STEPS] % _RING] = self._clock.end(step, self._began)
-                    words[_STEPS] += 1
+                    self._clock.end(step, self._began)
                 self._made_first, self._parts_nanos = True, None
         words[_STEP] = step
         self._enter(Phase.BETWEEN)
@@ -426,7 +409,7 @@ class ProgressPage:
 
     def set_device(self, use: DeviceUse) -> None:
         """What it has of its device's memory."""
-        self._words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS] = memoryview(array("q", astuple(use)))
+        self._words[_DEVICE:_WORDS] = _words(*astuple(use))
 
     def close(self) -> None:
         """It is not watched any more."""
@@ -462,11 +445,7 @@ def read_pages(job_dir: Path) -> list[Seen]:
 
 
 def _words_of(path: Path) -> tuple[bytes, tuple[int, ...]]:
-    """A page's bytes and numbers.
-
-    Raises:
-        OSError, ValueError, struct.error: it is none.
-    """
+    """A page's bytes and numbers. Raises OSError, ValueError, struct.error: it is none."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         page = os.pread(fd, _FILE_BYTES, 0)
@@ -483,8 +462,7 @@ def _read(path: Path) -> Seen | None:
         page, words = _words_of(path)
         phase = Phase(words[_PHASE])
         at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
-        ring = words[_RING_AT : _RING_AT + _RING]
-        device = words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]
+        device = DeviceUse(*words[_DEVICE:_WORDS])
         return Seen(
             local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
             rank=words[_RANK],
@@ -495,16 +473,14 @@ def _read(path: Path) -> Seen | None:
             instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
             nanos=words[_NANOS],
             patience=words[_PATIENCE] / 1000,
-            step_secs=max(ring) / _PER_SEC,
+            step_secs=max((s.whole for s in _records(page[_PAGE_BYTES:])), default=0.0),
             phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
             stack_signal=words[_SIGNAL],
             state=process_state(words[_PID]),
             samples_per_step=words[_SAMPLES],
             flops_per_token=words[_FLOPS],
             tokens_per_sample=words[_TOKENS],
-            device=DeviceUse(*device)
-            if (device := words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS])[0] > 0
-            else None,
+            device=device if device.total > 0 else None,
         )
     return None
 
@@ -529,10 +505,8 @@ def _records(ring: bytes) -> Iterator[StepTimes]:
     """One that is being written is left out."""
     for words in struct.iter_unpack(f"={_RECORD_WORDS}q", ring):
         if words[0] > 0 and words[0] == words[-1]:
-            spent = (words[1], words[2], words[3], words[4], words[5], words[9])
-            links = (0 if n >= _NEVER else n for n in words[6:8])
-            secs = (round(n / _PER_SEC, 6) for n in (*spent, *links))
-            yield StepTimes(words[0], *secs, words[8])  # type: ignore[call-arg]
+            secs = (round(n / _PER_SEC, 6) if n < _NEVER else 0.0 for n in words[1:9])
+            yield StepTimes._make((words[0], *secs, words[9]))
 
 
 def process_state(pid: int) -> str:

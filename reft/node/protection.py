@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from reft.config import AOR
 from reft.errors import ConfigError
 from reft.memory.jobdir import read_json, write_json
@@ -27,13 +29,8 @@ MOST_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Order:
-    """A wish to switch.
-
-    Attributes:
-        number: milliseconds since the epoch, and more than that of any order dealt with before: of several
-            orders the one with the highest number counts.
-        scheme: as in the block, ``arc:2+aec``.
-    """
+    """A wish to switch to a scheme as in the block, ``arc:2+aec``. Of several orders the one with the highest
+    number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
 
     number: int
     scheme: str
@@ -50,14 +47,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Degradation:
-    """What is kept instead of what is wanted, while memory is short.
-
-    Attributes:
-        scheme: redundancy in force.
-        versions: held per rank.
-        cause: which node has too little memory, and what would be needed.
-        step: since which version.
-    """
+    """The redundancy and the versions per rank that are kept instead of what is wanted, while memory is
+    short, since the version of ``step``; ``cause``: which node has too little, and what would be needed."""
 
     scheme: str
     versions: int
@@ -106,27 +97,15 @@ class ProtectionRecord:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> ProtectionRecord:
-        """Inverse of :meth:`to_json`; raises TypeError for anything else."""
-        refused, degraded = fields.get("refused"), fields.get("degraded")
-        return replace(
-            cls(**{**fields, "refused": None, "degraded": None}),
-            refused=Refusal(**refused) if refused else None,
-            degraded=Degradation(**degraded) if degraded else None,
-        )
+    def from_json(cls, fields: Any) -> ProtectionRecord:
+        """Inverse of :meth:`to_json`; raises ValueError for anything else."""
+        return TypeAdapter(cls).validate_python(fields)
 
 
 def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
-    """The scheme that an order names.
-
-    Args:
-        text: as in the block, also with ``+aor``.
-        aor: whether the job recomputes partitions; None where that is not known.
-
-    Raises:
-        ConfigError: there is no such scheme, it must not be used, or it asks for recomputing in a job that
-            was started without.
-    """
+    """The scheme that an order names as the block does, also with ``+aor``. ``aor``: whether the job
+    recomputes partitions; None: not known. Raises ConfigError: there is no such scheme, it must not be used,
+    or it asks for recomputing in a job that was started without."""
     plain = text.removesuffix(AOR)
     scheme = Scheme.parse(plain)
     if plain != text and not scheme.certain_losses:
@@ -149,12 +128,8 @@ def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
 
 
 def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
-    """Order a switch, on every node given; one of them is enough.
-
-    Raises:
-        ConfigError: there is no such scheme, or the job, as far as these nodes know, cannot follow.
-        OSError: the order cannot be written.
-    """
+    """Order a switch, on every node given; one of them is enough. Raises ConfigError: there is no such
+    scheme, or the job, as far as these nodes know, cannot follow; OSError."""
     records = [r for d in job_dirs if (r := read_record(d))]
     parse_order(scheme, aor=any(r.aor for r in records) if records else None)
     known = [o.number for d in job_dirs if (o := read_order(d))]
@@ -176,14 +151,14 @@ def read_order(job_dir: Path) -> Order | None:
 
 def write_record(job_dir: Path, record: ProtectionRecord) -> None:
     """Say on this node what is in force."""
-    write_json(job_dir / RECORD_FILE, record.to_json())
+    write_json(job_dir / RECORD_FILE, asdict(record))
 
 
 def read_record(job_dir: Path) -> ProtectionRecord | None:
     """What is in force, by this node's file; None where there is none that can be read."""
     try:
-        return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE) or {})
-    except TypeError:
+        return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE))
+    except ValueError:
         return None
 
 
@@ -192,13 +167,7 @@ def resume(
 ) -> ProtectionRecord:
     """What a start of the job begins with: the last switch that any node's record tells of, unless the block
     was edited since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there
-    is, is found out anew.
-
-    Args:
-        records: of all nodes that have one.
-        configured: what the block says.
-        scheme: the scheme that this means; None: it is one.
-    """
+    is, is found out anew. ``scheme``: what ``configured``, the block's words, mean; None: they are one."""
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)

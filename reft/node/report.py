@@ -31,6 +31,8 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 
 BOARD_FILE = "board.json"
+ENDED_WELL = "the job ended well"
+"""Why a launcher has ended whose job has."""
 MOST_CHARACTERS = 200
 """Of a text in a report; longer ones are cut."""
 MOST_WARNINGS = 6
@@ -106,24 +108,19 @@ class NodeReport(_Message):
     """What a node tells of itself.
 
     Attributes:
-        node: its id.
         domain: what fails as one with it: the node, or the host of several that nobody declared to be nodes.
         number: one more with every report.
         round: of its trainers; 0 before the first.
-        spare: it waits for a place.
         signal: its state; ``times`` says when it last was in each, in seconds since 1970.
         doing: the launcher's words for what it does; ``why`` for what is wrong.
-        step: last one that its trainers have made; None: they have made none yet.
-        steps_per_sec: measured over the last steps; None: not known yet.
+        step: last one that its trainers have made; ``steps_per_sec``: over the last steps.
         shards: newest whole version of each rank with memory on this node.
         trainers: that run.
         tolerance: node losses that the job's protection survives where all nodes are there; None: not known.
         restarts: after failures.
         recovery: the last of them, without the names of those that were there.
-        warnings: for people.
-        memory: that limits its trainers, and how much of it is in use.
-        runs_out: which of it will be full, the soonest first.
-        counts: the job's, as this node has counted them; None: not yet.
+        memory: that limits its trainers; ``runs_out``: what of it will be full, the soonest first.
+        counts: the job's, as this node has counted them.
         ranks: the last steps of its trainers; for who keeps the board, on which they are not.
         left: it has ended, and says so.
     """
@@ -180,12 +177,10 @@ class Board(_Message):
     """All nodes of a job, the same for all of them.
 
     Attributes:
-        job_id: the job.
         keeper: the node whose launcher puts it together.
         number: one more with every change.
         unix_secs: when it was put together, by the keeper's clock.
-        rows: by node.
-        slow: ranks, nodes and links that are slower than their peers, the costliest first.
+        slow: what is slower than its peers, the costliest first.
         speeds: of what the ranks' last steps consisted.
         written_unix_secs: when a launcher wrote this copy into its node's memory.
         store_lost_unix_secs: since when that launcher does not reach the others; None: it does.
@@ -224,14 +219,9 @@ def newest_board(paths: Iterable[Path]) -> Board | None:
 def updated_row(
     before: Row | None, report: NodeReport, *, elapsed_secs: float, offline_after_secs: float, now: float
 ) -> Row:
-    """A node's row after another look at its report.
-
-    Args:
-        before: its row at the last look; None: there was none.
-        report: the newest.
-        elapsed_secs: since the last look, as far as the keeper itself did not stand still.
-        offline_after_secs: a node is OFFLINE when nothing was heard of it for longer.
-    """
+    """A node's row after another look at its report. ``elapsed_secs``: since the last look, as far as the
+    keeper itself did not stand still; when nothing was heard for longer than ``offline_after_secs`` it is
+    OFFLINE."""
     heard = before is None or report.number != before.report.number
     silent = 0.0 if before is None or heard else before.silent_secs + elapsed_secs
     offline = None
@@ -278,11 +268,7 @@ def scheme_of(rows: Iterable[Row]) -> str:
 
 def tolerance_now(rows: Iterable[Row]) -> int | None:
     """Further node losses that every sharding group survives, from the real placement without the nodes that
-    are gone (P4).
-
-    Returns:
-        -1: what is gone already is more than that; None: no version, or it is not said how it is protected.
-    """
+    are gone (P4). -1: what is gone is more than that; None: no version, or its protection is not known."""
     known = list(rows)
     degrees, holders = place(known)
     scheme = scheme_of(known)
@@ -312,11 +298,7 @@ def _left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
 
 
 def summary(board: Board, now: float) -> dict[str, Any]:
-    """The job, for people and programs.
-
-    Args:
-        now: seconds since 1970; ages are counted to it.
-    """
+    """The job, for people and programs; ages are counted to ``now``, in seconds since 1970."""
     rows = sorted(board.rows, key=lambda r: r.report.node)
     present = [r.report for r in rows if r.signal is not Signal.OFFLINE]
     committed = [s for r in rows for s in r.report.shards if s.committed]

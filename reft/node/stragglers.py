@@ -48,9 +48,6 @@ class RankSpeed:
     """Of what a rank's steps consist: means over the last steps, in seconds.
 
     Attributes:
-        rank, node, at: which.
-        step_secs: a whole step.
-        compute_secs: in which it computes.
         busy_secs: in which it could compute and has no core: its machine is busy with something else.
         transfer_secs: sends, receives and reductions, from the moment at which all who take part are there.
         wait_secs: in which it waits for others to be there.
@@ -78,17 +75,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """Something that is slower than its peers.
+    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its peers.
 
     Attributes:
-        kind: a rank, a node whose ranks all are, or a link between two stages.
         name: for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``.
-        ranks: that are meant; of a link its ends.
-        nodes: where they are.
+        ranks, nodes: that are meant; of a link its ends.
         since_step: first step in which it was slow.
         factor: how many times as long as its peers it takes.
-        cost_secs: that it costs the job in every step, at most: its time beyond its peers'.
-        cost_share: the same, of the whole step.
+        cost_secs: that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``:
+            the same, of the whole step.
         why: what is slow of it.
     """
 
@@ -116,9 +111,6 @@ class SlowTest:
         ranks: of the job. The evidence that is asked for grows with them, so that of independent noise one
             of them is wrongly named in a million steps at most.
         factor: slowness that is looked for; less than its square root counts as none.
-
-    Attributes:
-        since_step: first step of the stretch in which it is slow; None while it is not named.
     """
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
@@ -130,6 +122,7 @@ class SlowTest:
         self._stretch: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)  # slowness, excess, whole
         self._secs = 0.0
         self.since_step: int | None = None
+        """First step of the stretch in which it is slow; None while it is not named."""
 
     def see(self, step: int, secs: float, peers_secs: float, whole_secs: float) -> None:
         """Another step. ``secs``: that it took; ``peers_secs``: its peers; ``whole_secs``: the whole step."""
@@ -166,7 +159,6 @@ class SlowTest:
 
     @property
     def factor(self) -> float:
-        """How many times as long as its peers it takes."""
         return math.exp(median(slowness for slowness, _, _ in self._stretch))
 
     @property

@@ -57,12 +57,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job was.
-
-    Attributes:
-        workers: that it had.
-        per_sec: steps of the same global batch, or samples.
-    """
+    """How fast a job was with so many workers: steps of the same global batch, or samples."""
 
     workers: int
     per_sec: float
@@ -74,14 +69,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a node's host.
-
-    Attributes:
-        node: its name.
-        used_bytes, total_bytes: at the fullest, and in all; what limits it may be a control group.
-        of: what it is the memory of, for people.
-        runs_out: how it is running out, for people; "" where it is not.
-    """
+    """Of a node's host: used at the fullest, and in all; what limits it, ``of``, may be a control group.
+    ``runs_out``: how it is running out, for people; "" where it is not."""
 
     node: str
     used_bytes: int
@@ -92,17 +81,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of a job.
-
-    Attributes:
-        nodes: that train.
-        spares: that wait for a place.
-        slow: named stragglers.
-        losses: how often a node was lost.
-        speeds: that were measured, the present one last.
-        most_nodes: that the job may have; None: not known, and none more is advised.
-        memory: of nodes whose memory is known.
-    """
+    """What is known of a job: the nodes that train, the spares that wait for a place, named stragglers, how
+    often a node was lost, speeds that were measured, the present one last, and of nodes whose memory is
+    known, that. ``most_nodes``: that the job may have; None: not known, and none more is advised."""
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...] = ()
@@ -115,15 +96,8 @@ class Situation:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change.
-
-    Attributes:
-        action: what.
-        nodes: with which; none where it is a number of nodes.
-        workers: nodes of the job afterwards.
-        why: for people.
-        memory_bytes: that a node should have, where that is advised.
-    """
+    """One thing to change, with which nodes (none where it is a number of them), and why. ``workers``: nodes
+    of the job afterwards; ``memory_bytes``: that a node should have, where that is advised."""
 
     action: Action
     nodes: tuple[str, ...]
@@ -249,12 +223,8 @@ def _about_memory(seen: Situation) -> Iterable[Advice]:
 
 
 def gain_of_workers(before: Speed, after: Speed) -> float:
-    """(change of speed / change of workers) / (speed / workers), the latter of the smaller job: 1 scales
-    perfectly, 0 gains nothing.
-
-    Raises:
-        ConfigError: both have as many workers.
-    """
+    """(change of speed / change of workers) / (speed / workers), the latter of the smaller job, between
+    different numbers of workers: 1 scales perfectly, 0 gains nothing."""
     if before.workers == after.workers:
         raise ConfigError(f"found {before} and {after}; expected different numbers of workers")
     less, more = sorted((before, after), key=lambda speed: speed.workers)

@@ -36,15 +36,9 @@ copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks
 
 @dataclass(frozen=True)
 class Situation:
-    """All that the choice depends on.
-
-    Attributes:
-        topology: who sits where.
-        sections: of every rank.
-        arenas: versions kept in memory. block_bytes: the unit of checksum and transfer.
-        memory_bytes: what may be reserved on each node; None where it is not known.
-        exact: what a host recomputes is the owner's partition to the bit, so that it need not be sent.
-    """
+    """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what may be
+    reserved on each node; ``exact``: what a host recomputes is the owner's partition to the bit, so that it
+    need not be sent."""
 
     topology: Topology
     sections: tuple[RankSections, ...]
@@ -61,14 +55,9 @@ class Situation:
 
 @dataclass(frozen=True)
 class Fit:
-    """A prediction for a snapshot in every step.
-
-    Attributes:
-        overhead: part of the step that is added.
-        in_windows: part of the bytes that is copied while devices wait, on the stage where it is least.
-        left_over_secs: how long the optimizer waits for copies, on the stage that waits longest.
-        source: where it comes from.
-    """
+    """A prediction for a snapshot in every step: the part of the step that is added, the part of the bytes
+    that is copied while devices wait (on the stage where it is least), how long the optimizer waits for
+    copies (on the stage that waits longest), and where that comes from."""
 
     overhead: float
     in_windows: float
@@ -94,11 +83,9 @@ class Alternative:
     """One way to protect the job.
 
     Attributes:
-        scheme: redundancy of the replicated section.
         owned_by: what protects partitions; None where there are none, or nothing is protected.
         loads: of the busiest rank of each stage.
-        node: the fullest node, in relation to its memory. memory_bytes: what it has to reserve.
-        limit_bytes: what it may; None where that is not known.
+        node: the fullest node, in relation to its memory: what it has to reserve, and may (None: not known).
         fatal: a smallest set of nodes whose loss is not survived.
         fit: prediction for the step; None where windows or bandwidth are not known.
         available: False where it recomputes partitions unasked, or does not although that was asked for.
@@ -166,16 +153,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The verdict.
-
-    Attributes:
-        wished: tolerance asked for.
-        chosen: what to use.
-        alternatives: all that have room in the groups, the cheapest first.
-        excluded: (name, why) of those that have none.
-        reason: why this one, in a sentence.
-        needed: what would have to change to reach the wish; empty if it is reached.
-    """
+    """The verdict: ``alternatives`` are all that have room in the groups, the cheapest first, ``excluded``
+    those that have none, and why; ``reason`` why this one; ``needed`` what would have to change to reach the
+    wish."""
 
     wished: int
     chosen: Alternative
@@ -226,7 +206,6 @@ def choose(
 
     Args:
         wished: node losses that every sharding group should survive.
-        pace: predicts the step, if windows and bandwidth are known.
         recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is
             evaluated too.
         also: schemes to evaluate in any case.

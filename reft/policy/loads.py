@@ -34,13 +34,8 @@ class OwnedBy(StrEnum):
 
 @dataclass(frozen=True)
 class RankSections:
-    """What one rank's state consists of.
-
-    Attributes:
-        replicated_bytes: equal on all data-parallel peers of the rank.
-        owned_bytes: its ZeRO partition.
-        host_bytes: reserved for encoded host state.
-    """
+    """What one rank's state consists of: equal on all data-parallel peers, its ZeRO partition, and reserved
+    for encoded host state."""
 
     replicated_bytes: int
     owned_bytes: int = 0
@@ -49,16 +44,9 @@ class RankSections:
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes of one rank, of one version.
-
-    Attributes:
-        shard_bytes: its part of the replicated section, copied from the device.
-        redundant_bytes: copies and parities of the replicated section, likewise.
-        owned_bytes: its partition, likewise.
-        gradient_bytes: gradients of the partitions that it keeps for others, likewise (AOR).
-        sent_bytes: owned and host state that goes to ring peers over the network.
-        memory_bytes: of the host, with all versions that are kept.
-    """
+    """Bytes of one rank, of one version, copied from the device: its part of the replicated section, copies
+    and parities of that, its partition, and gradients of the partitions that it keeps for others (AOR); sent:
+    owned and host state that goes to ring peers; memory: of the host, with all versions that are kept."""
 
     shard_bytes: int
     redundant_bytes: int
@@ -88,21 +76,11 @@ def group_loads(
     block_bytes: int,
     exact: bool = True,
 ) -> tuple[Load, ...]:
-    """Loads of the members of one sharding group, by dp index.
+    """Loads of the members of one sharding group, by dp index; ``ring``: members in ring order.
 
     The replicated section counts as if every shard and every sub-block were as long as the longest, so no
-    rank takes more than this.
-
-    Args:
-        sections: of every member.
-        ring: members in ring order.
-        scheme: redundancy of the replicated section; has room in the group.
-        owned_by: what protects partitions; of no meaning where there are none or the scheme is ``none``.
-        arenas: versions kept.
-        block_bytes: the unit of checksum and transfer.
-        exact: what a host recomputes is the owner's partition to the bit. Where it is not, as on GPUs, the
-            owner sends every partition after all.
-    """
+    rank takes more than this. ``exact``: what a host recomputes is the owner's partition to the bit. Where it
+    is not, as on GPUs, the owner sends every partition after all."""
     size = len(ring)
     replicated = _Replicated.of(max(s.replicated_bytes for s in sections), scheme, size, block_bytes)
     peers = min(scheme.copies + scheme.parities, size - 1)

@@ -1,15 +1,14 @@
 """How often a version is worth its cost: CheckFreq's Algorithm 1, a rate that follows what versions are seen
 to cost, and which steps are due by it. Pure.
 
-Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tg copy
-within the device, Tc copy to the host, Ts write to storage, To overhead of a checkpoint, p allowed overhead,
-k steps between two checkpoints.
+Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc copy to the
+host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps between two checkpoints.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, inf, sqrt
 from statistics import fmean, median, pstdev
@@ -20,37 +19,18 @@ _ROUNDING = 1e-9
 """Of a quotient: 0.3 / 0.1 is three steps, not four."""
 
 
-class CopyMode(StrEnum):
-    """Where a checkpoint is copied to before the weights change."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-
-
 @dataclass(frozen=True)
 class Costs:
-    """What CheckFreq's profiler measures.
-
-    Attributes:
-        step_secs: Ti, of a step without a checkpoint.
-        update_secs: Tw, the part of it that changes the weights.
-        host_copy_secs: Tc.
-        device_copy_secs: Tg; None where there is no device.
-        write_secs: Ts.
-        checkpoint_bytes: m.
-        spare_device_bytes: Mmax - M.
-    """
+    """What CheckFreq's profiler measures: Ti, of a step without a checkpoint; Tw, its part that changes the
+    weights; Tc; Ts."""
 
     step_secs: float
     update_secs: float = 0.0
     host_copy_secs: float = 0.0
-    device_copy_secs: float | None = None
     write_secs: float = 0.0
-    checkpoint_bytes: int = 0
-    spare_device_bytes: int = 0
 
     def __post_init__(self) -> None:
-        times = (self.update_secs, self.host_copy_secs, self.device_copy_secs or 0.0, self.write_secs)
+        times = (self.update_secs, self.host_copy_secs, self.write_secs)
         if not self.step_secs > 0 or min(times) < 0 or self.update_secs > self.step_secs:
             raise ConfigError(
                 f"found {self}; expected a step longer than 0, no time below 0 and an update within its step"
@@ -59,59 +39,32 @@ class Costs:
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often, and what a checkpoint costs.
+    """How often, and what a checkpoint costs: To, by which it makes training longer, and k."""
 
-    Attributes:
-        mode: where it is copied to first.
-        overhead_secs: To, by which a checkpoint makes training longer.
-        interval_steps: k. A fraction where the algorithm as printed gives one.
-    """
-
-    mode: CopyMode
     overhead_secs: float
-    interval_steps: float
-
-
-def cheapest_mode(costs: Costs) -> tuple[CopyMode, float]:
-    """Lines 1 to 4 of Algorithm 1: the mode, and To in seconds.
-
-    To = min(Tg, Toc) where the device has room for the copy, else Toc = max(0, Tc - (Ti - Tw)): the copy to
-    the host runs until the next weight update.
-    """
-    on_host = max(0.0, costs.host_copy_secs - (costs.step_secs - costs.update_secs))
-    on_device = costs.device_copy_secs
-    has_room = costs.spare_device_bytes > costs.checkpoint_bytes
-    if on_device is not None and has_room and on_device <= on_host:
-        return CopyMode.GPU, on_device
-    return CopyMode.CPU, on_host
-
-
-def printed_frequency(costs: Costs, max_overhead: float) -> Frequency:
-    """Algorithm 1 as printed: k = max((Tc + Ts - To) / Ti, ceil(To / (p Ti))).
-
-    k may be a fraction, and 0 where a checkpoint costs nothing; :func:`frequency` completes it.
-    """
-    _check_part(max_overhead)
-    mode, overhead = cheapest_mode(costs)
-    background = (costs.host_copy_secs + costs.write_secs - overhead) / costs.step_secs
-    return Frequency(mode, overhead, max(background, _ceil(overhead / (max_overhead * costs.step_secs))))
+    interval_steps: int
 
 
 def frequency(costs: Costs, max_overhead: float) -> Frequency:
-    """Algorithm 1, completed: k is a whole number of steps, at least 1.
+    """Algorithm 1, completed: k = max((Tc + Ts - To) / Ti, To / (p Ti)) with To = max(0, Tc - (Ti - Tw)),
+    rounded up to a whole number of steps, at least 1.
 
     To <= p k Ti, and k Ti + To >= Tc + Ts: a checkpoint is on storage before the next one is taken, so that
-    a failure rolls back at most :func:`most_lost_steps`.
-
-    Args:
-        costs: as measured.
-        max_overhead: p, part of the training time.
+    a failure rolls back at most :func:`most_lost_steps`. The algorithm's copy within the device is left out:
+    what versions are seen to cost decides after the first of them.
 
     Raises:
         ConfigError: p is not between 0 and 1.
     """
-    found = printed_frequency(costs, max_overhead)
-    return replace(found, interval_steps=max(1, _ceil(found.interval_steps)))
+    if not 0 < max_overhead <= 1:
+        raise ConfigError(
+            f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
+        )
+    # The copy to the host runs until the next weight update.
+    overhead = max(0.0, costs.host_copy_secs - (costs.step_secs - costs.update_secs))
+    background = costs.host_copy_secs + costs.write_secs - overhead
+    steps = max(_ceil(background / costs.step_secs), _ceil(overhead / (max_overhead * costs.step_secs)))
+    return Frequency(overhead, max(1, steps))
 
 
 def most_lost_steps(interval_steps: int) -> int:
@@ -122,57 +75,8 @@ def most_lost_steps(interval_steps: int) -> int:
 # -- a rate that follows what is observed ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RateLimits:
-    """What an adaptive rate keeps to.
-
-    Attributes:
-        max_overhead: p.
-        least_steps: shortest interval, as failures ask for it: more often is of no use.
-        most_steps: longest interval, half of the steps that may be lost; None: no bound.
-        calm_windows: windows in a row below p / 2 after which the interval becomes shorter again.
-    """
-
-    max_overhead: float
-    least_steps: int = 1
-    most_steps: int | None = None
-    calm_windows: int = 3
-
-    def __post_init__(self) -> None:
-        _check_part(self.max_overhead)
-        most = self.least_steps if self.most_steps is None else self.most_steps
-        if not 1 <= self.least_steps <= most or self.calm_windows < 1:
-            raise ConfigError(f"found {self}; expected 1 <= least_steps <= most_steps and calm_windows >= 1")
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A window: an interval, or several.
-
-    Attributes:
-        steps: that were made.
-        checkpoints: that were written meanwhile.
-        secs: that all of it took.
-        plain_step_secs: Ti0, of a step without a checkpoint.
-        write_secs: the longest Tc + Ts of its checkpoints.
-    """
-
-    steps: int
-    checkpoints: int
-    secs: float
-    plain_step_secs: float
-    write_secs: float = 0.0
-
-    @property
-    def overhead(self) -> float:
-        """(sum of the iterations - n Ti0) / (n Ti0), at least 0."""
-        plain = self.steps * self.plain_step_secs
-        return max(0.0, self.secs - plain) / plain
-
-    @property
-    def checkpoint_secs(self) -> float:
-        """To, as one of these checkpoints cost it."""
-        return max(0.0, self.secs - self.steps * self.plain_step_secs) / self.checkpoints
+_CALM_WINDOWS = 3
+"""In a row below p / 2, after which the interval becomes shorter again."""
 
 
 class Why(StrEnum):
@@ -191,26 +95,25 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """The present rate.
-
-    Attributes:
-        interval_steps: k.
-        why: it is so.
-        overhead: as observed last; None: not yet.
-        calm: windows in a row with less than half of the allowed overhead.
-    """
+    """The present interval, and why it is so; the overhead as observed last, None: not yet; ``calm``: windows
+    in a row with less than half of the allowed overhead."""
 
     interval_steps: int
     why: Why = Why.START
     overhead: float | None = None
     calm: int = 0
 
-    @property
-    def most_lost_steps(self) -> int:
-        return most_lost_steps(self.interval_steps)
 
-
-def adapt(rate: Rate, seen: Observed, limits: RateLimits) -> Rate:
+def adapt(
+    rate: Rate,
+    *,
+    cost_secs: float,
+    plain_secs: float,
+    max_overhead: float,
+    write_secs: float = 0.0,
+    least_steps: int = 1,
+    most_steps: int | None = None,
+) -> Rate:
     """The rate after one more window.
 
     Above p, k is computed anew from what the checkpoints have cost; below p / 2 for several windows likewise,
@@ -218,42 +121,37 @@ def adapt(rate: Rate, seen: Observed, limits: RateLimits) -> Rate:
     checkpoint takes to be on storage, where the bound on lost steps allows that.
 
     Args:
-        rate: until now.
-        seen: at least one step and one checkpoint; without a checkpoint nothing was learned.
-        limits: to keep to.
+        cost_secs: To, as a checkpoint of the window cost it; at least 0.
+        plain_secs: Ti, of a step without a checkpoint.
+        max_overhead: p.
+        write_secs: the longest Tc + Ts of the window.
+        least_steps: shortest interval, as failures ask for it: more often is of no use.
+        most_steps: longest interval, half of the steps that may be lost; None: no bound.
     """
-    if not seen.steps or not seen.checkpoints or not seen.plain_step_secs > 0:
-        return rate
-    overhead, now = seen.overhead, rate.interval_steps
-    wanted = _ceil(seen.checkpoint_secs / (limits.max_overhead * seen.plain_step_secs))
-    writing = _ceil((seen.write_secs - seen.checkpoint_secs) / seen.plain_step_secs)
-    calm = rate.calm + 1 if overhead < limits.max_overhead / 2 else 0
+    now = rate.interval_steps
+    overhead = cost_secs / (now * plain_secs)
+    wanted = _ceil(cost_secs / (max_overhead * plain_secs))
+    writing = _ceil((write_secs - cost_secs) / plain_secs)
+    calm = rate.calm + 1 if overhead < max_overhead / 2 else 0
     why = Why.HELD
-    if overhead > limits.max_overhead:
+    if overhead > max_overhead:
         now, why = max(now, wanted), Why.OVERHEAD
-    elif calm >= limits.calm_windows:
-        shorter = max(wanted, now // 2, limits.least_steps)
+    elif calm >= _CALM_WINDOWS:
+        shorter = max(wanted, now // 2, least_steps)
         if shorter < now:
             now, why, calm = shorter, Why.CALM, 0
     if writing > now:
         now, why = writing, Why.WRITING
     elif writing == now and why is Why.CALM:
         why = Why.WRITING
-    now = max(limits.least_steps, now)
-    if limits.most_steps is not None and now > limits.most_steps:
-        now, why = limits.most_steps, Why.BOUND
+    now = max(least_steps, now)
+    if most_steps is not None and now > most_steps:
+        now, why = most_steps, Why.BOUND
     return Rate(now, why, overhead, calm)
 
 
 def _ceil(value: float) -> int:
     return ceil(value - _ROUNDING * max(1.0, abs(value)))
-
-
-def _check_part(max_overhead: float) -> None:
-    if not 0 < max_overhead <= 1:
-        raise ConfigError(
-            f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
-        )
 
 
 # -- what a checkpoint costs: steps beside it against steps around it, as machines are noisy -----------------
@@ -270,14 +168,8 @@ them in a row are steps: training has become as slow."""
 
 @dataclass(frozen=True)
 class Cost:
-    """What a checkpoint costs, as pairs tell.
-
-    Attributes:
-        secs: by which one makes training longer; below 0 where noise outweighs it.
-        error_secs: standard error of that.
-        plain_secs: of a step without one.
-        pairs: that it was found from.
-    """
+    """By what a checkpoint makes training longer, as so many pairs tell, and the standard error of that;
+    below 0 where noise outweighs it."""
 
     secs: float
     error_secs: float
@@ -285,42 +177,16 @@ class Cost:
     pairs: int
 
 
-class Pauses:
-    """Tells what lies between two steps from the steps."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def has(self, secs: float, plain: deque[float]) -> bool:
-        """Whether so long is no step.
-
-        Args:
-            secs: of the next one.
-            plain: seconds of steps; forgotten where steps are of another length from now on.
-        """
-        if not plain or secs <= _PAUSE * median(plain):
-            self._in_a_row = 0
-            return False
-        self._in_a_row += 1
-        if self._in_a_row > _MOST_PAUSES:
-            self._in_a_row = 0
-            plain.clear()
-        return True
-
-
 class Pairs:
-    """Steps with and without a checkpoint beside them, in the order in which they were made.
-
-    A checkpoint whose steps touch those of another one, with none between, tells nothing.
-
-    Args:
-        most_beside: a checkpoint of more steps than that cannot be told from their drift.
-    """
+    """Steps with and without a checkpoint beside them, in the order in which they were made. A checkpoint
+    whose steps touch those of another one, with none between, tells nothing, nor does one of more than
+    ``most_beside`` steps, which cannot be told from their drift."""
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
         self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
-        self._pauses = Pauses()
+        self._pauses = 0
+        """So many in a row."""
         self._before: list[float] = []
         self._beside: list[float] = []
         self._after: list[float] = []
@@ -329,9 +195,14 @@ class Pairs:
 
     def step(self, secs: float, *, begins: bool, beside: bool) -> None:
         """One more step."""
-        if self._pauses.has(secs, self._plain):
+        if self._plain and secs > _PAUSE * median(self._plain):
+            self._pauses += 1
+            if self._pauses > _MOST_PAUSES:
+                self._pauses = 0
+                self._plain.clear()
             self.leave_out()
             return
+        self._pauses = 0
         if not beside:
             self._plain.append(secs)
             if self._beside:
@@ -391,11 +262,8 @@ class Due:
     """No more steps lie between two that are due than the interval was when the first of them was.
 
     Multiples of the interval are always due: ranks that have heard of a change at different steps agree again
-    at the next one. After a change this costs one version more at most.
-
-    Args:
-        start_step: counts as due: the step that the job begins or goes on with, the same on every rank.
-    """
+    at the next one. After a change this costs one version more at most. ``start_step`` counts as due: the
+    step that the job begins or goes on with, the same on every rank."""
 
     def __init__(self, start_step: int) -> None:
         self._last = start_step

@@ -2,7 +2,7 @@
 
 A job that is protected in memory goes back to storage only when it loses more than memory survives. For a
 constant rate r of such losses, a checkpoint that costs c seconds and an interval of t seconds of training,
-the part of all time that is training that lasts is (:func:`effective_part`)
+the part of all time that is training that lasts is
 
     t exp(-r L) / ((exp(r (t + c)) - 1) (1/r + R))
 
@@ -15,15 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import ceil, comb, exp, expm1, inf, sqrt
+from math import ceil, comb, expm1, inf, sqrt
 
 from reft.errors import ConfigError
 from reft.node.history import Round
-from reft.policy.rate import most_lost_steps
 
 DAY_SECS = 86400.0
-DEFAULT_NODE_MTBF_DAYS = 150.0
-"""Near the 6.5 failures in 1,000 node-days of Kokolis et al. 2025."""
 REPAIR_SECS = 600.0
 """From the loss of a node to the version that is protected again: twice the five minutes that are published
 for a hot recovery with a replacement (Paddle)."""
@@ -34,40 +31,14 @@ _SHORT = 1e-9
 # -- how often memory fails -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NodeLosses:
-    """How often a node is lost.
-
-    Attributes:
-        per_sec: of one node.
-        seen: losses that this was learned from.
-        node_secs: time of all nodes together in which they were seen.
-    """
-
-    per_sec: float
-    seen: int = 0
-    node_secs: float = 0.0
-
-    @property
-    def mtbf_days(self) -> float:
-        """Of one node."""
-        return 1 / (self.per_sec * DAY_SECS)
-
-
-def learned_losses(rounds: Iterable[Round], now_unix_secs: float, mtbf_days: float) -> NodeLosses:
-    """The rate at which this job loses nodes: what is configured counts as one loss that was seen, so that a
-    job without any keeps to it, and one with many to its own.
-
-    Raises:
-        ConfigError: the configured time is not above 0.
-    """
-    if not mtbf_days > 0:
-        raise ConfigError(f"found a mean time between failures of {mtbf_days} days; expected more than 0")
+def learned_losses_per_sec(rounds: Iterable[Round], now_unix_secs: float, mtbf_days: float) -> float:
+    """How often a node of this job is lost: what is configured counts as one loss that was seen, so that a
+    job without any keeps to it, and one with many to its own."""
     starts = list(rounds)
     ends = [r.unix_secs for r in starts[1:]] + [now_unix_secs]
     seen = sum(len(r.lost) for r in starts)
     node_secs = sum(len(r.nodes) * max(0.0, end - r.unix_secs) for r, end in zip(starts, ends, strict=False))
-    return NodeLosses((1 + seen) / (mtbf_days * DAY_SECS + node_secs), seen, node_secs)
+    return (1 + seen) / (mtbf_days * DAY_SECS + node_secs)
 
 
 def memory_losses_per_sec(
@@ -77,14 +48,10 @@ def memory_losses_per_sec(
     protected again so many others of its group that the placement does not survive it.
 
     Args:
-        node_losses_per_sec: of one node.
-        nodes: of the job; a multiple of the group's size.
+        nodes: of the job; a multiple of the group's size, else a ConfigError.
         survived: of every number of lost nodes, how many sets a group survives; see
             :func:`reft.protect.survival.losses_within`.
         repair_secs: from a loss to the version that is protected again.
-
-    Raises:
-        ConfigError: if the nodes cannot be cut into groups of that size.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -101,11 +68,6 @@ def memory_losses_per_sec(
 
 
 # -- how long an interval -------------------------------------------------------------------------------
-
-
-def young_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """sqrt(2 c M): Young 1974, equation 2."""
-    return sqrt(2 * cost_secs * mtbf_secs)
 
 
 def daly_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
@@ -131,28 +93,10 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
     return high * mtbf_secs
 
 
-def effective_part(
-    interval_secs: float,
-    cost_secs: float,
-    mtbf_secs: float,
-    *,
-    write_secs: float = 0.0,
-    restart_secs: float = 0.0,
-) -> float:
-    """Training that lasts, as a part of all time, for a constant rate of failures.
-
-    Args:
-        interval_secs: t, training between two checkpoints.
-        cost_secs: c, by which one makes it longer.
-        mtbf_secs: 1/r, of failures that go back to storage.
-        write_secs: L, from the moment of a checkpoint until it is on storage, at most t + c.
-        restart_secs: R, from a failure until training goes on; none happens meanwhile.
-    """
-    rate = 1 / mtbf_secs
-    cycle = rate * (interval_secs + cost_secs)
-    if cycle > _MOST_EXPONENT:
-        return 0.0
-    return interval_secs * exp(-rate * write_secs) / (expm1(cycle) * (mtbf_secs + restart_secs))
+def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
+    """Training that lasts, as a part of all time, where coming back takes no time (L = R = 0)."""
+    cycle = (interval_secs + cost_secs) / mtbf_secs
+    return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 
 
 class Because(StrEnum):
@@ -167,13 +111,8 @@ class Because(StrEnum):
 
 @dataclass(frozen=True)
 class StorageCosts:
-    """What was measured.
-
-    Attributes:
-        step_secs: of a step without a checkpoint on its way.
-        cost_secs: by which one on its way makes training longer.
-        write_secs: from the moment of a checkpoint until it is on storage.
-    """
+    """What was measured: a step without a checkpoint on its way, by what one on its way makes training
+    longer, and from the moment of a checkpoint until it is on storage."""
 
     step_secs: float
     cost_secs: float
@@ -185,7 +124,6 @@ class Goals:
     """What the interval has to keep to.
 
     Attributes:
-        max_overhead: part of the training time; None: whatever the failures make best.
         survival_secs: time after which memory alone no longer carries the job with the wished probability
             (:func:`reft.protect.survival.persist_interval_secs`).
         most_lost_steps: bound on the steps that are made again; None: none.
@@ -198,72 +136,34 @@ class Goals:
 
 @dataclass(frozen=True)
 class StorageInterval:
-    """How often a version goes to storage, and why.
-
-    Attributes:
-        steps: k.
-        because: what decided.
-        best_steps: without the goals.
-        overhead: part of the training time that it costs.
-        most_lost_steps: when memory fails, at most.
-        kept: whether every wish is kept; where two exclude each other the bound on lost steps wins over the
-            overhead, and what writing takes over both.
-    """
+    """How often a version goes to storage: k steps, what decided, and the part of the training time that it
+    costs."""
 
     steps: int
     because: Because
-    best_steps: int
     overhead: float
-    most_lost_steps: int
-    kept: bool
-
-    def __str__(self) -> str:
-        return (
-            f"every {self.steps} steps: {self.because}. It costs {self.overhead:.2%} of the training time; "
-            f"at most {self.most_lost_steps} steps are lost when memory fails"
-        )
 
 
 def storage_interval(costs: StorageCosts, mtbf_secs: float, goals: Goals | None = None) -> StorageInterval:
-    """The interval between two checkpoints on storage.
-
-    The best for the failures, but no longer than survival and the bound on lost steps allow, no shorter than
-    the overhead, and never shorter than writing takes.
-
-    Args:
-        costs: as measured.
-        mtbf_secs: of what memory does not survive; infinite: never.
-        goals: to keep to.
-    """
+    """The best for the failures, but no longer than survival and the bound on lost steps allow, no shorter
+    than the overhead, and never shorter than writing takes. Where two exclude each other the bound wins over
+    the overhead, and what writing takes over both."""
     goals = goals or Goals()
     step = costs.step_secs
-    writing = _up((costs.write_secs - costs.cost_secs) / step)
-    best = _best_steps(costs, mtbf_secs)
-    steps, because = best, Because.FAILURES
-    for limit, reason in (
-        (goals.survival_secs / step, Because.SURVIVAL),
-        ((goals.most_lost_steps or inf) / 2, Because.BOUND),
-    ):
+    steps, because = _best_steps(costs, mtbf_secs), Because.FAILURES
+    bound = inf if goals.most_lost_steps is None else max(1, goals.most_lost_steps // 2)
+    for limit, reason in ((goals.survival_secs / step, Because.SURVIVAL), (bound, Because.BOUND)):
         if limit < steps:
             steps, because = max(1, int(limit)), reason
-    if goals.max_overhead is not None:
+    if goals.max_overhead is not None and because is not Because.BOUND:
         least = _up(costs.cost_secs / (goals.max_overhead * step))
-        if least > steps and because is not Because.BOUND:
-            steps, because = least, Because.OVERHEAD
-            if goals.most_lost_steps and most_lost_steps(steps) > goals.most_lost_steps:
-                steps, because = max(1, goals.most_lost_steps // 2), Because.BOUND
+        if least > steps:
+            steps, because = (bound, Because.BOUND) if least > bound else (least, Because.OVERHEAD)
+    writing = _up((costs.write_secs - costs.cost_secs) / step)
     if writing > steps:
         steps, because = writing, Because.WRITING
     steps = int(min(steps, _MOST_STEPS))
-    overhead = costs.cost_secs / (steps * step)
-    kept = (
-        (goals.max_overhead is None or overhead <= goals.max_overhead * (1 + _PRECISION))
-        and (goals.most_lost_steps is None or most_lost_steps(steps) <= goals.most_lost_steps)
-        and (steps * step <= max(step, goals.survival_secs))
-    )
-    return StorageInterval(
-        steps, because, int(min(best, _MOST_STEPS)), overhead, most_lost_steps(steps), kept
-    )
+    return StorageInterval(steps, because, costs.cost_secs / (steps * step))
 
 
 def whole_interval(steps: int, version_steps: int) -> int:

@@ -196,11 +196,9 @@ class SnapshotUse:
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One pipeline stage.
+    """One pipeline stage, of these ranks.
 
     Attributes:
-        ranks: global ranks whose traces were used.
-        step_secs: whole step, begin to begin.
         secs: seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
             time between instructions (Python, data, the launch of kernels).
         usable_secs: of them, those in which snapshots may be copied: not within the optimizer step.
@@ -289,11 +287,7 @@ class ProfileResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProfileResult:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ProfileError: it is not a profile, or not of this format.
-        """
+        """The inverse of :meth:`to_json`; a ProfileError where it is not a profile, or not of this format."""
         fields = dict(data)
         found = fields.pop("format", None)
         if found != FORMAT:
@@ -310,11 +304,7 @@ class ProfileResult:
 
     @classmethod
     def load(cls, path: Path) -> ProfileResult:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            ProfileError: the file is not there, or holds no profile.
-        """
+        """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no profile."""
         try:
             data = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:

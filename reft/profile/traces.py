@@ -37,13 +37,8 @@ _PURPOSE = b"reft-profile-1"
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What turns a rank's clock into rank 0's.
-
-    Attributes:
-        secs: to be added to the rank's times.
-        error_secs: bound of the error of that sum.
-        clock: ranks of equal ``clock`` read the same one; between them there is no error.
-    """
+    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the sum.
+    Ranks of equal ``clock`` read the same one; between them there is no error."""
 
     secs: float = 0.0
     error_secs: float = 0.0
@@ -122,12 +117,7 @@ def only_group_calls(trace: StepTrace) -> StepTrace:
 
 
 def gather(mine: RankTraces, secret: bytes, group: dist.ProcessGroup) -> list[RankTraces] | None:
-    """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective.
-
-    Raises:
-        AuthenticationError: a message does not carry the job's secret.
-        TransferError: a peer is gone.
-    """
+    """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective."""
     messages = allgather_bytes(authenticate(encode(mine), secret, _PURPOSE), group)
     if dist.get_rank(group) != 0:
         return None
@@ -141,11 +131,7 @@ def encode(rank: RankTraces) -> bytes:
 
 
 def decode(data: bytes) -> RankTraces:
-    """The inverse of :func:`encode`.
-
-    Raises:
-        ProfileError: the bytes are something else.
-    """
+    """The inverse of :func:`encode`; a ProfileError where the bytes are something else."""
     try:
         fields = msgpack.unpackb(data)
         traces = tuple(map(StepTrace.from_json, fields.pop("traces")))
@@ -168,11 +154,7 @@ def clock_id() -> str:
 
 def measure_offsets(group: dist.ProcessGroup, my_clock: str) -> list[ClockOffset]:
     """What turns the clock of each rank into that of group rank 0, in rank order, on group rank 0; elsewhere
-    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank.
-
-    Raises:
-        TransferError: a peer is gone.
-    """
+    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank."""
     clocks = [text.decode() for text in allgather_bytes(my_clock.encode(), group)]
     me, zero = dist.get_rank(group), dist.get_global_rank(group, 0)
     known = {clocks[0]: ClockOffset()}

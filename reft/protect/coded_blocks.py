@@ -21,60 +21,6 @@ ALIGNMENT_BYTES = GRAIN_BYTES
 """Sub-blocks are multiples of this: eight packets of 16-byte words (:mod:`reft.protect.rs`)."""
 
 
-@dataclass(frozen=True)
-class CodedSection:
-    """The replicated section [0, nbytes) under a code.
-
-    Attributes:
-        code: the layout.
-        nbytes: true size of the section.
-        alignment_bytes: sub-blocks are a multiple of this; itself a multiple of 128.
-    """
-
-    code: Code
-    nbytes: int
-    alignment_bytes: int = ALIGNMENT_BYTES
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 0 or self.alignment_bytes <= 0 or self.alignment_bytes % ALIGNMENT_BYTES:
-            raise ValueError(
-                f"found {self.nbytes} bytes aligned to {self.alignment_bytes}; expected at least 0 bytes "
-                f"and a positive multiple of {ALIGNMENT_BYTES}"
-            )
-
-    @cached_property
-    def sub_block_bytes(self) -> int:
-        """Length of a sub-block, padding included."""
-        units = -(-self.nbytes // (self.code.sub_blocks * self.alignment_bytes))
-        return units * self.alignment_bytes
-
-    @property
-    def padded_bytes(self) -> int:
-        """The section with padding: a multiple of D · splits · alignment."""
-        return self.code.sub_blocks * self.sub_block_bytes
-
-    def range_of(self, sub_block: int) -> tuple[int, int]:
-        """The true bytes [start, stop) of a sub-block in the section; empty beyond its end."""
-        start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
-        return min(start, self.nbytes), min(stop, self.nbytes)
-
-    def piece_bytes(self, piece: Piece) -> int:
-        """Length of a stored piece: true for data, padded to the alignment for a parity."""
-        longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
-        return longest if piece.is_data else -(-longest // self.alignment_bytes) * self.alignment_bytes
-
-    def member_bytes(self, member: int) -> int:
-        """What a member copies to its host memory of this section."""
-        return sum(map(self.piece_bytes, self.code.pieces_of(member)))
-
-    def __str__(self) -> str:
-        each = [self.member_bytes(m) / 2**20 for m in range(self.code.size)]
-        return (
-            f"{self.code.scheme} over {self.nbytes / 2**20:.1f} MiB, D={self.code.size}: sub-blocks of "
-            f"{self.sub_block_bytes / 2**20:.2f} MiB, {min(each):.1f} to {max(each):.1f} MiB per member"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
     """A block of a stored piece.
@@ -108,13 +54,24 @@ class BlockCode:
     block_bytes: int
 
     @cached_property
-    def section(self) -> CodedSection:
-        return CodedSection(self.code, self.nbytes)
+    def sub_block_bytes(self) -> int:
+        """Length of a sub-block, padding included."""
+        return _padded(-(-self.nbytes // self.code.sub_blocks))
+
+    def range_of(self, sub_block: int) -> tuple[int, int]:
+        """The true bytes [start, stop) of a sub-block in the section; empty beyond its end."""
+        start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
+        return min(start, self.nbytes), min(stop, self.nbytes)
+
+    def piece_bytes(self, piece: Piece) -> int:
+        """Length of a stored piece: true for data, padded to the alignment for a parity."""
+        longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
+        return longest if piece.is_data else _padded(longest)
 
     @cached_property
     def rows(self) -> int:
         """Blocks of a full sub-block."""
-        return max(1, -(-self.section.sub_block_bytes // self.block_bytes))
+        return max(1, -(-self.sub_block_bytes // self.block_bytes))
 
     def data(self, member: int) -> tuple[CodedBlock, ...]:
         """The blocks of a member's shard, in order of their place."""
@@ -122,7 +79,7 @@ class BlockCode:
         return tuple(
             CodedBlock(self.data_key(b, row), start, nbytes)
             for b in range(member * splits, (member + 1) * splits)
-            for row, start, nbytes in self._cut(*self.section.range_of(b))
+            for row, start, nbytes in self._cut(*self.range_of(b))
         )
 
     def stores_copy(self, member: int, key: BlockKey) -> bool:
@@ -145,7 +102,7 @@ class BlockCode:
 
     def nbytes_of(self, piece: Piece, row: int) -> int:
         """Length of a stored piece's block in a row of blocks; 0 where it has none (all zeros)."""
-        return max(0, min(self.block_bytes, self.section.piece_bytes(piece) - row * self.block_bytes))
+        return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
     def key_of(self, piece: Piece, row: int) -> BlockKey | None:
         """The block of a stored piece in a row of blocks; None where the piece has none."""
@@ -160,16 +117,16 @@ class BlockCode:
         return [piece for piece in self.code.pieces_of(member) if not piece.is_data]
 
     def _parity_blocks(self, piece: Piece) -> Iterator[CodedBlock]:
-        for row, start, nbytes in self._cut(0, self.section.piece_bytes(piece)):
+        for row, start, nbytes in self._cut(0, self.piece_bytes(piece)):
             key = self.key_of(piece, row)
             assert key is not None
-            lengths = {b: stop - first for b, _ in piece.terms for first, stop in [self.section.range_of(b)]}
+            lengths = {b: stop - first for b, _ in piece.terms for first, stop in [self.range_of(b)]}
             terms = tuple(
                 (self.data_key(b, row), coefficient)
                 for b, coefficient in piece.terms
                 if lengths[b] > row * self.block_bytes
             )
-            image_start = key.index // self.rows * self.section.sub_block_bytes
+            image_start = key.index // self.rows * self.sub_block_bytes
             yield CodedBlock(key, image_start + start, nbytes, terms)
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -180,6 +137,10 @@ class BlockCode:
         """One line that says all but the size of the section; :func:`parse_block_code` reads it."""
         ring = ",".join(map(str, self.code.ring))
         return f"{self.code.scheme};{ring};{self.block_bytes}"
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def parse_block_code(text: str, nbytes: int) -> BlockCode:

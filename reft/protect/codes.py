@@ -21,7 +21,7 @@ Putting ARC beside plain AEC lacks that and survives one loss only: ``naive``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -29,7 +29,6 @@ from functools import cached_property
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.grid import ring_order
 from reft.protect.rs import parity_rows
 
 FIELD_SIZE = 256
@@ -143,10 +142,6 @@ class Piece:
     def is_data(self) -> bool:
         return len(self.terms) == 1 and self.terms[0][1] == 1
 
-    def __str__(self) -> str:
-        text = " ^ ".join(f"B{b}" if c == 1 else f"{c}·B{b}" for b, c in self.terms)
-        return f"member {self.member}: {text}"
-
 
 @dataclass(frozen=True)
 class Code:
@@ -212,16 +207,6 @@ class Code:
         """What a member stores, as a part of the image, counted piece by piece."""
         return Fraction(len(self.pieces_of(member)), self.sub_blocks)
 
-    def surviving(self, lost: Collection[int]) -> tuple[int, ...]:
-        """Pieces of all members but the lost ones."""
-        return tuple(p.index for p in self.pieces if p.member not in lost)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.scheme}: D={self.size}, ring {self.ring}, {self.splits} sub-blocks per shard, "
-            f"{len(self.pieces)} pieces, {float(self.scheme.share(self.size)):.4f} of the image per member"
-        )
-
 
 def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
     """Lay a scheme over a sharding group. Pure and deterministic.
@@ -257,20 +242,6 @@ def _parities(scheme: Scheme, ring: Sequence[int], position: int) -> Iterator[tu
         stripe = position - r
         members = [ring[(stripe + scheme.gap + j) % size] for j in range(splits)]
         yield tuple((m * splits + j, row[j]) for j, m in enumerate(members))
-
-
-def place_code(scheme: Scheme, nodes: Sequence[str]) -> Code:
-    """The code of a sharding group whose member d sits on ``nodes[d]``; ring neighbours sit apart."""
-    return make_code(scheme, ring_order(nodes))
-
-
-def schemes_for(size: int, most: int) -> Iterable[Scheme]:
-    """Every sensible scheme of a group of ``size`` that claims to survive 1 to ``most`` losses."""
-    for tolerance in range(1, most + 1):
-        for copies in range(tolerance + 1):
-            scheme = Scheme(copies, tolerance - copies)
-            if scheme.why_no_room(size) is None:
-                yield scheme
 
 
 SCHEMES = ("none", "auto", "arc", "aec", "rs", "arc+aec", "arc+rs")

@@ -1,10 +1,12 @@
-"""How lost sub-blocks come back: a plan of linear combinations of the pieces that are left. Pure."""
+"""How lost sub-blocks come back: linear combinations of the pieces that are left; and which losses of nodes a
+placement survives, computed by rank from the real nodes (P4). Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 
@@ -13,52 +15,6 @@ from reft.protect.codes import Code
 from reft.protect.gf256 import Matrix, multiply, rank, reduce_rows
 
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One sub-block as the sum of coefficient · piece.
-
-    Attributes:
-        sub_block: what comes out.
-        terms: (piece index, coefficient) pairs.
-    """
-
-    sub_block: int
-    terms: tuple[tuple[int, int], ...]
-
-    @property
-    def is_copy(self) -> bool:
-        return len(self.terms) == 1 and self.terms[0][1] == 1
-
-    def __str__(self) -> str:
-        text = " ^ ".join(f"piece {p}" if c == 1 else f"{c}·piece {p}" for p, c in self.terms)
-        return f"B{self.sub_block} = {text}"
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """What to compute to have every sub-block again.
-
-    Attributes:
-        code: the layout.
-        combinations: one for every sub-block whose owner's own piece is not at hand, ascending.
-    """
-
-    code: Code
-    combinations: tuple[Combination, ...]
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        """Pieces that must be brought together, ascending."""
-        return tuple(sorted({p for c in self.combinations for p, _ in c.terms}))
-
-    def __str__(self) -> str:
-        count, copies = len(self.combinations), sum(c.is_copy for c in self.combinations)
-        return (
-            f"decode plan of {self.code.scheme}, D={self.code.size}: {count} sub-blocks "
-            f"({copies} from copies, {count - copies} from parity), {len(self.needed)} pieces read"
-        )
 
 
 @dataclass(frozen=True)
@@ -159,49 +115,39 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
         yield System(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
 
 
-def recoverable(code: Code, available: Iterable[int]) -> frozenset[int]:
-    """Sub-blocks that a set of pieces (indices) determines."""
-    systems = Systems.of(code, available)
-    return frozenset(systems.source) | frozenset(systems.solutions)
-
-
 def plan_decode(
-    code: Code,
-    lost: Collection[int] = (),
-    *,
-    bad: Collection[int] = (),
-    wanted: Collection[int] | None = None,
-) -> DecodePlan:
-    """How to have every sub-block again. Copies come before parity, XOR before other combinations.
+    code: Code, *, bad: Collection[int], wanted: Collection[int]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """How to have sub-blocks again. Copies come before parity, XOR before other combinations.
 
     Args:
         code: the layout.
-        lost: members that are gone.
-        bad: further pieces (indices) that must not be used, such as corrupt ones.
-        wanted: sub-blocks to bring back; default: all whose owner's own piece is lost or bad.
+        bad: pieces (indices) that must not be used: lost with their members, or corrupt.
+        wanted: sub-blocks to bring back.
+
+    Returns:
+        For every wanted sub-block the (piece, coefficient) pairs whose sum it is.
 
     Raises:
-        UnrecoverableError: if some cannot be computed; names them and what was lost.
+        UnrecoverableError: if some cannot be computed; names them.
     """
     avoided = set(bad)
-    systems = Systems.of(code, (p for p in code.surviving(lost) if p not in avoided))
-    if wanted is None:
-        wanted = [b for b in range(code.sub_blocks) if systems.source.get(b) != code.holders[b][0]]
+    systems = Systems.of(code, (piece.index for piece in code.pieces if piece.index not in avoided))
     missing = [b for b in wanted if b not in systems.source and b not in systems.solutions]
     if missing:
         named = ", ".join(f"B{b} of member {code.owner_of(b)}" for b in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UnrecoverableError(
-            f"{code.scheme} over {code.size} members cannot recover {named}{more}: members {sorted(lost)} "
-            f"are lost and {len(avoided)} pieces unusable, more than this placement survives. "
-            f"Restore an older version or a persisted checkpoint"
+            f"{code.scheme} over {code.size} members cannot recover {named}{more}: {len(avoided)} pieces are "
+            f"lost or unusable, more than this placement survives. Restore an older version or a persisted "
+            f"checkpoint"
         )
-    return DecodePlan(code, tuple(_combination(systems, block) for block in sorted(wanted)))
+    return {block: _terms(systems, block) for block in sorted(wanted)}
 
 
-def _combination(systems: Systems, block: int) -> Combination:
+def _terms(systems: Systems, block: int) -> tuple[tuple[int, int], ...]:
     if block in systems.source:
-        return Combination(block, ((systems.source[block], 1),))
+        return ((systems.source[block], 1),)
     terms: dict[int, int] = {}
     for parity, factor in systems.solutions[block].items():
         terms[parity] = factor
@@ -209,4 +155,57 @@ def _combination(systems: Systems, block: int) -> Combination:
             if known in systems.source:
                 piece = systems.source[known]
                 terms[piece] = terms.get(piece, 0) ^ multiply(factor, coefficient)
-    return Combination(block, tuple(sorted((p, c) for p, c in terms.items() if c)))
+    return tuple(sorted((p, c) for p, c in terms.items() if c))
+
+
+def survives(code: Code, lost: Collection[int]) -> bool:
+    """Whether the whole image can be computed without the ``lost`` members: a test of rank.
+
+    Unknown sub-blocks that no parity links fall apart into independent systems; each needs as many
+    independent parities as it has unknowns.
+    """
+    gone = set(lost)
+    if len(gone) >= code.size:
+        return False
+    unknown = [
+        block
+        for member in gone
+        for block in range(member * code.splits, (member + 1) * code.splits)
+        if all(code.pieces[p].member in gone for p in code.holders[block])
+    ]
+    systems = take_apart(code, unknown, lambda p: code.pieces[p].member not in gone)
+    return all(system.solvable for system in systems)
+
+
+def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The first of the smallest sets of nodes whose loss cannot be recovered.
+
+    Args:
+        code: the placement.
+        nodes: node of every member; members of one node are lost together. Default: a node each.
+
+    Raises:
+        ValueError: if there is not one node per member.
+    """
+    where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
+    if len(where) != code.size:
+        raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
+    distinct = sorted(set(where), key=where.index)
+    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a look.
+    pinned = where[code.ring[0]] if len(distinct) == code.size else None
+    for count in range(1, len(distinct)):
+        for dead in combinations(distinct, count):
+            if pinned not in (None, *dead):
+                continue
+            lost = [m for m in range(code.size) if where[m] in dead]
+            if len(lost) > code.scheme.certain_losses and not survives(code, lost):
+                return dead
+    return tuple(distinct)
+
+
+def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
+    """Largest t such that *every* loss of t nodes recovers; arguments as in :func:`fatal_loss`.
+
+    A group never survives the loss of all its nodes.
+    """
+    return len(fatal_loss(code, nodes)) - 1

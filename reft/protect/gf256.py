@@ -7,8 +7,6 @@ Bulk data is the business of the backends (:mod:`reft.protect.backend`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -117,16 +115,3 @@ def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
     """
     products = [multiply(coefficient, 1 << bit) for bit in range(8)]
     return tuple(tuple(j for j in range(8) if products[j] >> i & 1) for i in range(8))
-
-
-def is_mds(rows: Sequence[Row]) -> bool:
-    """Whether every square submatrix is regular, so that as many losses as rows can be decoded."""
-    from itertools import combinations
-
-    matrix = np.array(rows, dtype=np.uint8)
-    return all(
-        rank(matrix[np.ix_(chosen, columns)]) == size
-        for size in range(1, min(matrix.shape) + 1)
-        for chosen in combinations(range(matrix.shape[0]), size)
-        for columns in combinations(range(matrix.shape[1]), size)
-    )

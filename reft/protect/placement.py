@@ -17,7 +17,7 @@ from itertools import combinations
 from reft.backoff import Backoff
 from reft.grid import Topology, ring_order
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.tolerance import fatal_loss, survives
+from reft.protect.decode import fatal_loss, survives
 
 
 @dataclass(frozen=True)

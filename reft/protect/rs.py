@@ -12,17 +12,27 @@ shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *ce
 contiguous ranges, which every device does at memory speed. A last, shorter cell has packets of an eighth
 of its length, so the length of a buffer must be a multiple of 128 bytes (8 packets of 16-byte words).
 Cells are independent: a range that starts at a cell boundary can be decoded by itself.
+
+**Programs.** A finished combination of stored blocks has arbitrary coefficients, which cost some 45 packet
+XORs a term. Those of the parities are ones and powers of two. So, where several blocks of a stripe are
+lost, every equation is first cleared of what is known, with the parities' own coefficients (what is left is
+its *syndrome*), and then the small system is solved over the syndromes, by Gauss and Jordan's method:
+adding a multiple of one to another, and scaling one. All of it happens in the packets of the unknown blocks
+themselves; there are no other buffers. Packets are never moved: what would move them renames them, and they
+start under the names that are right in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise, permutations
+from typing import Any
 
 from reft.errors import ConfigError
-from reft.protect.gf256 import Row, inverse, multiply, power
+from reft.protect.gf256 import LOG, Row, bit_matrix, inverse, multiply, power
 
 PACKETS = 8
 PACKET_BYTES = 64 * 2**10
@@ -64,94 +74,308 @@ def needs_packets(rows: Sequence[Row]) -> bool:
     return any(c > 1 for row in rows for c in row)
 
 
-@dataclass(frozen=True, slots=True)
-class PacketXor:
-    """One step of a program: packets of the target get, or are XORed with, packets of other buffers.
+def ragged_ranges(
+    sources: Sequence[Any], nbytes: int, step: int, zeros: Callable[[int], Any]
+) -> Iterator[tuple[slice, list[int], list[Any]]]:
+    """Ranges of targets of ``nbytes``, each with the sources that reach into it (their numbers and bytes), as
+    if all were padded with zeros. Only the range of one step in which a source ends is copied."""
+    cuts = {0, nbytes}
+    for length in {len(s) for s in sources} - {nbytes}:
+        cuts |= {length // step * step, min(nbytes, -(-length // step) * step)}
+    for start, stop in pairwise(sorted(cuts)):
+        reaching = [j for j, source in enumerate(sources) if len(source) > start]
+        pieces = []
+        for j in reaching:
+            piece = sources[j][start:stop]
+            if len(piece) < stop - start:
+                padded = zeros(stop - start)
+                padded[: len(piece)] = piece
+                piece = padded
+            pieces.append(piece)
+        yield slice(start, stop), reaching, pieces
 
-    ``target[first : first + count] = left (XOR right)``.
+
+_MOST_ORDERS = 24
+_MOST_TRIES = 8
+
+Operand = tuple[int, int]
+"""A packet: buffer and position in its cell. Buffers are the sources, then the targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one.
 
     Attributes:
-        first: first packet of the target.
+        target: first packet written.
         count: neighbouring packets.
-        left: (source, first packet); source None is the target itself.
+        left: first packet read; may be ``target``.
         right: the same, or None: a copy.
     """
 
-    first: int
+    target: Operand
     count: int
-    left: tuple[int | None, int]
-    right: tuple[int | None, int] | None
+    left: Operand
+    right: Operand | None
 
-    def __str__(self) -> str:
-        def name(operand: tuple[int | None, int]) -> str:
-            buffer = "t" if operand[0] is None else f"s{operand[0]}"
-            return f"{buffer}[{operand[1]}:{operand[1] + self.count}]"
 
-        right = f" ^ {name(self.right)}" if self.right else ""
-        return f"{name((None, self.first))} = {name(self.left)}{right}"
+@dataclass(frozen=True, slots=True)
+class _Elimination:
+    """The solution of a system in place: ``unknown[r]`` comes out where equation r was summed up."""
+
+    unknown: tuple[int, ...]
+    operations: tuple[tuple[int, int, int], ...]  # (r, s, c): r += c·s; where r = s: r *= c
+
+    @property
+    def cost(self) -> int:
+        """Packets that it XORs."""
+        return sum(len(_scaling(c)[1]) if r == s else _ones(c) for r, s, c in self.operations)
 
 
 @lru_cache(maxsize=1024)
-def packet_program(row: Row) -> tuple[PacketXor, ...]:
-    """The XORs of packets that compute the sum of row[j]·source[j], by Horner's rule over the bits.
+def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[Step, ...]:
+    """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell by cell.
 
-    The target's packets are never moved: multiplication by 2 renames them. They start under names that
-    are right after the last multiplication.
+    Args:
+        rows: coefficients of the sources, one row per equation; no row is all zeros.
+        matrix: coefficients of the targets, square and regular; None: each target is the sum of its row.
 
     Raises:
-        ValueError: if every coefficient is 0.
+        ValueError: if the matrix is not regular, or a row is all zeros.
     """
-    if not any(row):
-        raise ValueError("a combination without any source: every coefficient is 0")
-    doublings = max(row).bit_length() - 1
-    steps: list[PacketXor] = []
-    unwritten: int | None = None
-    for bit in range(doublings, -1, -1):
-        # Logical packet i lies at (i + bit) mod 8.
-        added = [j for j, c in enumerate(row) if c >> bit & 1]
-        if bit == doublings:
-            unwritten = added.pop(0)
-            if added:
-                steps += _add(added.pop(0), bit, unwritten)
-                unwritten = None
-        elif unwritten is not None and added:
-            steps += _double_and_add(unwritten, added.pop(0), bit)
-            unwritten = None
+    if not all(map(any, rows)):
+        raise ValueError("an equation without any source: every coefficient is 0")
+    plan: _Elimination | None = _Elimination(tuple(range(len(rows))), ())
+    if matrix is not None:
+        found = (e for order in permutations(range(len(rows))) if (e := _eliminate(matrix, order)))
+        plan = min(islice(found, _MOST_ORDERS), key=lambda e: e.cost, default=None)
+    if plan is None:
+        raise ValueError(f"found the coefficients {matrix}; expected a regular matrix")
+    packets = _Packets(len(rows[0]), len(rows))
+    for r, move in _interleaved([_moves(row) for row in rows]):
+        if move is None:
+            packets.double(plan.unknown[r])
         else:
-            if unwritten is not None:
-                steps += _add(None, bit + 1, unwritten)
-                unwritten = None
-            steps += _doubling(bit)
-        for source in added:
-            steps += _add(source, bit, None)
-    return tuple(steps if unwritten is None else _add(None, 0, unwritten))
+            packets.add_source(plan.unknown[r], move)
+    for r, s, c in plan.operations:
+        if r == s:
+            packets.scale(plan.unknown[r], c)
+        else:
+            packets.add_target(plan.unknown[r], plan.unknown[s], c)
+    return packets.steps()
 
 
-def _double_and_add(doubled: int, added: int, shift: int) -> list[PacketXor]:
-    """2·doubled + added, written without a copy of ``doubled`` before."""
-    steps = []
-    for begin, stop in pairwise(sorted({0, 1, PACKETS - shift, PACKETS})):
-        at, before = (begin + shift) % PACKETS, (begin - 1) % PACKETS
-        steps.append(PacketXor(at, stop - begin, (doubled, before), (added, begin)))
-    top = (doubled, PACKETS - 1)
-    return steps + [PacketXor(at, 1, (None, at), top) for at in ((i + shift) % PACKETS for i in (2, 3, 4))]
+def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination | None:
+    """Gauss-Jordan with these pivots; None where one of them is 0."""
+    work = [list(row) for row in matrix]
+    operations = []
+    for at, column in enumerate(unknown):
+        pivot = work[at][column]
+        if not pivot:
+            return None
+        if pivot != 1:
+            operations.append((at, at, inverse(pivot)))
+            work[at] = [multiply(inverse(pivot), c) for c in work[at]]
+        for r, row in enumerate(work):
+            factor = row[column]
+            if r != at and factor:
+                operations.append((r, at, factor))
+                work[r] = [c ^ multiply(factor, d) for c, d in zip(row, work[at], strict=True)]
+    return _Elimination(unknown, tuple(operations))
 
 
-def _doubling(shift: int) -> list[PacketXor]:
-    """x^8 = x^4 + x^3 + x^2 + 1: the packet that left at the top is added to packets 2, 3 and 4."""
-    top = (None, shift % PACKETS)
-    return [PacketXor(at, 1, (None, at), top) for at in ((i + shift) % PACKETS for i in (2, 3, 4))]
+_Move = int | None
+"""Add a source, or double what was added so far."""
 
 
-def _add(source: int | None, shift: int, first: int | None) -> list[PacketXor]:
-    """Add a source, or two where nothing has been written to the target yet (``first``)."""
-    steps = []
-    for begin, stop in ((0, PACKETS - shift), (PACKETS - shift, PACKETS)):
-        if begin == stop:
-            continue
-        at = (begin + shift) % PACKETS
-        operands: list[tuple[int | None, int]] = [(None, at)] if first is None else [(first, begin)]
-        if source is not None:
-            operands.append((source, begin))
-        steps.append(PacketXor(at, stop - begin, operands[0], operands[1] if source is not None else None))
-    return steps
+def _moves(row: Row) -> list[_Move]:
+    """The sum of row[j]·source[j] by Horner's rule: over the exponents of the coefficients or over their
+    bits, whichever takes fewer XORs."""
+    by_log = {LOG[c]: [j for j, d in enumerate(row) if d == c] for c in row if c}
+    by_bit = {bit: [j for j, c in enumerate(row) if c >> bit & 1] for bit in range(PACKETS)}
+    ways: list[list[_Move]] = []
+    for terms in (by_log, by_bit):
+        moves: list[_Move] = []
+        for exponent in range(max(e for e in terms if terms[e]), -1, -1):
+            moves += terms.get(exponent, [])
+            moves += [None] if exponent else []
+        ways.append(moves)
+    return min(ways, key=lambda moves: sum(3 if m is None else PACKETS for m in moves))
+
+
+def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
+    """All programs at once, so that a source that one of them reads is still in the cache for the next."""
+    longest = max(programs, key=lambda moves: (None in moves, len(moves)))
+    order = list(dict.fromkeys(m for m in longest if m is not None))
+    order += sorted({m for moves in programs for m in moves if m is not None} - set(order))
+    left = [moves if None in moves else [m for m in order if m in moves] for moves in programs]
+    for source in order:
+        for r, moves in enumerate(left):
+            if source in moves:
+                stop = moves.index(source) + 1
+                yield from ((r, move) for move in moves[:stop])
+                del moves[:stop]
+    for r, moves in enumerate(left):
+        yield from ((r, move) for move in moves)
+
+
+class _Packets:
+    """Writes down steps. A bit of a target is a packet of its own, in which order is settled in the end, or,
+    until something is added to it, a packet of a source."""
+
+    def __init__(self, sources: int, targets: int) -> None:
+        self._sources = sources
+        self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
+        self._made = [0] * targets
+        self._groups: list[list[Step]] = []  # no step of a group reads what another of it writes
+
+    def add_source(self, target: int, source: int) -> None:
+        self._group([(target, i, (source, i)) for i in range(PACKETS)])
+
+    def double(self, target: int) -> None:
+        """x^8 = x^4 + x^3 + x^2 + 1: the bit that leaves at the top comes in below, and is added to three."""
+        bits = self._bits[target]
+        bits.insert(0, bits.pop())
+        self._group([(target, i, bits[0]) for i in (2, 3, 4)])
+
+    def add_target(self, target: int, other: int, coefficient: int) -> None:
+        pairs = [(i, j) for i, factors in enumerate(bit_matrix(coefficient)) for j in factors]
+        for shift in sorted({i - j for i, j in pairs}):
+            self._group([(target, i, self._bits[other][j]) for i, j in pairs if i - j == shift])
+
+    def scale(self, target: int, coefficient: int) -> None:
+        names, additions = _scaling(coefficient)
+        self._bits[target] = [self._bits[target][i] for i in names]
+        for i, j in additions:
+            self._group([(target, i, self._bits[target][j])])
+
+    def _group(self, additions: list[tuple[int, int, Operand | None]]) -> None:
+        group = (self._add(t, i, operand) for t, i, operand in additions if operand is not None)
+        self._groups.append([step for step in group if step is not None])
+
+    def _add(self, target: int, bit: int, operand: Operand) -> Step | None:
+        present = self._bits[target][bit]
+        if present is None and operand[0] < self._sources:
+            self._bits[target][bit] = operand
+            return None
+        if present is not None and present[0] == self._sources + target:
+            return Step(present, 1, present, operand)
+        own = self._new(target, bit)
+        return Step(own, 1, operand, None) if present is None else Step(own, 1, present, operand)
+
+    def _new(self, target: int, bit: int) -> Operand:
+        own = self._sources + target, self._made[target]
+        self._made[target] += 1
+        self._bits[target][bit] = own
+        return own
+
+    def steps(self) -> tuple[Step, ...]:
+        """What was written down, every packet in its final place, neighbours together."""
+        for target, bits in enumerate(self._bits):
+            copied = []
+            for bit, operand in enumerate(bits):
+                assert operand is not None
+                if operand[0] < self._sources:
+                    copied.append(Step(self._new(target, bit), 1, operand, None))
+            self._groups.append(copied)
+        own = {o: (o[0], i) for bits in self._bits for i, o in enumerate(bits) if o is not None}
+
+        def place(operand: Operand) -> Operand:
+            return own.get(operand, operand)
+
+        merged: list[Step] = []
+        for group in self._groups:
+            placed = [
+                Step(place(s.target), 1, place(s.left), place(s.right) if s.right else None) for s in group
+            ]
+            merged += _merge(sorted(placed, key=lambda s: s.target))
+        return tuple(merged)
+
+
+def _merge(group: list[Step]) -> list[Step]:
+    merged: list[Step] = []
+    for step in group:
+        last = merged[-1] if merged else None
+        if last is not None and _follows(last, step):
+            merged[-1] = Step(last.target, last.count + 1, last.left, last.right)
+        else:
+            merged.append(step)
+    return merged
+
+
+def _follows(last: Step, step: Step) -> bool:
+    """Whether the packets of ``step`` are the next of ``last``."""
+
+    def after(operand: Operand | None) -> Operand | None:
+        return None if operand is None else (operand[0], operand[1] + last.count)
+
+    nexts = after(last.target), after(last.left), after(last.right)
+    return nexts == (step.target, step.left, step.right)
+
+
+def _ones(coefficient: int) -> int:
+    return sum(map(len, bit_matrix(coefficient)))
+
+
+@lru_cache(maxsize=256)
+def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Multiplication in place by as few additions of one bit to another as a greedy search finds.
+
+    Returns:
+        For every bit the one that first takes its name, and then the additions (i, j): bit i += bit j.
+    """
+    chance = random.Random(coefficient)
+    found = (_reduce(coefficient, chance) for _ in range(_MOST_TRIES))
+    return min((way for way in found if way is not None), key=lambda way: len(way[1]))
+
+
+def _reduce(
+    coefficient: int, chance: random.Random
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None:
+    """Adds rows and columns of the bit matrix to each other until it is a permutation: of all additions the
+    one that leaves fewest ones in it and in its inverse. None if that leads nowhere."""
+    matrix, inverted = _bit_rows(coefficient), _bit_rows(inverse(coefficient))
+    before: list[tuple[int, int]] = []  # columns: applied to the factor
+    after: list[tuple[int, int]] = []  # rows: applied to the product
+    while _weight(matrix) > PACKETS:
+        if len(before) + len(after) > PACKETS * PACKETS:
+            return None
+        columns, inverted_columns = _transposed(matrix), _transposed(inverted)
+        _, _, by_row, i, j = min(
+            (_gain(m, i, j) + _gain(n, j, i), chance.random(), by_row, i, j)
+            for by_row, m, n in ((True, matrix, inverted_columns), (False, columns, inverted))
+            for i in range(PACKETS)
+            for j in range(PACKETS)
+            if i != j
+        )
+        if by_row:
+            matrix[i] ^= matrix[j]
+            inverted_columns[j] ^= inverted_columns[i]
+            inverted = _transposed(inverted_columns)
+            after.append((i, j))
+        else:
+            columns[i] ^= columns[j]
+            matrix = _transposed(columns)
+            inverted[j] ^= inverted[i]
+            before.append((j, i))
+    # With P left over, the product is  after^-1 · P · before^-1 · factor.
+    names = tuple(row.bit_length() - 1 for row in matrix)
+    renamed = {old: new for new, old in enumerate(names)}
+    first = [(renamed[i], renamed[j]) for i, j in before]
+    return names, (*first, *reversed(after))
+
+
+def _bit_rows(coefficient: int) -> list[int]:
+    return [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
+
+
+def _transposed(matrix: list[int]) -> list[int]:
+    return [sum((row >> i & 1) << j for j, row in enumerate(matrix)) for i in range(PACKETS)]
+
+
+def _weight(matrix: list[int]) -> int:
+    return sum(row.bit_count() for row in matrix)
+
+
+def _gain(matrix: list[int], i: int, j: int) -> int:
+    return (matrix[i] ^ matrix[j]).bit_count() - matrix[i].bit_count()

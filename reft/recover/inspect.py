@@ -16,7 +16,7 @@ from typing import Any
 from reft.errors import LayoutError
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
-from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of
+from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of, live_processes
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
 from reft.recover.decide import offline_topology, plan_recovery
@@ -216,7 +216,7 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
     return JobReport(
         job_id=job_id,
         directories={node: job.path for node, job in nodes.items()},
-        alive_because={node: job.live_processes() for node, job in nodes.items()},
+        alive_because={node: live_processes(job.path) for node, job in nodes.items()},
         versions=tuple(_report_versions(arenas, inventories, job_id, bad)),
         restores=restores,
         why=why,

@@ -17,7 +17,7 @@ from reft.memory.arena_files import is_decoded
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import BlockCode
-from reft.protect.decode import Combination, plan_decode
+from reft.protect.decode import plan_decode
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,18 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
                 rows.setdefault(row, []).append(sub_block)
                 sizes[block.key] = (block.start_bytes, block.nbytes, position)
     lost: list[LostBlock] = []
-    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, Combination]] = {}
+    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, tuple[tuple[int, int], ...]]] = {}
     for row, wanted in sorted(rows.items()):
         keys = {p.index: code.key_of(p, row) for p in code.code.pieces}
         bad = frozenset(index for index, key in keys.items() if key is not None and key not in have)
         case = bad, tuple(wanted)
         try:
             if case not in known:
-                plan = plan_decode(code.code, bad=bad, wanted=wanted)
-                known[case] = {c.sub_block: c for c in plan.combinations}
+                known[case] = plan_decode(code.code, bad=bad, wanted=wanted)
         except UnrecoverableError as error:
             return (), str(error)
         for sub_block in wanted:
-            terms = known[case][sub_block].terms
+            terms = known[case][sub_block]
             stored = tuple((key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None)
             # The parities are the longest of their stripe.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)

@@ -23,12 +23,11 @@ from reft.grid import Coordinate
 from reft.memory.arena import Arena
 from reft.memory.arena_files import decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import unpack_checksums
 from reft.protect.gf256 import Row, reduce_rows
 from reft.protect.rs import CELL_BYTES
-from reft.protect.solve import solve_ragged
 from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory
 from reft.recover.plan import BlockSource, Fetch, LostBlock, Rebuild, RecoveryPlan, stripes_of
 
@@ -191,7 +190,7 @@ def _add_multiple(target: Bytes, coefficient: int, data: Bytes) -> None:
     for start in range(0, len(data), CELL_BYTES):
         part = target[start : start + CELL_BYTES]
         cell = data[start : start + len(part)]
-        combine_ragged(numpy_backend(), ((coefficient,),), [cell], (product[: len(part)],))
+        combine_ragged(NumpyBackend(), ((coefficient,),), [cell], (product[: len(part)],))
         np.bitwise_xor(part, product[: len(part)], out=part)
 
 

@@ -29,7 +29,7 @@ class Filling:
     label: Label
     _data: torch.Tensor
     traffic: Traffic = field(default_factory=Traffic)
-    _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
+    checksums: dict[PlacedBlock, int] = field(default_factory=dict)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
 
@@ -37,10 +37,6 @@ class Filling:
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
         """Blocks that are copied from this rank's own device: all but what only a peer has."""
         return self.layout.mine.local
-
-    def device_bytes(self) -> Mapping[str, int]:
-        """What this rank copies from its own device, by section."""
-        return self.layout.mine.device_bytes
 
     def _peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
@@ -63,22 +59,14 @@ class Filling:
         self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
         self.traffic.to_host[Kind.HOST_STATE] += len(blob)
 
-    def set_checksum(self, placed: PlacedBlock, value: int) -> None:
-        """The block was hashed while it was copied."""
-        self._checksums[placed] = value
-
-    def checksum_of(self, placed: PlacedBlock) -> int | None:
-        """What the block's bytes were hashed to; None if they were not yet."""
-        return self._checksums.get(placed)
-
     def hash(self, placed: PlacedBlock) -> None:
         begin = placed.arena_offset
-        self._checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
+        self.checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
 
     def hash_rest(self) -> None:
         """Checksum every local block that has none yet."""
         for placed in self.local_blocks:
-            if placed not in self._checksums and placed.key.section is not Section.GRADIENTS:
+            if placed not in self.checksums and placed.key.section is not Section.GRADIENTS:
                 self.hash(placed)
         for placed in self.layout.mine.own:
             if placed.key.section is Section.CHECKSUMS:
@@ -88,7 +76,7 @@ class Filling:
     def _replicated_checksums(self) -> list[int]:
         """Of this member's own shard: what a peer that decodes it compares with (P5)."""
         mine = self.layout.mine.own
-        return [self._checksums[b] for b in mine if b.key.section is Section.REPLICATED]
+        return [self.checksums[b] for b in mine if b.key.section is Section.REPLICATED]
 
     def _write_checksums(self, placed: PlacedBlock) -> None:
         data = pack_checksums(self._replicated_checksums())
@@ -105,7 +93,7 @@ class Filling:
         be hashed, which is no version then."""
         blocks = self._peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
-        values = [self.length(host), *(_signed(self._checksums.get(b, 0)) for b in blocks)]
+        values = [self.length(host), *(_signed(self.checksums.get(b, 0)) for b in blocks)]
         return torch.tensor(values, dtype=torch.int64)
 
     def expect(self, member: int, facts: torch.Tensor) -> None:
@@ -127,9 +115,9 @@ class Filling:
         return torch.tensor([self._lacks(b) for b in self._peer_blocks(member)], dtype=torch.uint8)
 
     def _lacks(self, placed: PlacedBlock) -> bool:
-        if placed.key.section is not Section.OWNED or placed not in self._checksums:
+        if placed.key.section is not Section.OWNED or placed not in self.checksums:
             return True
-        return self._checksums[placed] != self._expected[placed]
+        return self.checksums[placed] != self._expected[placed]
 
     def always_sent(self, member: int) -> int:
         """Blocks that ``member`` sends with every version: all but its partition."""
@@ -184,7 +172,7 @@ class Filling:
                 if not yes:
                     continue
                 self.hash(placed)
-                if self._checksums[placed] != self._expected[placed]:
+                if self.checksums[placed] != self._expected[placed]:
                     raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
                 total += self.length(placed)
         return total
@@ -192,7 +180,7 @@ class Filling:
     def seal(self) -> None:
         blocks = self.layout.mine.blocks
         table = self.layout.table.copy()
-        table["checksum"] = [self._checksums[b] for b in blocks]
+        table["checksum"] = [self.checksums[b] for b in blocks]
         for row, placed in enumerate(blocks):
             if placed.key.section is Section.HOST:
                 table["nbytes"][row] = table["image_bytes"][row] = self.length(placed)

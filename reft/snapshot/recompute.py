@@ -4,7 +4,7 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.committing.sealing`). A missed gradient or a spoilt replica so costs one transfer, and
+(:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
 Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim` does.
@@ -94,10 +94,6 @@ class PeerOptimizers:
                 self._give_up(member, filling, "it is not what its owner has")
                 self._refused_steps[member] += 1
                 self._warn_if_in_vain(member, filling)
-
-    def committed(self, filling: Filling) -> None:
-        """The version that the next one is made from."""
-        self.base = filling
 
     def forget(self) -> None:
         """The layout changed: begin anew."""

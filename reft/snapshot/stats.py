@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
 from reft.protect.blocks import BlockKey, Section
@@ -76,33 +76,19 @@ def _bytes(counted: Counter[Kind]) -> dict[str, int]:
 
 
 class Samples:
-    """A sliding window of values in order of arrival, kept sorted beside: the median is asked for with every
-    commit, and to sort thousands of values every time would cost more than the rest of it.
-    """
+    """The newest values, in order of arrival; the median is asked for with every commit, by any thread."""
 
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._arrived: deque[float] = deque()
-        self.by_size: list[float] = []
-        """The samples kept, the smallest first."""
+    def __init__(self, most: int = 512) -> None:
+        self._arrived: deque[float] = deque(maxlen=most)
 
     def append(self, value: float) -> None:
         """Add a sample; the oldest one goes if there are too many."""
-        if len(self._arrived) == self._most:
-            self._forget(self._arrived.popleft())
         self._arrived.append(value)
-        insort(self.by_size, value)
 
     def add_to_newest(self, value: float) -> None:
         """More of the newest sample has become known; nothing if there is none."""
         if self._arrived:
-            newest = self._arrived.pop()
-            self._forget(newest)
-            self._arrived.append(newest + value)
-            insort(self.by_size, newest + value)
-
-    def _forget(self, value: float) -> None:
-        del self.by_size[bisect_left(self.by_size, value)]
+            self._arrived[-1] += value
 
     @property
     def newest(self) -> float | None:
@@ -110,14 +96,9 @@ class Samples:
 
     @property
     def median(self) -> float | None:
-        """Of the samples kept; None if there are none. Any thread may ask."""
-        values = self.by_size.copy()  # another thread may be adding to the newest one
-        if not values:
-            return None
-        middle = len(values) // 2
-        if len(values) % 2:
-            return values[middle]
-        return (values[middle - 1] + values[middle]) / 2
+        """Of the samples kept; None if there are none."""
+        values = list(self._arrived)  # another thread may be adding to the newest one
+        return median(values) if values else None
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -156,14 +137,14 @@ class SnapshotStats:
         traffic: bytes of the newest committed version, to the host and to other nodes.
         total_traffic: the same of all versions so far, those included that were given up.
         stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
-            newest 4096.
+            newest 512.
         recompute: what became of the partitions that are recomputed for ring peers.
         tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
             while training waited (0).
         staged: versions of which a part was staged on the device and drained later.
         staged_bytes: bytes of these parts.
-        drain_secs: seconds each of them took to drain, the newest 4096.
-        copy_secs: seconds each copy took on the worker thread, the newest 4096.
+        drain_secs: seconds each of them took to drain, the newest 512.
+        copy_secs: seconds each copy took on the worker thread, the newest 512.
         committed_step: newest step known to be committed.
         stale_since_step: first step since which no version was committed; None while all is well.
         last_error: why, if stale.

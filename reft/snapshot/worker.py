@@ -1,10 +1,11 @@
 """The snapshot worker: a thread that copies, exchanges, seals and commits while training goes on.
 
-It does what :mod:`reft.snapshot.committing.version` says, one task after the other, and tells it how each
-ended; a reader who wants to know why a version is committed, and when a slot may be overwritten, reads that.
-Both votes are all-reduces of the control group. Training waits for nothing but its own copy, at the fence
-(P2): to host memory, or as far as it is staged, within the device; then the version is drained and committed
-later. Whatever fails here is counted, logged once per cause and never reaches the training thread (P6).
+Training thread and worker thread tell :func:`~reft.snapshot.committing.version.step` what happened, under one
+lock, and do what follows; a reader who wants to know why a version is committed, and when a slot may be
+overwritten, reads that. Both votes are all-reduces of the control group. Training waits for nothing but its
+own copy, at the fence (P2): to host memory, or as far as it is staged, within the device; then the version
+is drained and committed later. Whatever fails here is counted, logged once per cause and never reaches the
+training thread (P6).
 """
 
 from __future__ import annotations
@@ -12,58 +13,79 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
-from reft.config import FaultPoint
+import torch
+
+from reft.config import FaultPoint, Variant
 from reft.control.control import Ballot, WorkerControl
-from reft.errors import ReftError, TransferError
+from reft.errors import ArenaError, ReftError, TransferError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.exchange import PeerTraffic, RingExchange
+from reft.snapshot.committing.request import SnapshotRequest, Watchers, WorkerOptions
+from reft.snapshot.committing.switching import SchemeSwitch
+from reft.snapshot.committing.version import (
     Abort,
+    Begin,
     Broke,
     Cause,
+    Closing,
     Commit,
     Copied,
     CopyFailed,
     Drained,
     DropStaged,
     Effect,
+    EnterGate,
     Event,
+    FenceNear,
     GiveUp,
+    HandedOver,
     LaidOut,
+    LeaveGate,
     Met,
     Parted,
     Released,
     Sealed,
     SealFailed,
     SlotTaken,
+    Stage,
     Standing,
+    State,
     Switched,
     Task,
+    TensorsChange,
     Turn,
     Unfit,
     Voted,
     resume_from,
+    step,
 )
-from reft.snapshot.committing.request import SnapshotRequest, Watchers, WorkerOptions
-from reft.snapshot.committing.sealing import Sealer
-from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.committing.version import State
 from reft.snapshot.committing.votes import Votes
-from reft.snapshot.copying.copier import bytes_by_tier
-from reft.snapshot.copying.gate import Gate, Permit
+from reft.snapshot.copying.copier import Copier, bytes_by_tier
+from reft.snapshot.copying.gate import Gate, OpenGate, Permit
+from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import Handover, PacedCopier
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.stats import Kind
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
 
 logger = logging.getLogger(__name__)
 
+FENCE_SECS = 300.0
+"""Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
+_POLL_SECS = 0.0005
+"""How often a host that is ahead of its device asks whether the device is at the write."""
 _REJOINS = 3
 
 
@@ -76,7 +98,8 @@ class SnapshotWorker:
         arenas: this rank's memory.
         options: fixed settings.
         switch: the scheme in force and orders to change it.
-        copying: copies the bytes, within windows where it knows them.
+        copier: copies the bytes.
+        pacer: knows the windows; without one no version is paced.
         watchers: who counts, disturbs and is told of versions.
     """
 
@@ -88,29 +111,30 @@ class SnapshotWorker:
         arenas: ArenaSet,
         options: WorkerOptions,
         switch: SchemeSwitch,
-        copying: PacedCopier,
+        copier: Copier,
+        pacer: Pacer | None = None,
         watchers: Watchers,
     ) -> None:
         self.control = control
         self.arenas = arenas
         self.switch = switch
+        self.copier = copier
         self.watchers = watchers
-        self.copier = copying.copier
         self.votes = Votes(
             control,
-            lambda: watchers.wanted_interval(copying.advised_interval_steps),
+            lambda: watchers.wanted_interval(self._advised_interval_steps),
             watchers.wanted_persist_interval,
             watchers.complaints,
         )
-        self.sealer = Sealer(
-            control=control,
-            topology=topology,
-            options=options,
-            stats=watchers.stats,
-            faults=watchers.faults,
+        recompute = options.recompute
+        self.peer_optimizers = (
+            None if recompute is None else PeerOptimizers(recompute, watchers.stats.recompute)
         )
+        """Recompute what ring peers alone have; without them it is always sent."""
         self.layout: GroupLayout | None = None
         """Of the next version, agreed by all ranks; None before the first agreement."""
+        self._ring = RingExchange(control, topology)
+        self._peer_traffic = PeerTraffic(control, options.block_bytes)
         self._signature: object = None
         self._images: LiveImages | None = None
         self._topology = topology
@@ -118,55 +142,180 @@ class SnapshotWorker:
         self._complaints = watchers.complaints
         self._vote_missed = False
         self._broke_off = ""
-        self._copying = copying
-        self._handover = Handover(arenas.slots, copying)
+        self._pacer = pacer
+        self._gate: Gate = OpenGate(2, lambda: False) if pacer is None else pacer.gate
+        """Of the windows."""
         self._filling: Filling | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
         self._paced = False
+        self._state = State(arenas.slots)
+        self._requests: deque[SnapshotRequest] = deque()
+        """What belongs to the state's versions, in the same order."""
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
-    # -- training thread -----------------------------------------------------------------------
+    # -- one rank's versions under one lock: both threads ----------------------------------------------
+
+    def _tell(self, event: Event) -> list[Effect]:
+        """Tell what happened. Returns what the caller has to do, in this order.
+
+        Raises:
+            ValueError: the event does not fit.
+        """
+        with self._changed:
+            before = self._state
+            self._state, effects = step(before, event)
+            self._follow(len(before.versions), effects)
+            if (self._state.task, self._state.versions) != (before.task, before.versions):
+                self._changed.notify_all()  # what the waits below look at
+            # What concerns the gate is done under the lock: the other thread may do the contrary.
+            return [effect for effect in effects if not self._at_gate(effect)]
+
+    def _follow(self, before: int, effects: tuple[Effect, ...]) -> None:
+        """Have the requests know what became of their versions."""
+        versions = self._state.versions
+        over = [self._requests.popleft() for _ in range(before - len(versions))]
+        causes = {effect.label: effect.cause for effect in effects if isinstance(effect, GiveUp)}
+        for request in over:
+            last = request.version
+            if not last.is_over:
+                last = replace(last, stage=Stage.ABANDONED, cause=causes.get(last.label, last.cause))
+            request.follow(last, done=True)
+        for request, version in zip(self._requests, versions, strict=True):
+            request.follow(version)
+
+    def _at_gate(self, effect: Effect) -> bool:
+        match effect:
+            case EnterGate(draining):
+                self._gate.enter(draining)
+            case LeaveGate():
+                self._gate.leave()
+            case _:
+                return False
+        return True
+
+    @property
+    def _fence_waiting(self) -> bool:
+        """Whether training waits for a copy, or will soon."""
+        state = self._state
+        return state.fence_near and state.holds_training
+
+    # -- training thread -----------------------------------------------------------------------------
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
         self.votes.handed_over(request.label)
-        for effect in self._handover.put(request):
+        with self._changed:
+            version = request.version
+            if self._state.accepts:
+                if request.images is not None:
+                    self.copier.begin()
+                self._requests.append(request)
+                effects = self._tell(HandedOver(version))
+            else:
+                effects = self._tell(HandedOver(version))
+                cause = next((e.cause for e in effects if isinstance(e, GiveUp)), version.cause)
+                request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
+        for effect in effects:
             self._carry_out(effect)
 
     def approach(self) -> None:
-        """The fence is near; see :meth:`Handover.approach`."""
-        self._handover.approach()
+        """The fence is near: copy what is left at once, beside what training still does before it writes.
+
+        On a CPU no version begins to be copied any more. A device is not there yet.
+        """
+        self._tell(FenceNear(ahead=self.copier.engine.asynchronous))
+        if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
+            self._gate.hurry()
 
     def fence(self) -> float:
-        """Wait until no copy reads the live tensors (P2); see :meth:`Handover.fence`."""
-        return self._handover.fence()
+        """Wait until no copy reads the live tensors; called before they change (P2).
+
+        A copy that has not started when the device is there is cancelled instead: a snapshot is the state
+        after exactly one step, or it is none.
+
+        Returns:
+            Seconds waited, but for those in which the device had work.
+        """
+        approached = self._state.fence_near
+        self._tell(FenceNear(ahead=True))
+        self._await_device()
+        began = time.perf_counter()
+        self._tell(FenceNear())
+        if approached or self._state.holds_training:
+            with self._hurried(), self._changed:
+                if not self._changed.wait_for(lambda: not self._state.holds_training, FENCE_SECS):
+                    logger.error(
+                        "the copy of step %d has not ended after %.0f s; its version is given up",
+                        *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
+                    )
+        # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
+        self._tell(TensorsChange())
+        self.copier.fence()
+        return time.perf_counter() - began
+
+    def _await_device(self) -> None:
+        """Let versions begin until the device is at the write. The host is ahead of it, by up to a step or
+        more; what it waits here is not the device's time."""
+        if not self._state.may_begin:
+            return
+        mark, until = self.copier.engine.mark(), time.perf_counter() + FENCE_SECS
+        with self._changed:
+            while self._state.may_begin and not mark.reached() and time.perf_counter() < until:
+                self._changed.wait(_POLL_SECS)
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
+        self._gate.hurry()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._gate.relax()
+                if self._state.staged:
+                    self._gate.enter()  # in the windows of the steps to come
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
         """Wait until the ranks have voted on the version of ``step``, so that what they said is known; not
         while votes are late, with which the ranks reckon, nor again after it was waited in vain, until the
         votes have caught up: a commit never blocks a step (P6)."""
         votes = self.votes
-        if self._vote_missed:
-            self._vote_missed = votes.voted_step < step
-            return
-        self._handover.wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
+        if not self._vote_missed:
+            self._wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
         self._vote_missed = votes.voted_step < step
+
+    def _wait_for(self, enough: Callable[[], bool], timeout_secs: float) -> None:
+        """Wait until something is enough, or nothing is under way any more."""
+
+        def over() -> bool:
+            return enough() or not self._state.versions or not self._runs
+
+        with self._changed:
+            self._changed.wait_for(over, timeout_secs)
+
+    @property
+    def _runs(self) -> bool:
+        return self._state.task not in (Task.MEET, Task.END)
 
     @property
     def broken(self) -> str | None:
         """Why no version is taken any more; None while they are."""
-        return self._handover.state.broken
+        return self._state.broken
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
-        return self._handover.drain(timeout_secs)
+        with self._hurried():
+            self._wait_for(lambda: False, timeout_secs)
+        with self._changed:
+            return self._runs and not self._state.versions
 
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
-        self._handover.drain(timeout_secs)
-        self._handover.close()
+        self.drain(timeout_secs)
+        self._tell(Closing())
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
@@ -174,21 +323,20 @@ class SnapshotWorker:
         if not self._thread.is_alive():  # else it may be inside a copy that does not return
             self.arenas.close()
 
-    # -- worker thread -------------------------------------------------------------------------
+    # -- worker thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        handover = self._handover
         tasks: dict[Task, Callable[[], Event | None]] = {
             Task.WAIT: Turn,
-            Task.COPY: lambda: self._copy(handover.head),
-            Task.VOTE_COPIED: lambda: self._vote(handover.head.label, handover.state),
-            Task.LAYOUT: lambda: self._renew_layout(handover.head),
-            Task.SEAL: lambda: self._seal(handover.head),
-            Task.VOTE_SEALED: lambda: self._vote(handover.head.label, handover.state),
-            Task.SWITCH: lambda: self._switch_layout(handover.head.label),
+            Task.COPY: lambda: self._copy(self._requests[0]),
+            Task.VOTE_COPIED: lambda: self._vote(self._requests[0].label),
+            Task.LAYOUT: lambda: self._renew_layout(self._requests[0]),
+            Task.SEAL: lambda: self._seal(self._requests[0]),
+            Task.VOTE_SEALED: lambda: self._vote(self._requests[0].label),
+            Task.SWITCH: lambda: self._switch_layout(self._requests[0].label),
             Task.MEET: self._meet,
         }
-        while (task := handover.next()) is not Task.END:
+        while (task := self._next()) is not Task.END:
             try:
                 event = tasks[task]()
                 if event is not None:
@@ -199,14 +347,20 @@ class SnapshotWorker:
                 self._complaints.tell("a version broke off", error)
                 self._break_off(f"{type(error).__name__}: {error}")
 
+    def _next(self) -> Task:
+        """What there is to do; waits for something."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state.task is not Task.WAIT or self._state.versions)
+            return self._state.task
+
     def _break_off(self, cause: str) -> None:
         self._broke_off = cause
         self._complaints.attempt("a version cannot be given up", lambda: self._apply(Broke(cause)))
 
     def _apply(self, event: Event) -> None:
         """Tell what happened, and do what follows; all of it, whatever fails."""
-        effects = self._handover.apply(event)
-        self.arenas.slots = self._handover.state.slots
+        effects = self._tell(event)
+        self.arenas.slots = self._state.slots
         failed: Exception | None = None
         for effect in effects:
             try:
@@ -239,7 +393,8 @@ class SnapshotWorker:
             return CopyFailed(Cause("the state could not be captured"))
         if not self._fits(request):
             return Unfit()
-        if not self._handover.begin():
+        self._tell(Begin())
+        if self._state.task is not Task.COPY:
             return None
         self._paced = request.paced
         try:
@@ -285,7 +440,7 @@ class SnapshotWorker:
             gate,
             reach=lambda point: self.watchers.faults.reach(point, step),
             handed_over=self._released,
-            may_stage=(lambda: self._handover.fence_waiting) if request.paced else None,
+            may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
         # Last: it may wait for the device, and training does not wait for it.
         for placed in filling.local_blocks:
@@ -334,25 +489,36 @@ class SnapshotWorker:
                 self.watchers.stats.total_traffic.add(filling.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        return self._copying.gate_for(request, lambda: self._handover.fence_waiting)
+        """What is asked before every chunk of a version."""
+        if request.paced and self._pacer is not None:
+            return self._gate
+        waited_for = request.must or request.variant is Variant.BLOCKING
+        return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
+
+    @property
+    def _advised_interval_steps(self) -> int:
+        """How often a version fits into the windows."""
+        plan = None if self._pacer is None else self._pacer.plan
+        return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
+
+    def _learn(self, filling: Filling) -> None:
+        """Have the next versions planned by what this one took; without a new plan the old one stays."""
+        if self._pacer is None:
+            return
+        self._pacer.version_done(filling.layout.mine.device_bytes, self._records)
+        if self.copier.staging is not None and self._pacer.plan is not None:
+            self.copier.staging.reserve(self._pacer.plan.staged_bytes)
 
     # -- votes -----------------------------------------------------------------------------------
 
-    def _vote(self, label: Label, state: State) -> Voted:
-        """Vote on a version. Collective.
+    def _vote(self, label: Label) -> Voted:
+        """Collective.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
-        ballot = self._ballot(state)
-        verdict = self.votes.cast(
-            label,
-            ok=ballot.ok,
-            relayout=ballot.relayout,
-            holds_up=ballot.late,
-            order=ballot.order,
-            level=ballot.level,
-        )
+        state = self._state
+        verdict = self.votes.cast(label, self._ballot(state))
         if not (verdict.ok or verdict.relayout or state.head.idle):
             self.votes.gave_up(label.step)
         self.switch.hear(verdict.order, verdict.level)
@@ -372,13 +538,63 @@ class SnapshotWorker:
             self._complaints.tell("this rank cannot tell how it is", error)
             return Ballot(ok=False, order=switch.record.number, level=switch.level)
 
+    # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
+
     def _seal(self, request: SnapshotRequest) -> Event:
+        """Collective in the group: also a rank that cannot seal takes part, since its peers wait for what it
+        sends. They are told in the vote.
+
+        Raises:
+            TransferError: a peer is gone.
+        """
         filling = self._filling
         assert filling is not None  # the version was copied into it
         failure = self._drain(request, filling)
         self.watchers.stats.taken += 1
-        failure = self.sealer.try_seal(request, filling, failure)
+        failure = failure or _attempt(filling.hash_rest)
+        try:
+            arrived = self._exchange(request, filling)
+        except TransferError:
+            raise
+        except Exception as error:
+            # Peers may wait for what this rank has not sent: only in new groups can it tell them.
+            raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
+        failure = failure or _attempt(lambda: self._check(filling, arrived))
+        failure = failure or _attempt(lambda: self._seal_arena(filling))
         return Sealed() if failure is None else SealFailed(failure)
+
+    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
+        """Recompute what peers alone have, or take it from them. Collective in the group.
+
+        Returns:
+            What has arrived, to be checked; see :meth:`RingExchange.blocks`.
+        """
+        images, peers = request.images, self.peer_optimizers
+        if peers is not None and images is not None:
+            peers.recompute(filling, images, request.step)
+        self._ring.facts(filling)
+        if peers is not None and images is not None:
+            peers.compare(filling, images, request.step)
+        arrived = self._ring.blocks(filling)
+        if request.variant is Variant.INTER_NODE:
+            peer, nbytes = self._peer_traffic.send(filling.arena.data)
+            self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
+        return arrived
+
+    def _check(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
+        self.watchers.stats.peer_bytes += filling.check_received(arrived)
+
+    def _seal_arena(self, filling: Filling) -> None:
+        faults, number = self.watchers.faults, filling.label.step
+        faults.reach(FaultPoint.BEFORE_SEAL, number)
+        filling.seal()
+        # What was written to a file that is not there any more is no version (P3).
+        lost = filling.arena.lost()
+        if lost is not None:
+            raise ArenaError(f"{filling.arena.path} {lost}")
+        faults.reach(FaultPoint.AFTER_SEAL, number)
+
+    # -- what became of it ----------------------------------------------------------------------------
 
     def _commit(self, label: Label) -> None:
         """All ranks have sealed the version."""
@@ -386,19 +602,18 @@ class SnapshotWorker:
         assert filling is not None  # it was sealed here
         self.arenas.commit(filling)
         self.watchers.stats.commit(label.step, filling.traffic)
-        self.sealer.committed(filling)
+        if self.peer_optimizers is not None:  # the next version's partitions are recomputed from this one
+            self.peer_optimizers.base = filling
         self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._complaints.attempt("a commit cannot be told of", lambda: self.watchers.on_commit(label))
         if self._paced:
-            self._complaints.attempt(
-                "snapshots cannot be planned anew", lambda: self._copying.learn(filling, self._records)
-            )
+            self._complaints.attempt("snapshots cannot be planned anew", lambda: self._learn(filling))
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
         self.switch.committed()
 
     def _tell_given_up(self, label: Label, cause: Cause) -> None:
         first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
-        if first and not self._handover.state.closing:
+        if first and not self._state.closing:
             logger.warning(
                 "the version of step %d is given up (%s). Training goes on; snapshots are stale "
                 "since step %s",
@@ -413,7 +628,8 @@ class SnapshotWorker:
     def _unmap(self) -> None:
         """Memory is given up next: nothing may keep an arena mapped then (P9)."""
         self.copier.cache.clear()
-        self.sealer.forget()
+        if self.peer_optimizers is not None:
+            self.peer_optimizers.forget()
 
     def _fits(self, request: SnapshotRequest) -> bool:
         """Whether the layout is made for the state that a request brings."""
@@ -465,7 +681,7 @@ class SnapshotWorker:
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
-        self.sealer.adopt(layout)
+        self._peer_traffic.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 
     # -- after a version broke off on one rank (P6) --------------------------------------------------
@@ -474,11 +690,11 @@ class SnapshotWorker:
         """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
         restarted; training itself notices on its own. Collective."""
         for _ in range(_REJOINS):
-            if self._handover.state.closing:
+            if self._state.closing:
                 break
             try:
-                self.control.rejoin(lambda: not self._handover.state.closing)
-                return self._agree_where_to_go_on(self._handover.state)
+                self.control.rejoin(lambda: not self._state.closing)
+                return self._agree_where_to_go_on(self._state)
             except TransferError as error:
                 logger.warning("the snapshot workers did not come together again: %s", error)
             except Exception as error:
@@ -498,6 +714,21 @@ class SnapshotWorker:
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning("snapshots go on after %s; the versions up to there were given up", agreed.after)
         return Met(agreed.after, agreed.committed)
+
+
+def _attempt(act: Callable[[], object]) -> Cause | None:
+    """Why it failed; None if it did not.
+
+    Raises:
+        TransferError: a peer is gone.
+    """
+    try:
+        act()
+    except TransferError:
+        raise
+    except Exception as error:  # whatever it is, training and peers go on (P6)
+        return Cause.of(error)
+    return None
 
 
 def _encode(request: SnapshotRequest) -> None:

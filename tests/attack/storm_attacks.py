@@ -103,7 +103,7 @@ def kill_nodes(s: Strike) -> None:
         s.job.cluster.kill_node(index)
     s.pause()
     for index in lost:
-        s.job.cluster.replace_node(index)
+        s.job.cluster.start_node(index)
     s.say(f"{lost}, with their memory; replaced")
 
 
@@ -221,7 +221,7 @@ def freeze_node(s: Strike) -> None:
     node = s.job.cluster.current[index]
     s.job.cluster.stand_still(node)
     behind = s.job.under_way()
-    s.job.cluster.replace_node(index)
+    s.job.cluster.start_node(index)
     s.say(f"{node.node_id}, replaced")
     s.job.settle(behind)
     if s.rng.random() < 0.5:
@@ -316,7 +316,7 @@ def damaged_alive(damage: Damage) -> Callable[[Strike], None]:
             return
         other = s.another(index)
         s.job.cluster.kill_node(other)
-        s.job.cluster.replace_node(other)
+        s.job.cluster.start_node(other)
         s.say(f"then node {other} was lost")
 
     return strike

@@ -64,7 +64,7 @@ def test_a_stopped_node_that_was_replaced_ends_itself(scratch: Scratch) -> None:
     with job:
         job.wait_for("a checkpoint", lambda: latest_persisted(directory) is not None)
         stopped = job.cluster.kill_node(0, KillKind.STOP)
-        job.cluster.replace_node(0)
+        job.cluster.start_node(0)
         job.wait_for("a newer one", lambda: persisted_by(directory) == 2)
         job.cluster.resume_node(0)
         assert stopped.process.wait(60) == EX_FENCED
@@ -118,14 +118,14 @@ def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
         trains(job, 1, 2)
         trainer = job.trainers(0)[0]
         stopped = job.kill_node(0, KillKind.STOP)
-        job.replace_node(0)
+        job.start_node(0)
         trains(job, 2, 2)
         trainer.kill()
         job.resume_node(0)
         assert stopped.process.wait(120) == EX_FENCED
         assert "another one has taken its place" in job.log(0, 0)
         job.kill_node(1)
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 3, 2)
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}

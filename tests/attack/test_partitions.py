@@ -98,7 +98,7 @@ def test_a_node_that_is_cut_off_and_replaced_ends_itself(scratch: Scratch, cut: 
         network = job.cluster.network
         lone = job.cluster.current[1]
         network.cut([lone.node_id], targets, both_ways=both_ways)
-        job.cluster.replace_node(1)
+        job.cluster.start_node(1)
         goes_on(job, 2)
         before = job.latest()
         network.heal()
@@ -129,7 +129,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on(scratch: Scratch) -> None:
         lone = [job.cluster.current[i] for i in (2, 3)]
         network.cut([n.node_id for n in lone], [STORE, "node0", "node1"])
         for index in (2, 3):
-            job.cluster.replace_node(index)
+            job.cluster.start_node(index)
         goes_on(job, 2)
         before = job.latest()
         network.heal()

@@ -22,10 +22,11 @@ import pytest
 from reft.control.authenticated import HANDSHAKE_SECS, connect_authenticated
 from reft.control.keyvalue import PURPOSE as RENDEZVOUS
 from reft.control.links import PURPOSE as CONTROL
-from reft.control.wire import SOCKET_NAME, Channel
+from reft.control.wire import Channel
 from reft.env import ENV_STORE
 from reft.errors import AuthenticationError
 from reft.job.trainer_store import PURPOSE as TRAINERS_STORE
+from reft.node.client import SOCKET_NAME
 from tests.attack.test_strangers import Bomb
 from tests.etcd import EtcdCluster
 from tests.job.cluster import WatchedCluster, cluster
@@ -199,7 +200,7 @@ def attack(at: Listening, guard: str, junk: Iterable[bytes]) -> None:
         return
     if isinstance(at.address, str) and at.address.endswith(SOCKET_NAME):
         with at.call() as stranger, pytest.raises((AuthenticationError, OSError, EOFError)):
-            Channel(stranger, b"x" * 32, server=False)
+            Channel(stranger, b"x" * 32, server=False, line="its socket", handshake_secs=WAIT_SECS)
         return
     endpoint = at.address if isinstance(at.address, str) else "{}:{}".format(*at.address)
     for purpose in (RENDEZVOUS, TRAINERS_STORE, CONTROL):

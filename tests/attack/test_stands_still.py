@@ -53,7 +53,7 @@ def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path,
 
         job.kill_node(1, KillKind.STOP)
         time.sleep(PAUSE_SECS)  # its replacement finds it gone already
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 1)
         assert {e["node"] for e in job.events("start", attempt=1)} == {"node0", "node1.1"}
         job.finish()

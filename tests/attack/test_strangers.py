@@ -91,7 +91,9 @@ def test_p11_a_reflected_handshake_is_refused(server: KeyValueServer) -> None:
 def test_p11_a_changed_or_repeated_frame_ends_the_connection(server: KeyValueServer, change: str) -> None:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS)
     recorder = _Recorder(connection)
-    channel = Channel(recorder, purpose_key(SECRET, PURPOSE), server=False)  # type: ignore[arg-type]
+    channel = Channel(
+        recorder, purpose_key(SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0
+    )  # type: ignore[arg-type]
     recorder.frames = frames = []
     channel.send(["set", "a", b"1"])
     channel.send(["set", "b", b"2"])
@@ -131,7 +133,7 @@ class _Recorder:
 
 def test_p11_a_huge_frame_is_not_read(server: KeyValueServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS) as connection:
-        Channel(connection, purpose_key(SECRET, PURPOSE), server=False)
+        Channel(connection, purpose_key(SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0)
         connection.sendall((wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         assert read_until_closed(connection) == b""
 

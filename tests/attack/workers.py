@@ -26,9 +26,9 @@ from reft.memory.stream import HashingCopier
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_order
 from reft.protect.blocks import Section
-from reft.snapshot import handover
+from reft.snapshot import worker
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.sealing import RingExchange, Sealer
+from reft.snapshot.committing.exchange import RingExchange
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
@@ -36,7 +36,6 @@ from reft.snapshot.copying import engine
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import Handover, PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -91,7 +90,7 @@ class Rank:
             topology=TOPOLOGY,
             arenas=self.arenas,
             options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            copying=PacedCopier(Copier(CpuCopyEngine(), 2**18)),
+            copier=Copier(CpuCopyEngine(), 2**18),
             watchers=Watchers(
                 self.stats, FaultPlan((), TOPOLOGY.coordinates[rank]), self.committed, self.skipped
             ),
@@ -210,7 +209,7 @@ def _removed(me: Rank) -> Any:
 _LOST = KeyError("an error that nobody foresaw")
 
 FAILURES: dict[str, Callable[[Rank], Any]] = {
-    "begin": _once(Handover, "begin", _LOST),
+    "begin": _once(SnapshotWorker, "_copy", _LOST),
     "look after the files": _once(ArenaSet, "look_after", OSError(24, "too many open files")),
     "look at free memory": lambda me: mock.patch.object(
         ArenaSet, "free_bytes", _raising(FileNotFoundError(2, "no such file"))
@@ -235,7 +234,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "check what came": _once(Filling, "check_received", _LOST),
     "seal": _once(Filling, "seal", OSError(28, "no space left on device")),
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
-    "after the commit": _once(Sealer, "committed", _LOST),
+    "after the commit": _once(SnapshotStats, "commit", _LOST),
     "tell of the commit": lambda me: mock.patch.object(me.worker.watchers, "on_commit", _raising(_LOST)),
     "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
     "switch": _once(SnapshotWorker, "_switch_layout", _LOST),
@@ -383,7 +382,7 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
             me.step(step)
             me.snapshot(step, must=False)
             with mock.patch.object(
-                Handover, "wait_for", autospec=True, side_effect=Handover.wait_for
+                SnapshotWorker, "_wait_for", autospec=True, side_effect=SnapshotWorker._wait_for
             ) as wait:
                 me.worker.await_vote(step - 1, 0.05)
                 waits.append(wait.call_count)
@@ -410,7 +409,7 @@ def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
         request = me.snapshot(2)
         if rank == 1:
             assert entered.wait(DEADLINE_SECS)
-        with mock.patch.object(handover, "FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
+        with mock.patch.object(worker, "FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
             me.step(3)
         release.set()
         assert request.done.wait(DEADLINE_SECS)
@@ -447,7 +446,7 @@ def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
             assert entered.wait(DEADLINE_SECS)
         return request
 
-    bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(handover, "FENCE_SECS", 0.2)
+    bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(worker, "FENCE_SECS", 0.2)
     with mock.patch.object(HashingCopier, "copy_chunks", held) if rank == 1 else mock.MagicMock():
         request = hold(2)
         if rank == 1:

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.naming import Label
+from reft.node.daemon import NodeStatus
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
-from reft.node.report import BOARD_FILE, Board, NodeReport, Row
-from reft.node.status import NodeStatus
+from reft.node.report import BOARD_FILE, ENDED_WELL, Board, NodeReport, Row
+from reft.storage.persister import PersistStatus
 from tests.machine import can_give_away
 
 
@@ -46,7 +47,7 @@ def test_without_memory_or_daemon_it_is_json_too(
 
 def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
-    status = NodeStatus(job_dir.path, {})
+    status = NodeStatus(job_dir.path, {}, PersistStatus())
     status.committed(Label(1, 3))
     for rank in (0, 1):
         traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
@@ -236,7 +237,10 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
 def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_json(ended(tmp_path).path / "launcher.json", {"state": "ended well"})
+    job = ended(tmp_path)
+    report = NodeReport(node=job.node, domain="a", left=True, why=ENDED_WELL)
+    board = Board(job_id="job", rows=(Row(report=report),))
+    write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     assert main(ask(tmp_path, "--watch", "--json")) == EXIT_WELL
     assert json.loads(capsys.readouterr().out)["ended"] == "it ended well"
 

@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,18 +158,25 @@ class Reluctant:
         return self.full * self._part >= len(self.data)
 
 
-def what_there_is_no_room_for_waits_at_its_sender(me: Rank) -> None:
-    nbytes, part = 6_000_000, 300_000
+def p9_what_there_is_no_room_for_waits_at_its_sender(me: Rank) -> None:
+    """Nobody keeps it meanwhile, nor do short pieces pile up."""
+    nbytes, part, short, most_kept = 30_000_000, 1_000_000, 1000, 8 * 2**20
     data = random.Random(3).randbytes(nbytes)
+    pieces = [memoryview(data)[at : at + short] for at in range(0, nbytes, short)]
+    wake, waker = socket.socketpair()
+    into = Reluctant(nbytes, part, waker)
     transport = me.open()
-    if me.rank == 0:
-        transport.stream({1: [memoryview(data)]}, {})
-    elif me.rank == 1:
-        wake, waker = socket.socketpair()
-        into = Reluctant(nbytes, part, waker)
-        transport.stream({}, {0: into}, wake)
-        assert bytes(into.data) == data
     transport.gather(b"")
+    tracemalloc.start()
+    if me.rank == 0:
+        transport.stream({1: pieces}, {})
+    elif me.rank == 1:
+        transport.stream({}, {0: into}, wake)
+        assert bytes(memoryview(into.data)[:short]) == data[:short]
+        assert into.data[-short:] == data[-short:]
+    assert tracemalloc.get_traced_memory()[1] < most_kept
+    transport.gather(b"")
+    tracemalloc.stop()
     transport.close()
 
 
@@ -277,7 +285,7 @@ CASES = {
         ranks_in_different_collectives_are_told_so,
         bytes_are_exchanged_round_a_ring_in_both_directions,
         exchanges_follow_each_other_without_a_meeting,
-        what_there_is_no_room_for_waits_at_its_sender,
+        p9_what_there_is_no_room_for_waits_at_its_sender,
         p6_a_rank_that_leaves_is_heard_by_all_that_wait_for_a_vote,
         p6_a_rank_that_leaves_is_heard_in_an_exchange_that_it_has_no_part_in,
         p6_a_silent_rank_is_waited_for_only_so_long,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 
@@ -18,28 +17,3 @@ def refuse_pickling(mpi: Any) -> None:
     except AssertionError:
         return
     raise AssertionError("mpi4py pickles in another way")
-
-
-class Counted:
-    """A communicator that counts the bytes of messages between pairs.
-
-    Attributes:
-        bytes: by call.
-    """
-
-    def __init__(self, mpi: Any, communicator: Any) -> None:
-        self._mpi, self._comm = mpi, communicator
-        self.bytes: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def Issend(self, data: memoryview, peer: int, tag: int) -> Any:  # noqa: N802
-        self.bytes["Issend"] += len(data)
-        return self._comm.Issend(data, peer, tag)
-
-    def Improbe(self, source: int, tag: int, status: Any) -> Any:  # noqa: N802
-        message = self._comm.Improbe(source, tag, status)
-        if message is not None:
-            self.bytes["Improbe"] += status.Get_count(self._mpi.BYTE)
-        return message

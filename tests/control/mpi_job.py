@@ -10,8 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from reft.control.mpi import load_mpi
-from reft.control.mpi_transport import mpi_carrier
+from reft.control.mpi import load_mpi, mpi_carrier
 
 from .contract import CASES, Rank
 from .mpi_calls import refuse_pickling

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import Channel
+from tests.job.daemons import wait_for
 from tests.machine import free_port
 
 SECRET = b"s" * 32
@@ -31,12 +31,6 @@ def store(server: KeyValueServer) -> KeyValueStore:
     return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
 
 
-def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
-    inner = store.with_prefix("a").with_prefix("b")
-    inner.set("key", "value")
-    assert store.get("a/b/key") == b"value"
-
-
 def test_what_is_no_request_is_refused_and_the_line_goes_on(
     server: KeyValueServer, store: KeyValueStore
 ) -> None:
@@ -51,69 +45,23 @@ def test_what_is_no_request_is_refused_and_the_line_goes_on(
     assert not store.check(["key"])
 
 
-class Cable:
-    """A way to the store that can be cut."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._ends: list[socket.socket] = []
-        self.whole = threading.Event()
-        self.whole.set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        self.whole.clear()
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while True:
-            near = self._listener.accept()[0]
-            if not self.whole.is_set():
-                near.close()
-                continue
-            far = socket.create_connection(("127.0.0.1", self._port))
-            self._ends += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(4096):
-                sink.sendall(data)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_who_is_gone_is_known_until_it_is_back(server: KeyValueServer, store: KeyValueStore) -> None:
-    cable = Cable(server.port)
-    one = KeyValueStore(f"127.0.0.1:{cable.port}", SECRET, prefix="job/")
+def test_who_is_gone_is_known_until_it_is_back_and_a_broken_connection_is_made_again(
+    server: KeyValueServer, store: KeyValueStore
+) -> None:
+    one, other = (KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/") for _ in range(2))
     one.hold("here/a")
-    other = KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/")
     other.hold("here/b")
-    wait_until(lambda: server.holders() == {"job/here/a", "job/here/b"})
+    wait_for(lambda: server.holders() == {"job/here/a", "job/here/b"}, "both")
     assert store.left("job/") == {}
-    cable.cut()
-    wait_until(lambda: bool(store.left("job/")))
-    assert store.left("job/here/").keys() == {"job/here/a"}
+    broken = server._holders["job/here/a"]
+    broken.shutdown()
+    wait_for(lambda: server._holders.get("job/here/a") not in (None, broken), "another connection")
+    assert store.left("job/") == {}
+    one.close()
+    wait_for(lambda: store.left("job/here/").keys() == {"job/here/a"}, "its end")
     assert 0 <= store.left("job/here/a")["job/here/a"] < WAIT_SECS
     assert other.left("here/").keys() == {"here/a"}
     assert store.left("other/") == {}
-    cable.whole.set()
-    wait_until(lambda: store.left("job/") == {})
-    one.close()
-    wait_until(lambda: store.left("job/").keys() == {"job/here/a"})
 
 
 def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:

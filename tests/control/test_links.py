@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
-import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,9 +17,6 @@ import pytest
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen_locally
 from reft.control.links import Endpoint, Reception
 from reft.control.overlay import Overlay
-from reft.control.peers import Peers
-from reft.control.transport import Limits
-from reft.control.tree import Tree
 from reft.errors import AuthenticationError
 
 from .ranks import DEADLINE_SECS, SECRET, failure_of, per_node
@@ -69,39 +64,6 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os.waitpid(child, 0)
 
 
-@pytest.mark.integration
-def test_p6_a_child_forked_during_a_handshake_does_not_keep_the_connection() -> None:
-    caller = Reception(0, "a", SECRET)
-
-    def call() -> None:
-        with pytest.raises(OSError):
-            caller.call(at, "tree", time.monotonic() + 2)
-
-    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent, ThreadPoolExecutor(1) as pool:
-        at = Endpoint(1, caller.endpoint.node, f"@{silent.getsockname()[1:].decode()}", "nowhere:1")
-        gave_up = pool.submit(call)
-        connection, _ = silent.accept()
-        connection.settimeout(DEADLINE_SECS)
-        assert connection.recv(1)  # it has begun and waits for an answer
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(tell)
-            connection.close()
-            os.read(told, 1)  # until the test ends
-            os._exit(0)
-        try:
-            os.close(told)
-            gave_up.result(DEADLINE_SECS)
-            while connection.recv(100):
-                pass
-        finally:
-            os.close(tell)
-            os.waitpid(child, 0)
-            connection.close()
-            caller.close()
-
-
 def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
     caller = Reception(0, "a", SECRET)
     listener = listen_locally(f"reft-test-{random.getrandbits(64)}")
@@ -130,36 +92,6 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
     caller.close()
     nobody.close()
-
-
-@pytest.mark.process
-def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> None:
-    at, told = os.pipe()
-    rank = os.fork()
-    if not rank:
-        reception = Reception(0, "a", SECRET)
-        tree = Tree(0, 1, None, (), Limits(DEADLINE_SECS))
-        overlay = Overlay(
-            tree, Peers(reception, lambda _: reception.endpoint, lambda: (), tree.limits), reception
-        )
-        child = os.fork()
-        if child:
-            assert overlay.tree is tree
-            os.write(told, msgpack.packb([child, reception.endpoint.pack(SECRET)]))
-        threading.Event().wait(2 * DEADLINE_SECS)  # it is killed before
-        os._exit(0)
-    child, packed = msgpack.unpackb(os.read(at, 4096))
-    os.kill(rank, signal.SIGKILL)
-    os.waitpid(rank, 0)
-    caller = Reception(1, "a", SECRET)
-    try:
-        with pytest.raises(ConnectionRefusedError):
-            caller.call(Endpoint.unpack(packed, SECRET), "pair", time.monotonic() + DEADLINE_SECS)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        caller.close()
-        os.close(at)
-        os.close(told)
 
 
 def test_hosts_of_one_name_meet_over_tcp() -> None:

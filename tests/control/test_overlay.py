@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgpack
 import pytest
 
 from reft.control import links, overlay
 from reft.control.overlay import Overlay, connect, shared_secret
+from reft.control.transport import Buffers, Limits
+from reft.control.tree import FANOUT, PART_BYTES, Tree, children_of, parent_of
+from reft.control.wire import Channel
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
 from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, on_all, per_node
@@ -140,3 +146,79 @@ def test_the_first_who_asks_makes_the_secret() -> None:
     store, numbers = Table(), iter(range(1, 10))
     found = on_all(lambda _: shared_secret(store, "key", lambda: bytes([next(numbers)])), 4)
     assert found == [b"\x01"] * 4
+
+
+# -- the tree, and pairs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 2048])
+def test_every_place_but_the_first_is_a_child_of_one(size: int) -> None:
+    children = [child for place in range(size) for child in children_of(place, size)]
+    assert children == list(range(1, size))
+    assert all(child in children_of(parent_of(child), size) for child in children)
+    assert max(len(children_of(place, size)) for place in range(size)) <= FANOUT
+
+
+@pytest.mark.parametrize("overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len)
+def test_collectives_give_every_rank_the_same(overlays: list[Overlay]) -> None:
+    world_size = len(overlays)
+    found = on_all(lambda r: overlays[r].tree.reduce_min([r + 1, -r, 2**62]), world_size)
+    assert found == [[1, 1 - world_size, 2**62]] * world_size
+    found = on_all(lambda r: overlays[r].tree.gather(bytes([r]) * r), world_size)
+    assert found == [[bytes([r]) * r for r in range(world_size)]] * world_size
+    assert max(len(overlay.tree.links) for overlay in overlays) <= 1 + 2 * FANOUT
+
+
+@pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
+def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
+    """Before it has connected, and after."""
+    missing: queue.Queue[list[str]] = queue.Queue()
+    overlays[1].peers.limits.patience_secs = 0.1
+    overlays[1].peers.limits.on_silence = lambda names, secs: missing.put(names)
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            assert missing.get(timeout=DEADLINE_SECS) == ["rank 0 on node node0"]
+            overlays[0].peers.stream({1: [memoryview(b"x")]}, {})
+        else:
+            overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
+
+    for _ in range(2):
+        on_all(act, 2)
+        while not missing.empty():
+            missing.get()
+
+
+@pytest.mark.parametrize("stands_still", ["while it sends", "before it reads"])
+def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of_it_taken(
+    stands_still: str,
+) -> None:
+    """A message of several frames, each longer than the kernel keeps of a connection."""
+    ours, theirs = socket.socketpair()
+    named, long = threading.Event(), bytes(20 * 2**20)
+    with ThreadPoolExecutor(2) as pool:
+        end = pool.submit(Channel, theirs, SECRET, server=False, line="the line", handshake_secs=60.0)
+        root = Tree(
+            0,
+            2,
+            None,
+            [Channel(ours, SECRET, server=True, line="the line", handshake_secs=60.0)],
+            Limits(DEADLINE_SECS, 0.3),
+        )
+        leaf = end.result(DEADLINE_SECS)
+        root.links[0].peer = "rank 1"
+        root.limits.on_silence = lambda missing, secs: named.set() if missing == ["rank 1"] else None
+        sends = stands_still == "while it sends"
+        gathered = pool.submit(root.gather, b"y" if sends else long)
+        mine = long if sends else b"x"
+        body = msgpack.packb(["gather, number 1", [[1], [mine]]])
+        parts = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+        frames = b"".join(leaf.to_send([len(parts), part] if part is parts[0] else part) for part in parts)
+        theirs.sendall(frames[: len(frames) // 2 if sends else len(frames)])
+        assert named.wait(DEADLINE_SECS)
+        theirs.sendall(frames[len(frames) // 2 :] if sends else b"")
+        number, first = leaf.receive()
+        result = msgpack.unpackb(b"".join([first, *(leaf.receive() for _ in range(number - 1))]))
+        assert result == gathered.result(DEADLINE_SECS) == [b"y" if sends else long, mine]
+    root.close()
+    leaf.close()

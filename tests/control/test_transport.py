@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import defaultdict
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reft.control.mpi import require_threads
-from reft.control.overlay import carrier
+from reft.control.overlay import Overlay, connect
 from reft.errors import ConfigError
 from tests import mpi
 
@@ -25,8 +26,14 @@ def test_contract_over_sockets(case: str, tmp_path: Path) -> None:
     store = Table()
 
     def one(rank: int) -> None:
-        connect = carrier(store, "x", rank=rank, world_size=SIZE, node=f"node{rank // 2}", secret=SECRET)
-        open_next = lambda: connect(DEADLINE_SECS, lambda: True, lambda *_: None)  # noqa: E731
+        numbers = itertools.count()
+
+        def open_next() -> Overlay:
+            return connect(
+                store, f"x/{next(numbers)}", rank=rank, world_size=SIZE, node=f"node{rank // 2}",
+                secret=SECRET, timeout_secs=DEADLINE_SECS,
+            )  # fmt: skip
+
         CASES[case](Rank(rank, SIZE, open_next, tmp_path))
 
     on_all(one, SIZE)
@@ -75,7 +82,7 @@ def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
         ("serialized", "THREAD"),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", "from reft.control.mpi_transport import mpi_carrier; mpi_carrier(1, 2, 'n', 1)"],
+            [sys.executable, "-c", "from reft.control.mpi import mpi_carrier; mpi_carrier(1, 2, 'n', 1)"],
             env=library.environ | {"MPI4PY_RC_THREAD_LEVEL": level},
             capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
         )  # fmt: skip
@@ -90,7 +97,7 @@ def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect()
     library = mpi.require("mpich")
     done = subprocess.run(
         [sys.executable, "-c",
-         "from reft.control.mpi_transport import mpi_carrier\n"
+         "from reft.control.mpi import mpi_carrier\n"
          "connect = mpi_carrier(0, 1, 'n', 60.0)\n"
          "for _ in range(5000): connect(60.0, lambda: True, lambda *_: None)"],
         env=library.environ, capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,

@@ -33,9 +33,13 @@ def line() -> Iterator[tuple[Channel, Channel, list[bytearray]]]:
     for thread in threads:
         thread.start()
     ends: list[Channel] = []
-    maker = threading.Thread(target=lambda: ends.append(Channel(theirs, b"k" * 32, server=True)))
+    maker = threading.Thread(
+        target=lambda: ends.append(
+            Channel(theirs, b"k" * 32, server=True, line="the line", handshake_secs=60.0)
+        )
+    )
     maker.start()
-    client = Channel(ours, b"k" * 32, server=False)
+    client = Channel(ours, b"k" * 32, server=False, line="the line", handshake_secs=60.0)
     maker.join(10)
     yield client, ends[0], tamper  # type: ignore[misc]
     for connection in (ours, middle_a, middle_b, theirs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,22 +30,6 @@ class Damaged:
         if index in self._bad:
             raise ValueError(f"sample {index} is damaged")
         return index
-
-
-def steps_of(one: Any) -> Iterator[list[int]]:
-    """What a script trains on in each step that leaves out what it cannot read."""
-    reading, step = iter(one), list[int]()
-    while True:
-        try:
-            step += next(reading).tolist()
-        except ValueError:
-            continue
-        except StopIteration:
-            assert not step, "a step without an end"
-            return
-        if one.ends_step:
-            yield step
-            step = []
 
 
 @pytest.mark.process

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from reft.data.order import ResumableSampler
 from reft.engine.data import DataPosition, move_data
 from reft.env import ENV_NODES
 from reft.recover.reshape import Resize
@@ -34,10 +33,6 @@ class Counted:
 
 class OfJob(Counted):
     position_of_job = True
-
-
-def sampler() -> ResumableSampler:
-    return ResumableSampler(24, seed=1, micro_batch=2)
 
 
 @pytest.fixture
@@ -69,19 +64,16 @@ def test_p12_an_iterator_of_a_replica_goes_on_at_its_degree_and_is_told_where_th
         assert again.taken == 2
 
 
-@pytest.mark.parametrize("make", [OfJob, sampler])
-def test_an_iterator_of_the_job_goes_on_without_a_word(
-    begin: Any, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iterator_of_the_job_goes_on_without_a_word(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_NODES, "1:4")
-    iterator = make()
+    iterator = OfJob()
     data = begin()
     state = trained(data, iterator)
     assert data.advice() is None
     data = begin()
     data.restore(move_data(state, Resize(3, 4)), None)
     assert data.left_behind() is None
-    again = make()
+    again = OfJob()
     trained(data, again)
     next(iterator)
     assert again.state_dict() == iterator.state_dict()

@@ -16,6 +16,7 @@ pytest.importorskip("material", reason="needs the extra docs: make docs installs
 pytest.importorskip("mkdocstrings", reason="needs the extra docs: make docs installs it")
 
 
+@pytest.mark.process
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [

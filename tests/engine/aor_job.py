@@ -17,7 +17,7 @@ import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
 from reft.errors import UnsupportedStateError
-from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.committing.version import Cause
 from reft.state.catalogue import SectionImage
 from tests.engine.ranks import be_a_rank
 from tests.machine import FP16_MISSING
@@ -145,7 +145,7 @@ class Watched:
     @property
     def newest(self) -> Any:
         """The newest committed version in this rank's memory."""
-        return self.session.worker.sealer.peer_optimizers.base
+        return self.session.worker.peer_optimizers.base
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
@@ -314,7 +314,7 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, A
                 param.data.copy_(torch.nextafter(param.data, torch.tensor(torch.inf)))
 
     def other_kernel(step: int) -> None:
-        for replica in watched.session.worker.sealer.peer_optimizers.replicas.values():
+        for replica in watched.session.worker.peer_optimizers.replicas.values():
             if id(replica) not in optimizers:
                 optimizers.add(id(replica))
                 replica.optimizer.register_step_post_hook(nudge)

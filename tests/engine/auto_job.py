@@ -25,15 +25,11 @@ RECOMPUTED = "recomputed"
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "zero1": {},
-    "two": {"tolerance": 2},
-    "many": {"tolerance": 4},
     "together": {},
     "tight": {"memory_limit_bytes": 3 * 2**20},
-    "versions": {"arenas": 3, "memory_limit_bytes": 5 * 2**20},
     "by_hand": {"protection": "arc", "tolerance": 2},
     RECOMPUTED: {"protection": "auto+aor"},
     "unpartitioned": {"protection": "auto+aor", "tolerance": 2},
-    "no-room": {"protection": "auto+aor", "memory_limit_bytes": 3 * 2**20},
 }
 ZERO1 = ("zero1", RECOMPUTED)
 if GRADIENTS_ARE_NOT_AVERAGED:

@@ -1,5 +1,4 @@
-"""Two ranks, first as replicas of a plain engine with a frozen layer, then as stages of a pipeline whose first and
-last layer share a weight: what their pages tell of the model's size."""
+"""Two stages of a pipeline whose first and last layer share a weight: what their pages tell of the model's size."""
 
 from __future__ import annotations
 
@@ -31,17 +30,6 @@ class Embed(nn.Module):
         return self.weight[tokens]
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.frozen, self.block = Embed(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        out = self.block(self.frozen(self.embed(batch["ids"])))
-        return loss(out @ self.embed.weight.t(), batch["ids"])
-
-
 def head(embed: Embed, x: torch.Tensor) -> torch.Tensor:
     return x @ embed.weight.t()
 
@@ -50,50 +38,32 @@ def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def engine_of(root: Path, name: str, model: nn.Module) -> Any:
-    memory = root / f"memory{os.environ['RANK']}"
-    block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "allow_unprotected": True}
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "steps_per_print": None,
-        "reft": block,
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return reft.initialize(model=model, model_parameters=trained, config=config)[0]
-
-
-def told(root: Path, name: str, engine: Any) -> dict[str, int]:
-    """By this rank's page."""
-    session = session_of(engine)
-    assert session is not None
-    (page,) = read_pages(session.memory.job_dir.path)
-    found = {"flops": page.flops_per_token, "tokens": page.tokens_per_sample, "pp": session.coordinate.pp}
-    session.close()
-    return found
-
-
 def main(root: Path) -> dict[str, Any]:
     torch.manual_seed(3)
     ids = torch.randint(VOCABULARY, (MICRO, TOKENS))
-    plain = engine_of(root, "plain", Plain())
-    plain.load_checkpoint(str(root / "none"))
-    for _ in range(2 * STEPS):
-        plain.backward(plain({"scale": torch.ones(MICRO, 3), "ids": ids}))
-        plain.step()
     layers = [
         TiedLayerSpec("embed", Embed, tied_weight_attr="weight"),
         *(LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)),
         TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight"),
     ]
-    out = {"plain": told(root, "plain", plain)}
     model = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
-    pipe = engine_of(root, "pipe", model)
-    pipe.load_checkpoint(str(root / "none"))
+    memory = root / f"memory{os.environ['RANK']}"
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "steps_per_print": None,
+        "reft": {"enabled": True, "memory_dir": str(memory), "allow_unprotected": True},
+    }
+    engine = reft.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine.load_checkpoint(str(root / "none"))
     for _ in range(STEPS):
-        pipe.train_batch(iter([(ids, ids)] * 2))
-    return {**out, "pipe": told(root, "pipe", pipe)}
+        engine.train_batch(iter([(ids, ids)] * 2))
+    session = session_of(engine)
+    assert session is not None
+    (page,) = read_pages(session.memory.job_dir.path)
+    session.close()
+    return {"flops": page.flops_per_token, "tokens": page.tokens_per_sample, "pp": session.coordinate.pp}
 
 
 if __name__ == "__main__":

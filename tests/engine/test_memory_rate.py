@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from reft.engine.rates import CopyCosts, RateCache, TierRate, dividing
+from reft.engine.rates import RateCache, TierRate, dividing
 from reft.naming import Label
 from reft.policy.rate import Costs, Due, Pairs
-from reft.snapshot.committing.protocol import Stage, Version
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.committing.version import Stage, Version
 
 
 class SimulatedRanks:
@@ -73,12 +73,12 @@ class SimulatedRanks:
 
 
 def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
-    ranks = SimulatedRanks(copies=lambda: CopyCosts(host_copy_secs=0.4, update_secs=0.1, checkpoint_bytes=10))
+    ranks = SimulatedRanks(copies=lambda: (0.4, 0.1))
     assert ranks.rates[0].to_json()["why"] == "the first steps are measured"
     ranks.run(60)
     costs = ranks.rates[0].costs
     assert costs is not None
-    assert costs == Costs(1.0, 0.1, 0.4, None, costs.write_secs, 10, 0)
+    assert costs == Costs(1.0, 0.1, 0.4, costs.write_secs)
     assert costs.write_secs == pytest.approx(0.0, abs=1e-6)
     assert ranks.wanted_interval == 1
     assert ranks.rates[0].to_json()["overhead"] == pytest.approx(0.01, abs=1e-6)
@@ -213,8 +213,8 @@ def test_a_cache_that_cannot_be_used_is_ignored_with_one_line(
     whole = json.loads(cache.path.read_text())
     changed: dict[str, Any] = {
         "half": cache.path.read_text()[:100],
-        "negative": json.dumps(whole | {"memory": whole["memory"] | {"interval_steps": 0}}),
-        "type": json.dumps(whole | {"memory": {"costs": {"step_secs": "soon"}, "interval_steps": 3}}),
+        "negative": json.dumps(whole | {"memory": [whole["memory"][0], 0]}),
+        "type": json.dumps(whole | {"memory": [{"step_secs": "soon"}, 3]}),
         "other": json.dumps(whole | {"facts": {}}),
     }
     cache.path.write_text(changed.get(content, content))

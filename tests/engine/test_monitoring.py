@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitor is told of a job's versions, as TensorBoard, W&B and CSV files have it."""
+"""What DeepSpeed's monitor is told of a job's versions, as TensorBoard and CSV files have it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def job(tmp_path: Path, **monitors: dict[str, Any]) -> Iterator[WatchedCluster]:
     tmp_path.mkdir(exist_ok=True)
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG | {"steps_per_print": STEPS_PER_PRINT} | monitors))
-    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "wandb"), "WANDB_SILENT": "true"}
-    (tmp_path / "wandb").mkdir()
-    with cluster(tmp_path / "job", "resized.py", str(config), nodes=2, env=env) as made:
+    with cluster(tmp_path / "job", "resized.py", str(config), nodes=2) as made:
         yield made
         made.wait_for("trained", len(made.events("trained", rank=0)) + 12, WAIT_SECS, rank=0)
         made.finish()
@@ -80,49 +78,6 @@ def test_tensorboard_has_what_the_csv_files_have(tmp_path: Path) -> None:
     assert found.keys() == NAMES
     for name, rows in wanted.items():
         assert found[name] == [(samples, pytest.approx(value, rel=1e-6)) for samples, value in rows]
-
-
-def by_wandb(path: Path) -> Written:
-    """What an offline run has kept: a log in LevelDB's format, of one protobuf message a record."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found: Written = {}
-    for data in records(path.read_bytes()):
-        items = {
-            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-            for item in Record.FromString(data).history.item
-        }
-        for name, value in items.items():
-            if name.startswith("Reft/"):
-                found.setdefault(name, []).append((items["_step"], value))
-    return found
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """Of a log in LevelDB's format, with W&B's head of 7 bytes: blocks of 32 KiB, in each fragments of records
-    behind 4 bytes of checksum, 2 of length and 1 of type (whole, first, middle, last)."""
-    assert data[:4] == b":W&B"
-    at, record = 7, b""
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield record
-            record = b""
-
-
-@pytest.mark.nightly
-def test_an_offline_run_of_wandb_has_what_the_csv_files_have(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="no wandb: pip install -e '.[dev]'")
-    with job(tmp_path, wandb={"enabled": True, "project": "reft"}, csv_monitor=csv_monitor(tmp_path)):
-        pass
-    (run,) = (tmp_path / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
-    wanted = by_csv(tmp_path)
-    assert by_wandb(run) == wanted
 
 
 @pytest.mark.integration

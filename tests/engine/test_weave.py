@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule
 from reft.engine.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.scheduling.trace import StepTrace
 from tests.engine.ranks import run_ranks
-from tests.engine.weave_job import STEPS, VARIANTS, GPipe
+from tests.engine.weave_job import DUAL, STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
 WAITING = ("Recv", "Send", "Reduce", "Aggregate")
@@ -273,3 +273,41 @@ def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
 def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:
     for r in results:
         assert len({run["evaluated"] for run in r["variants"].values()}) == 1
+
+
+# -- DualPipeV: its idle time lies in the commits of queued transfers -------------------------------------
+
+dual = pytest.mark.skipif(not DUAL, reason="this DeepSpeed has no DualPipeV engine")
+
+
+@pytest.mark.process
+@dual
+def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        run, reference = r["dualpipev"], r["dualpipev_reference"]
+        assert run["losses"] == reference[:STEPS]
+        committed = run["stats"]["committed_step"]
+        assert r["dualpipev_resumed"]["path"] == f"memory:dualpipev/{committed}"
+        assert r["dualpipev_resumed"]["losses"] == reference[committed:]
+
+
+@pytest.mark.process
+@dual
+def test_dualpipev_copies_in_the_commits_that_wait(results: list[dict[str, Any]]) -> None:
+    copied = 0
+    for r in results:
+        run = r["dualpipev"]
+        steps = [t for t in traces(run) if any(i.name == "OptimizerStep" for i in t.instructions)]
+        trained = {i.position: i.name for i in steps[-1].instructions}
+        assert run["positions"]
+        assert {trained[p] for p in run["positions"]} <= {"CommitP2P", "AggregateTotalLoss"}
+        instructions = [i for t in traces(run) for i in t.instructions]
+        for chunk in (c for t in traces(run) for c in t.chunks if c.tier == 1):
+            beside = [
+                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+            ]
+            # In its first step nothing is known of the schedule: its receives exchange shapes, and wait.
+            expected = ("CommitP2P", "AggregateTotalLoss", "RecvActivation")
+            assert all(i.name in expected for i in beside), beside
+            copied += chunk.nbytes
+    assert copied > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import time
 from collections import deque
@@ -66,9 +68,16 @@ class Block(nn.Module):
         return x + self.dropout(self.linear(x).tanh())
 
 
-def make(gpipe: bool = False, stages: int = 2) -> Any:
+DUAL = importlib.util.find_spec("deepspeed.runtime.pipe.dualpipev") is not None
+"""Whether this DeepSpeed has a DualPipeV engine."""
+
+
+def make(kind: str = "1f1b", stages: int = 2) -> Any:
     torch.manual_seed(7)
-    model = PipelineModule(
+    made: Any = PipelineModule
+    if kind == "dualpipev":
+        made = importlib.import_module("deepspeed.runtime.pipe.dualpipev").DualPipeVModule
+    model = made(
         [LayerSpec(Block) for _ in range(8)],
         num_stages=stages,
         loss_fn=nn.functional.mse_loss,
@@ -85,7 +94,7 @@ def make(gpipe: bool = False, stages: int = 2) -> Any:
     engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
     # The engine makes its schedule anew for every step, in its own module's terms (all releases alike).
     pipe_engine.schedule = SimpleNamespace(
-        **{**vars(schedule), **({"TrainSchedule": GPipe} if gpipe else {})}
+        **{**vars(schedule), **({"TrainSchedule": GPipe} if kind == "gpipe" else {})}
     )
     torch.manual_seed(100 + int(os.environ["RANK"]))
     return engine
@@ -249,13 +258,13 @@ def traced(
     name: str,
     variant: str,
     *,
-    gpipe: bool = False,
+    schedule_kind: str = "1f1b",
     stages: int = 2,
     link_secs: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
     """Train with a variant; what was done when."""
-    engine = make(gpipe, stages)
+    engine = make(schedule_kind, stages)
     has = {"has": {"chunk_bytes": CHUNK_BYTES, **options}} if variant == "has" else {}
     session = reft.attach(engine, config=block(root, name, variant=variant, **has))
     session.tracer.traces = deque(maxlen=100)
@@ -266,7 +275,7 @@ def traced(
     evaluated = float(engine.eval_batch(batches(99)))
     session.worker.drain(60)
     plan, stats = session.schedule, session.stats.to_json()
-    kind = GPipe if gpipe else schedule.TrainSchedule
+    kind = GPipe if schedule_kind == "gpipe" else schedule.TrainSchedule
     expected = kind(micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
     result = {
         "losses": losses,
@@ -277,6 +286,7 @@ def traced(
         "stats": stats,
         "names": [type(c).__name__ for step in expected for c in step],
         "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},
+        "positions": [] if plan is None else [p.position for p in plan.windows],
         "estimator": None if plan is None else plan.estimator,
         "without_copies_secs": None
         if plan is None
@@ -286,9 +296,11 @@ def traced(
     return result
 
 
-def resumed(root: Path, name: str, variant: str, steps: int = STEPS + 3) -> dict[str, Any]:
+def resumed(
+    root: Path, name: str, variant: str, steps: int = STEPS + 3, kind: str = "1f1b"
+) -> dict[str, Any]:
     """Another incarnation: what the variant left in memory, and the losses from there on."""
-    engine = make()
+    engine = make(kind)
     session = reft.attach(engine, config=block(root, name, variant=variant))
     path, _ = engine.load_checkpoint(str(root / "none"))
     losses = train(engine, steps)
@@ -306,8 +318,8 @@ def main(root: Path) -> dict[str, Any]:
     out["inert"] = session_of(plain) is None and "_INSTRUCTION_MAP" not in vars(plain)
     out["variants"] = {v: traced(root, v, v) for v in VARIANTS}
     out["resumed"] = {v: resumed(root, v, v) for v in VARIANTS}
-    out["gpipe_reference"] = train(make(gpipe=True), STEPS)
-    out["gpipe"] = traced(root, "gpipe", "has", gpipe=True)
+    out["gpipe_reference"] = train(make("gpipe"), STEPS)
+    out["gpipe"] = traced(root, "gpipe", "has", schedule_kind="gpipe")
     for windows in ("analytic", "paper"):
         out[windows] = traced(root, windows, "has", windows=windows)
     out["linked_reference"] = train(make(stages=1), STEPS)
@@ -316,6 +328,10 @@ def main(root: Path) -> dict[str, Any]:
     steps = out["staged"]["steps"] + 3
     out["staged_resumed"] = resumed(root, "staged", "has", steps)
     out["long_reference"] = train(make(), steps)
+    if DUAL:  # last: two stages on each rank
+        out["dualpipev_reference"] = train(make("dualpipev"), STEPS + 3)
+        out["dualpipev"] = traced(root, "dualpipev", "has", schedule_kind="dualpipev", compute_share=0.0)
+        out["dualpipev_resumed"] = resumed(root, "dualpipev", "has", kind="dualpipev")
     none = traced(root, "none", "none")
     out["none"] = {"losses": none["losses"], "stats": none["stats"]}
     return out

@@ -85,7 +85,7 @@ def run_to_its_end(job: WatchedCluster, secs: float, *, lost: int) -> tuple[dict
         for index in dead:
             job.kill_node(index)  # of the first, what is left: its memory directory
         for index in dead:
-            job.replace_node(index)
+            job.start_node(index)
     codes = job.wait(secs)
     return codes, "".join(
         path.read_text(errors="replace") for path in sorted(job.directory.glob("node*.log"))

@@ -191,7 +191,7 @@ class FaultJob:
             for index, node in list(self.cluster.current.items()):
                 if node.process.poll() == _SIGKILLED:
                     self.replaced.append(node)
-                    self.cluster.replace_node(index)
+                    self.cluster.start_node(index)
             codes = {node.node_id: node.process.poll() for node in self.cluster.current.values()}
             now = time.monotonic()
             if all(code is not None for code in codes.values()):

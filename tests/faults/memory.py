@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,29 +115,6 @@ def small_file_system(path: Path, mebibytes: int) -> Iterator[str | None]:
         if reason is None:
             # Lazily: a process that is just ending may still have a file open.
             subprocess.run(["umount", "-l", str(path)], check=False)
-
-
-@contextmanager
-def disk_that_hangs(path: Path) -> Iterator[Callable[[bool], None] | None]:
-    """An ext4 of its own on ``path``; yields what makes it hang, and go on; None where it cannot be mounted."""
-    path.mkdir(parents=True, exist_ok=True)
-    image = path.with_name(f"{path.name}.ext4")
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    tools = all(shutil.which(tool) for tool in ("mkfs.ext4", "fsfreeze"))
-    made = tools and subprocess.run(["mkfs.ext4", "-q", str(image)], check=False).returncode == 0
-    if not made or _mount("-o", "loop", str(image), str(path)) is not None:
-        yield None
-        return
-
-    def hang(still: bool) -> None:
-        subprocess.run(["fsfreeze", "--freeze" if still else "--unfreeze", str(path)], check=True)
-
-    try:
-        yield hang
-    finally:
-        subprocess.run(["fsfreeze", "--unfreeze", str(path)], check=False, capture_output=True)
-        subprocess.run(["umount", "-l", str(path)], check=False)
 
 
 def make_read_only(path: Path) -> None:

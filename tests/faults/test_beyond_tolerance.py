@@ -21,7 +21,7 @@ def _lose_two(job: FaultJob) -> None:
     for index in (1, 2):
         job.cluster.kill_node(index)
     for index in (1, 2):
-        job.cluster.replace_node(index)
+        job.cluster.start_node(index)
 
 
 @pytest.mark.nightly

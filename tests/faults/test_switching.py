@@ -51,7 +51,7 @@ class Switched(FaultJob):
     def lose_node(self, index: int) -> None:
         life = self.history.current.number
         self.cluster.kill_node(index)
-        self.cluster.replace_node(index)
+        self.cluster.start_node(index)
         self.wait_for("steps of the next life", lambda: self.steps_in(life + 1) >= 5)
 
     def steps_in(self, life: int) -> int:

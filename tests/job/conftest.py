@@ -14,8 +14,9 @@ from reft.control.keyvalue import KeyValueServer
 from reft.memory.jobdir import JobDir
 from reft.node.daemon import Daemon
 from tests.job.daemons import answers, request_status, spawn, wait_for
-from tests.job.store_nodes import SECRET
 from tests.machine import free_port
+
+SECRET = b"s" * 32
 
 
 @pytest.fixture

@@ -7,13 +7,9 @@ ARGS: DeepSpeed's JSON, stages, slices. Or, as a rank of :func:`tests.engine.ran
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -126,73 +122,3 @@ def engine_of(
     }
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     return engine, said
-
-
-def again(root: Path) -> dict[str, Any]:
-    """Make the steps of a phase again, as DeepSpeed alone makes them in this layout."""
-    life = json.loads((root / "life.json").read_text())
-    config = {**CONFIG, "checkpoint": {"load_universal": True}} if life["tag"] else CONFIG
-    engine, said = engine_of(config, life["pp"], life["tp"])
-    if life["tag"]:
-        engine.load_checkpoint(str(root / "checkpoint"), tag=life["tag"])
-    data, losses = Samples(), {}
-
-    def tell(ids: list[list[int]], of_step: list[str]) -> None:
-        losses[engine.global_steps + 1] = of_step
-
-    said.tell = tell
-    while engine.global_steps < life["until"]:
-        step = engine.global_steps + 1
-        ids = life["ids"][str(step)][engine.grid.get_data_parallel_id()]
-        engine.train_batch(iter([torch.utils.data.default_collate([data[i] for i in m]) for m in ids]))
-    engine.save_checkpoint(str(root / "checkpoint"), tag=life["save"])
-    return {"losses": losses, "dp": engine.grid.get_data_parallel_id(), "last": engine.is_last_stage()}
-
-
-def endless(loader: Any) -> Iterator[Any]:
-    return iter(deepspeed.utils.RepeatingLoader(loader))
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
-    out = Path(os.environ["TEST_EVENTS"])
-    path = out / f"worker-{os.getpid()}.jsonl"
-    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    config, pp, tp = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]), int(sys.argv[3])
-    engine, said = engine_of(config, pp, tp)
-    dp, speaks = engine.grid.get_data_parallel_id(), engine.is_last_stage() and RANK % tp == 0
-
-    def record(event: str, **fields: object) -> None:
-        told = {
-            "event": event,
-            "time": time.time(),
-            "replicas": WORLD // pp // tp,
-            "rank": dp,
-            "start": start,
-        }
-        if speaks:
-            with path.open("a") as file:
-                file.write(json.dumps({**told, **fields}) + "\n")
-
-    loader = reft.data.loader(Samples(), batch_size=MICRO, shuffle=True, seed=3, drop_last=True)
-    engine.load_checkpoint(str(out / "none"))
-    data = endless(loader)
-    record("begins", step=engine.global_steps)
-    said.tell = lambda ids, losses: record("trained", step=engine.global_steps + 1, ids=ids, losses=losses)
-    finish = torch.zeros(1)
-    while not finish:
-        engine.train_batch(data)
-        time.sleep(0.1)
-        finish += float((out / "finish").exists())
-        dist.all_reduce(finish)  # all end behind the same step
-
-
-if __name__ == "__main__":
-    if "TEST_EVENTS" in os.environ:
-        main()
-    else:
-        from tests.engine.ranks import be_a_rank
-
-        be_a_rank(again)

@@ -197,6 +197,7 @@ class Node:
         rounds: times at which its trainers were started.
         end: why its launcher has ended; empty while it runs.
         stands_until: it is stopped until then.
+        fails: its trainers end in a moment by themselves.
     """
 
     name: str
@@ -206,6 +207,7 @@ class Node:
     end: str = ""
     stands_until: float = 0.0
     is_killed: bool = False
+    fails: bool = False
     incarnation: int = 0
     _turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -255,6 +257,7 @@ class Node:
         handler = StoreRendezvous(store, parameters)
         world.handlers[self.name] = handler
         handler.incarnations = IncarnationRecord(store, JOB)
+        handler.wait_secs = world.wait_secs
         while True:
             try:
                 self._one_round(handler, store)
@@ -291,6 +294,9 @@ class Node:
             if clock.now - beaten >= _BEAT_SECS:
                 handler._keep_alive()
                 beaten = clock.now
+            if self.fails:
+                self.fails = False
+                return
             if not handler.is_leaving and handler.newest_incarnation > self.incarnation:
                 raise FencedError("replaced")
             if all(world.is_in(name, self.trains) for name in members):
@@ -311,7 +317,7 @@ class Node:
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], secs: float
     ) -> None:
         """Commit, take orders, and tell nodes to leave (:class:`reft.job.rendezvous.scaling.Scaler`)."""
-        if secs < _COMMIT_SECS:
+        if secs < _COMMIT_SECS or not self.world.commits:
             return
         with contextlib.suppress(StoreError, RendezvousError):
             self._note_sizes(handler, len(members))
@@ -365,6 +371,8 @@ class World:
         self.back = threading.Semaphore(0)
         self.order: ScaleOrder | None = None
         self.sizes: tuple[int, ...] = ()
+        self.commits = True
+        self.wait_secs: float | None = None
         self.stages = 1
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Node]] = []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import reft
 from reft.grid import Degrees, Topology
 from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree, deal_ranks
 from reft.job.exits import Cause
@@ -135,3 +136,11 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
     nobody = agree([replace(n, cause=PEER) for n in told])
     assert len(nobody.failures) == 3
     assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
+
+
+def test_a_topology_takes_the_replicas_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    found = [reft.topology(pp=2).get_dim("data"), reft.topology(pp=2, tp=3).get_dim("data")]
+    assert found == [6, 2]
+    with pytest.raises(reft.ReftError, match=r"12 ranks, which make no whole replicas of 5 x 1 ranks"):
+        reft.topology(pp=5)

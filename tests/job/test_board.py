@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,64 +18,15 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
 from reft.node.observe import NodeObserver
+from reft.node.progress import ProgressPage
 from reft.node.report import Board, Signal, read_board
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
 
-from .cluster import WatchedCluster, cluster
+from .cluster import cluster
 from .test_resizing import CONFIG, OPTIONS, trains
 
 SECRET = b"k" * 32
-
-
-def signals(job: WatchedCluster, index: int) -> dict[str, str]:
-    """Of all nodes, as one of them knows them."""
-    board = read_board(job.job_dir(index))
-    return {} if board is None else {r.report.node: str(r.signal) for r in board.rows}
-
-
-def keeper(job: WatchedCluster, index: int) -> str:
-    board = read_board(job.job_dir(index))
-    return "" if board is None else board.keeper
-
-
-def all_know(job: WatchedCluster, wanted: dict[str, str], *indices: int) -> None:
-    job.wait_until(
-        lambda: all(wanted.items() <= signals(job, i).items() for i in indices),
-        120,
-        f"{wanted}, known at {indices}",
-    )
-
-
-@pytest.mark.nightly
-def test_a_nodes_end_is_known_at_every_other_also_of_the_one_that_keeps_the_board(tmp_path: Path) -> None:
-    quick = ("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=120")
-    with cluster(tmp_path, "light.py", "wait", "plain", nodes=3, options=quick) as job:
-        job.wait_for("ready", 3)
-        all_know(job, {f"node{i}": "HEALTHY" for i in range(3)}, 0, 1, 2)
-        name = keeper(job, 0)
-        first = next(i for i, node in job.current.items() if node.node_id == name)
-        left = [i for i in range(3) if i != first]
-        job.kill_node(first)
-        all_know(job, {name: "OFFLINE"}, *left)
-        assert keeper(job, left[0]) in {job.current[i].node_id for i in left}
-        # Its place is taken, and who stands still is OFFLINE until it goes on.
-        job.replace_node(first)
-        all_know(job, {job.current[first].node_id: "HEALTHY"}, *left)
-        job.wait_for("ready", 6)
-        # Whatever becomes of the store, a node knows of itself.
-        assert job.rendezvous is not None
-        job.rendezvous.kill()
-
-        def told() -> float | None:
-            board = read_board(job.job_dir(left[0]))
-            return None if board is None else board.store_lost_unix_secs
-
-        job.wait_until(lambda: told() is not None, 60, "the loss of the store to be known")
-        assert signals(job, left[0])[job.current[left[0]].node_id] == "HEALTHY"
-        for index in job.current:
-            job.signal_node(index, signal.SIGTERM)
-        job.wait(120)
 
 
 @pytest.mark.nightly
@@ -120,7 +71,7 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
         trains(job, 2, 0, lives=1)
         # Two replicas alone are protected again; what node1 held is nobody's trouble any more.
         job.wait_until(lambda: status(0)["tolerance_left"] == 1, 120, "protection of two replicas")
-        job.replace_node(1)
+        job.start_node(1)
         trains(job, 3, 0, lives=2)
 
         def holders() -> set[str]:
@@ -167,16 +118,26 @@ def known(root: Path, node: str) -> dict[str, str]:
     return {} if board is None else {r.report.node: str(r.signal) for r in board.rows}
 
 
-def test_a_launcher_that_ends_says_so_at_once(tmp_path: Path, server: KeyValueServer) -> None:
-    boards = [board_of(server, tmp_path, node) for node in "ab"]
-    for board in boards:
+def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(
+    tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reft.job.board._PERIOD_SECS", 0.2)
+    boards = {node: board_of(server, tmp_path, node) for node in "abc"}
+    for board in boards.values():
         board.start()
-    wait_for(lambda: known(tmp_path, "b") == {"a": "HEALTHY", "b": "HEALTHY"}, "both")
-    boards[0].tell("waiting for nodes", failed="out of memory")
-    wait_for(lambda: known(tmp_path, "b").get("a") == "UNHEALTHY", "the failure")
-    boards[0].close("told to stop")
-    wait_for(lambda: known(tmp_path, "b").get("a") == "OFFLINE", "the end")
-    boards[1].close("")
+    everyone = dict.fromkeys("abc", "HEALTHY")
+    wait_for(lambda: all(known(tmp_path, node) == everyone for node in "abc"), "all")
+    keeper = boards["c"].board.keeper
+    first, second = (node for node in "abc" if node != keeper)
+    boards[first].tell("waiting for nodes", failed="out of memory")
+    wait_for(lambda: known(tmp_path, second).get(first) == "UNHEALTHY", "the failure")
+    boards[first].close("told to stop")
+    wait_for(lambda: known(tmp_path, second).get(first) == "OFFLINE", "the end")
+    monkeypatch.setattr(boards[keeper], "_turn", lambda ending: None)  # as if it was killed
+    wait_for(lambda: known(tmp_path, second).get(keeper) == "OFFLINE", "the loss of the keeper")
+    assert boards[second].board.keeper == second
+    for board in boards.values():
+        board.close("")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +166,9 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     server.close()
     board.start()
     wait_for(lambda: known(tmp_path, "a") == {"a": "HEALTHY"}, "its own report")
+    told = read_board(tmp_path / "a" / "job")
+    assert told is not None
+    assert told.store_lost_unix_secs is not None
     path = tmp_path / "a" / "job"
     for file in path.iterdir():
         file.unlink()
@@ -212,3 +176,38 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     board.tell("running", round=1)
     board.close("")
     assert not os.path.lexists(path), "a job's memory that was removed is not made again by its status"
+
+
+def make_steps(path: Path, rank: int, compute_millis: int, clock: Any) -> ProgressPage:
+    page = ProgressPage(path, 0, rank, 10.0)
+    page.set_place((0, rank, 0))
+    for step in range(1, 34):
+        page.begin_step()
+        page.instruction(page.number_of("ForwardPass"))
+        clock.nanos += compute_millis * 1_000_000
+        page.instruction(page.number_of("ReduceGrads"))
+        clock.nanos += 60_000_000 - compute_millis * 1_000_000
+        page.end_step(step)
+    return page
+
+
+def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
+    tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    boards = [board_of(server, tmp_path, node) for node in "abc"]
+    clock: Any = SimpleNamespace(nanos=0, monotonic_ns=lambda: clock.nanos)
+    with monkeypatch.context() as patch:
+        patch.setattr("reft.node.progress.time", clock)
+        pages = [
+            make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock) for r, n in enumerate("abc")
+        ]
+    for board in boards:
+        board.start()
+    wait_for(lambda: all(board.board.slow for board in boards), "the slow one to be named")
+    for board in boards:
+        assert [s.ranks for s in board.board.slow] == [(1,)]
+        assert {s.rank for s in board.board.speeds} == {0, 1, 2}
+        board.close("")
+    for page in pages:
+        page.close()
+    assert sum("is slow since step" in r.getMessage() for r in caplog.records) == 1

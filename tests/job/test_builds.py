@@ -47,19 +47,12 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.integration
-def test_a_lock_is_abandoned_when_its_builder_is_gone(lock: Path) -> None:
+def test_a_lock_whose_builder_is_gone_is_named_by_the_launcher_and_left_there(
+    lock: Path, tmp_path: Path
+) -> None:
     with building(lock):
         assert abandoned_locks() == []
-    ((found, made_at),) = abandoned_locks()
-    assert found == lock
-    assert made_at == lock.stat().st_mtime
-
-
-@pytest.mark.integration
-def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -> None:
-    with building(lock), cluster(tmp_path / "built", "light.py", "end", nodes=1) as job:
-        assert set(job.wait(240).values()) == {0}
-        assert SAID not in job.log(0)
+    assert abandoned_locks() == [(lock, lock.stat().st_mtime)]
     with cluster(tmp_path / "left", "light.py", "end", nodes=1) as job:
         assert set(job.wait(240).values()) == {0}
         said = [line for line in job.log(0).splitlines() if SAID in line]

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from reft.config_read import parse_block
-from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
+from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
 from reft.memory.arena import ArenaState
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.node.client import DaemonClient, DaemonError, request
+from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request
 from reft.node.daemon import END_SIGNAL
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
@@ -31,7 +31,7 @@ from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
 
 @pytest.mark.process
-def test_the_socket_is_private_and_the_secret_is_asked_for(
+def test_the_socket_is_private_the_secret_is_asked_for_and_nonsense_disturbs_nobody(
     job_dir: JobDir, process: subprocess.Popen[bytes]
 ) -> None:
     assert stat.S_IMODE((job_dir.path / SOCKET_NAME).stat().st_mode) == 0o600
@@ -41,23 +41,13 @@ def test_the_socket_is_private_and_the_secret_is_asked_for(
     wait_for(lambda: "refused" in log_path(job_dir).read_text(), "the refusal in the log")
     with pytest.raises(DaemonError, match="unknown operation"):
         request(job_dir.path, job_dir.secret, "rm")
-    assert process.poll() is None
-
-
-@pytest.mark.process
-def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
-    silent, noisy = (socket.socket(socket.AF_UNIX) for _ in range(2))
-    with ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
-        silent.connect(path)
-        noisy.connect(path)
-    noisy.sendall(os.urandom(4096))
-    assert answers(job_dir)
-    silent.close()
-    noisy.close()
     for fields in ({"label": "x"}, {}, {"label": [1]}):
         with pytest.raises(DaemonError):
             request(job_dir.path, job_dir.secret, "committed", **fields)
-    assert answers(job_dir)
+    with socket.socket(socket.AF_UNIX) as noisy, ShortPath(job_dir.path) as path:
+        noisy.connect(path)
+        noisy.sendall(os.urandom(4096))
+        assert answers(job_dir)
 
 
 # -- what it knows ---------------------------------------------------------------------------------
@@ -182,27 +172,21 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.process
-def test_ctrl_c_is_not_for_it_and_sigterm_is(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
-    assert answers(job_dir)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 0
-    assert job_dir.path.is_dir()
-
-
-@pytest.mark.process
-def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir) -> None:
+@pytest.mark.parametrize("under_launcher", [False, True])
+def test_ctrl_c_is_not_for_it_and_sigterm_only_without_a_launcher(
+    job_dir: JobDir, *, under_launcher: bool
+) -> None:
     """Slurm signals every process of a job; the launcher's last flush needs the daemon."""
-    daemon = spawn(job_dir, "--launcher-pid", str(os.getpid()))
+    daemon = spawn(job_dir, *(("--launcher-pid", str(os.getpid())) if under_launcher else ()))
     try:
         wait_for(lambda: answers(job_dir), "the daemon")
         status = Path(f"/proc/{daemon.pid}/status").read_text()
-        ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
-        assert int(ignored, 16) >> (signal.SIGTERM - 1) & 1
-        daemon.send_signal(signal.SIGTERM)
-        assert request(job_dir.path, job_dir.secret, "ping") == daemon.pid
-        daemon.send_signal(END_SIGNAL)
+        ignored = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), 16)
+        assert ignored >> (signal.SIGINT - 1) & 1
+        assert ignored >> (signal.SIGTERM - 1) & 1 == under_launcher
+        daemon.send_signal(END_SIGNAL if under_launcher else signal.SIGTERM)
         assert daemon.wait(240) == 0
+        assert job_dir.path.is_dir()
     finally:
         daemon.kill()
         daemon.wait()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,22 +21,12 @@ from tests.job.daemons import answers, commit, log_path, spawn, wait_for
 END_SECS = 120.0
 
 
-@pytest.fixture
-def started(job_dir: JobDir) -> Iterator[list[subprocess.Popen[bytes]]]:
-    daemons: list[subprocess.Popen[bytes]] = []
-    yield daemons
-    for daemon in daemons:
-        daemon.kill()
-        daemon.wait()
-
-
 @pytest.mark.integration
 def test_p6_it_stays_while_a_step_runs_and_ends_when_none_comes(
-    job_dir: JobDir, started: list[subprocess.Popen[bytes]]
+    job_dir: JobDir,
 ) -> None:
     lock = JobLock(job_dir.path, "job")
     daemon = spawn(job_dir, "--linger-secs", "0.2")
-    started.append(daemon)
     wait_for(lambda: answers(job_dir), "the daemon")
     # Far more looks at the lock than it takes to end one that is forsaken.
     with pytest.raises(subprocess.TimeoutExpired):
@@ -63,19 +51,6 @@ def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
     assert os.getsid(daemon.pid) != os.getsid(0)
     end_daemon(job_dir)
     assert not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.integration
-def test_it_ends_when_it_is_told_to(job_dir: JobDir, started: list[subprocess.Popen[bytes]]) -> None:
-    for tell in (
-        lambda daemon: request(job_dir.path, job_dir.secret, "shutdown"),
-        lambda daemon: daemon.send_signal(signal.SIGTERM),
-    ):
-        daemon = spawn(job_dir, "--linger-secs", "3600")
-        started.append(daemon)
-        wait_for(lambda: answers(job_dir), "the daemon")
-        tell(daemon)
-        assert daemon.wait(END_SECS) == 0
 
 
 @pytest.mark.process

@@ -10,7 +10,7 @@ import pytest
 
 from reft.config import PersistConfig, ReftConfig
 from reft.config_read import parse_block
-from reft.errors import OvertakenError, PersistError
+from reft.errors import OvertakenError
 from reft.grid import Coordinate
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
@@ -27,23 +27,30 @@ def persist_status(job_dir: JobDir) -> dict:
 
 
 class FileWriter:
-    """Writes a version's name into a file of the persist directory; fails as the file system does."""
+    """Writes a version's name into a file of the persist directory, and fails as the file system does: once it
+    is let go, and what memory still holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = False, before: Callable[[Label], object] = lambda label: None) -> None:
         self.calls: list[int] = []
+        self.go = threading.Event()
+        self._before = before
+        if not held:
+            self.go.set()
 
     def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **_: object) -> Path:
         assert config.persist.dir is not None
         self.calls.append(label.step)
+        assert self.go.wait(240)
+        self._before(label)
         path = config.persist.dir / "checkpoint"
         with path.open("w") as file:
             file.write(str(label))
         return path
 
 
-def persist_config(directory: Path, interval: int, patience: float = 10.0) -> ReftConfig:
+def persist_config(directory: Path, interval: int) -> ReftConfig:
     persist = PersistConfig(dir=directory, interval_steps=interval)
-    return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
+    return ReftConfig(enabled=True, job_id="job", persist=persist)
 
 
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
@@ -69,27 +76,16 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     client.close()
 
 
-class SlowWriter(FileWriter):
-    """Storage is well, but slow: what is due while the first version is written, memory may not keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
-        if not self.calls:
-            self.calls.append(label.step)
-            assert self.go.wait(240)
-        if label not in committed_labels(job_dir):
-            raise OvertakenError(f"no arena holds {label} any more")
-        return super().__call__(job_dir, label, config, **options)
-
-
 def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_turn(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next version that is due is written, and nobody hears of a storage that fails."""
-    writer = SlowWriter()
+
+    def in_memory(label: Label) -> None:
+        if label not in committed_labels(job_dir) and label.step != 2:
+            raise OvertakenError(f"no arena holds {label} any more")
+
+    writer = FileWriter(held=True, before=in_memory)
     daemon = run_here(persist=writer)
     daemon.persister.configure(persist_config(tmp_path, 2))
     commit(job_dir, 0, Label(1, 2))
@@ -122,19 +118,15 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     """The job starts anew, and claims the directory, while the daemon still writes a version of the start
     before: the node takes part in the new start and goes on. One of a start that it knows nothing of ends it."""
 
-    class OvertakenWriter(FileWriter):
-        """Its job starts anew behind its back."""
-
-        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
-            fence.claim(tmp_path, "job", label.step)
-            fence.check(tmp_path, "job", 1)
-            return super().__call__(job_dir, label, config, **options)
+    def is_overtaken(label: Label) -> None:
+        fence.claim(tmp_path, "job", label.step)
+        fence.check(tmp_path, "job", 1)
 
     def told(incarnation: int) -> str:
         answer: str = request(job_dir.path, job_dir.secret, "fenced", incarnation=incarnation)
         return answer
 
-    run_here(persist=OvertakenWriter())
+    run_here(persist=FileWriter(before=is_overtaken))
     client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(persist_config(tmp_path, 2))
     commit(job_dir, 0, Label(1, 2))
@@ -181,27 +173,6 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     client.close()
 
 
-class HeldWriter(FileWriter):
-    """Writes when it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
-        assert self.go.wait(240)
-        return super().__call__(job_dir, label, config, **options)
-
-
-class MemoryWriter(FileWriter):
-    """Writes what is still in memory."""
-
-    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
-        if label not in committed_labels(job_dir):
-            raise PersistError(f"no arena holds {label} any more")
-        return super().__call__(job_dir, label, config, **options)
-
-
 def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,48 +201,3 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
     client.close()
-
-
-def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
-) -> None:
-    """The first such version failed and was overwritten: later ones, on every node the same, take its place
-    until one is on storage."""
-    storage = tmp_path / "persist"
-    daemon = run_here(persist=MemoryWriter())
-    daemon.persister.configure(persist_config(storage, 0))
-    client = DaemonClient(job_dir.path, job_dir.secret)
-
-    def committed(step: int, unprotected: bool) -> None:
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
-        wait_for(lambda: daemon.status.last_committed == Label(1, step), "the commit")
-
-    committed(1, False)
-    committed(2, True)
-    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the failure")
-    committed(4, True)
-    storage.mkdir()
-    for step in range(5, 11):
-        committed(step, True)
-    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 10}, "step 10")
-    for step in range(11, 22):
-        committed(step, True)
-    assert persist_status(job_dir)["last"] == {"incarnation": 1, "step": 10}
-    client.close()
-
-
-def test_p6_a_file_system_that_hangs_is_told(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = HeldWriter()
-    daemon = run_here(persist=writer)
-    daemon.persister.configure(persist_config(tmp_path, 2, patience=0.05))
-    commit(job_dir, 0, Label(1, 2))
-    daemon.persister.offer(Label(1, 2))
-    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the warning")
-    assert "the file system hangs, or another node" in persist_status(job_dir)["error"]
-    assert any("is not on storage" in r.getMessage() for r in caplog.records)
-    writer.go.set()
-    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
-    assert persist_status(job_dir)["error"] is None

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,10 @@ from reft.job.node import DaemonKeeper
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.daemon import Daemon
-from reft.node.progress import process_state
 from reft.storage.persist import PersistProgress
 from tests.job.daemons import wait_for
 
 LOOK_SECS = 1.0
-LAUNCHER_SECS = 5
-"""After so many such looks a launcher is continued."""
 STORAGE_SECS = 60
 """After so many, what is being written is said to hang."""
 TRAINER = """
@@ -34,42 +31,6 @@ page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0)
 print("watched", flush=True)
 time.sleep(600)
 """
-CONTINUED = "is stopped; it is continued"
-
-
-@pytest.fixture
-def launcher() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        yield process
-        process.kill()
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: process_state(process.pid) == "T", "the stop")
-
-
-def look(daemon: Daemon, times: int) -> None:
-    for _ in range(times):
-        daemon.rouse_launcher(LOOK_SECS)
-
-
-@pytest.mark.process
-def test_a_launcher_that_is_stopped_is_continued_and_not_fought(
-    job_dir: JobDir, launcher: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    daemon = Daemon(job_dir, launcher_pid=launcher.pid)
-    look(daemon, 20)
-    assert CONTINUED not in caplog.text, "it runs"
-    for time in (1, 2):
-        stop(launcher)
-        # Who stops it again, or the terminal that does, has as long again; and it is said once each time.
-        look(daemon, 1 + LAUNCHER_SECS)
-        assert process_state(launcher.pid) == "T"
-        assert caplog.text.count(CONTINUED) == time - 1
-        look(daemon, 1)
-        wait_for(lambda: process_state(launcher.pid) != "T", "the launcher to go on")
-        assert caplog.text.count(CONTINUED) == time
 
 
 def test_only_what_is_not_written_at_all_hangs(

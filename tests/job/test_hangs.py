@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from reft.job.exits import EX_FENCED
 from reft.tools.demo.cluster import KillKind
-from tests.faults.memory import disk_that_hangs
 
 from .cluster import WatchedCluster, cluster
 
@@ -37,7 +35,6 @@ def job(
     steps: int = 40,
     timeout_secs: float = TIMEOUT_SECS,
     options: tuple[str, ...] = (),
-    persist: Mapping[str, object] | None = None,
 ) -> Iterator[WatchedCluster]:
     config = tmp_path / "ds_config.json"
     config.write_text(
@@ -50,7 +47,6 @@ def job(
                     "enabled": True,
                     "patience": PATIENCE,
                     "allow_unprotected": True,
-                    "persist": persist or {},
                     "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
                 },
             }
@@ -96,7 +92,6 @@ def logs(made: WatchedCluster) -> str:
     [
         ("stop", "rank 1 hangs: stopped"),
         pytest.param("loop", "rank 1 hangs: in no communication", marks=pytest.mark.nightly),
-        pytest.param("link", "all ranks wait for each other, none is behind", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_losses(
@@ -150,37 +145,6 @@ def goes_on(made: WatchedCluster) -> bool:
     before = (made.events_dir / "losses-0").stat().st_size
     time.sleep(1.0)
     return (made.events_dir / "losses-0").stat().st_size > before
-
-
-@pytest.mark.integration
-def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    with (
-        disk_that_hangs(disk) as hang,
-        job(tmp_path, "none", steps=100_000, persist={"dir": str(disk), "interval_steps": 8}) as made,
-    ):
-        if hang is None:
-            pytest.skip("no file system of its own can be mounted here")
-
-        def said(node: int) -> dict[str, Any]:
-            return (made.status(node) or {}).get("persist") or {}
-
-        def finished() -> int:
-            return min((said(node).get("last") or {"step": 0})["step"] for node in (0, 1))
-
-        for number in range(3):
-            before = finished()
-            made.wait_until(lambda: finished() > before, DEADLINE_SECS, f"checkpoint {number}")  # noqa: B023
-        hang(True)
-        told = lambda: all("the file system hangs" in (said(node).get("error") or "") for node in (0, 1))  # noqa: E731
-        made.wait_until(told, DEADLINE_SECS, "a word of it")
-        assert goes_on(made)
-        before = finished()
-        hang(False)
-        made.wait_until(lambda: finished() > before, DEADLINE_SECS, "another checkpoint")
-        made.wait_until(lambda: not any(said(n).get("error") for n in (0, 1)), DEADLINE_SECS, "no complaint")
-        assert rounds(made) == 1
-        assert HUNG not in logs(made)
 
 
 @pytest.mark.integration

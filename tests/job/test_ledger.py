@@ -7,14 +7,13 @@ import json
 import os
 import random
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .cluster import WatchedCluster, cluster
-from .ledger import BATCH, STEP, Books, judge, judge_rng
+from .ledger import STEP, Books, judge, judge_rng
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": STEP,
@@ -69,16 +68,12 @@ def run(
     workers: int,
     launches: list[tuple[int, int]],
     tier: str,
-    order: str = "static",
-    **env: str,
 ) -> Books:
     """A job of several launches.
 
     Args:
         launches: see :func:`launches_of`.
         tier: where a launch finds the versions of the one before.
-        order: of the data.
-        env: of the trainers.
     """
     seed = random.SystemRandom().randrange(10**6) if "REFT_RANDOM_EXAMPLES" in os.environ else 1
     rng = random.Random(seed)
@@ -94,12 +89,12 @@ def run(
         with cluster(
             tmp_path / f"launch{number}",
             "ledger.py",
-            *(str(config), str(workers), str(steps), order),
+            *(str(config), str(workers), str(steps)),
             nodes=1,
             procs_per_node=degree,
             options=("--max-restarts", "1000"),
             memory=tmp_path / "memory",
-            env={"TEST_EVENTS": str(tmp_path / "books"), "TEST_LAUNCH": str(number), **env},
+            env={"TEST_EVENTS": str(tmp_path / "books"), "TEST_LAUNCH": str(number)},
         ) as job:
             wait_for_life(job, books, began)
             for _ in range(kills):
@@ -157,23 +152,3 @@ def test_p8_every_sample_once_over_kills_and_other_degrees(
         f"{kills} kills, {books.lives()} lives, {resumed} of them went on, {steps} steps, {epochs} epochs: "
         f"every sample once; {states} random states are the undisturbed run's"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("workers", [0, 1])
-def test_p8_a_slow_replica_takes_fewer_and_every_sample_is_trained_on_once(
-    tmp_path: Path, workers: int
-) -> None:
-    """Micro-batches are handed out; trainers are killed, and the degree changes."""
-    launches = [(3, 1), (2, 1), (3, 1), (3, 0)]
-    books = run(tmp_path, workers, launches, "memory", "dynamic", TEST_SLOW="1")
-    history = books.history()
-    assert {line["replicas"] for line in history} == {2, 3}
-    assert judge(history, equal=False) >= 2
-    of_step = Counter(line["step"] for line in history)
-    assert set(of_step.values()) == {STEP // BATCH}, "a step is as many samples as in the static order"
-    taken = Counter(line["rank"] for line in history if line["replicas"] == 3)
-    print(f"micro-batches by rank: {dict(sorted(taken.items()))}")
-    # Of the 12 of a step it has those that it holds: two, and one with each worker.
-    assert taken[1] < 0.75 * (taken[0] + taken[2]) / 2, taken
-    assert books.lives() >= 7

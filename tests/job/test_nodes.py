@@ -47,7 +47,7 @@ def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
         first = node_of_rank(job, 0, 0)
         job.kill_node(first)
         assert not job.current[first].memory_dir.exists()
-        job.replace_node(first)
+        job.start_node(first)
         trains(job, 1, 3)
         assert members(job, 1) == {n.node_id for n in job.current.values()}
         survivors = {n.node_id for n in job.current.values()} - {job.current[first].node_id}
@@ -57,7 +57,7 @@ def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
         # Hanging: its peers' trainers hang with it, and restart when the replacement is there.
         hanging = node_of_rank(job, 2, 1)
         stopped = job.kill_node(hanging, KillKind.STOP)
-        job.replace_node(hanging)
+        job.start_node(hanging)
         trains(job, 2, 3)
         assert stopped.node_id not in members(job, 2)
         job.resume_node(hanging)
@@ -119,7 +119,7 @@ def test_a_store_on_a_worker_node_dies_with_it_and_comes_back_with_it(tmp_path: 
         assert "dies with it" in job.log(host)
         job.kill_node(host)
         job.wait_until(lambda: "waiting up to 120 s" in job.log(1 - host), 240, "the survivor's warning")
-        job.replace_node(host)
+        job.start_node(host)
         trains(job, 1, 2)
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}
@@ -143,26 +143,3 @@ def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> 
         assert len(job.events("end")) == 2
         # Nobody could say that all nodes ended well, so nothing is removed.
         assert all(job.job_dir(i).is_dir() for i in range(2))
-
-
-@pytest.mark.nightly
-def test_a_rendezvous_that_comes_back_continues_the_job(tmp_path: Path) -> None:
-    """Killed while all train, gone while a node dies, and back with its port and its state."""
-    state = ("--state-dir", str(tmp_path / "state"))
-    with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK, rendezvous_options=state) as job:
-        trains(job, 0, 2)
-        assert job.rendezvous is not None
-        job.rendezvous.kill()
-        job.rendezvous.wait()
-        job.wait_until(lambda: "Training goes on" in job.log(0), 240, "the warning")
-        steps = len(job.events("step"))
-        job.wait_for("step", steps + 50)
-        job.kill_node(1)
-        job.wait_until(lambda: "waiting up to 120 s" in job.log(0), 240, "the survivor's warning")
-        job.rendezvous.stdout.close()  # type: ignore[union-attr]
-        job.start_rendezvous(int(job.endpoint.rpartition(":")[2]))
-        job.replace_node(1)
-        trains(job, 1, 2)
-        job.finish()
-        assert job.wait(240) == {0: 0, 1: 0}
-        assert {e["attempt"] for e in job.events("start")} == {0, 1}

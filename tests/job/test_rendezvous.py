@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.keyvalue import KeyValueStore, StoreError
+from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
 from reft.job.rendezvous.server import RendezvousServer, is_reachable, is_served_by_reft
-from tests.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"s" * 32
@@ -70,19 +69,3 @@ def test_the_command_line_says_it_without_a_traceback() -> None:
     assert done.returncode == 2
     assert "already in use" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_same_port_can_be_served_again_at_once() -> None:
-    """The rendezvous host is rebooted: nodes come back to the endpoint they know."""
-    port = free_port()
-    first = RendezvousServer("127.0.0.1", port, SECRET)
-    client = KeyValueStore(first.info.endpoint, SECRET)
-    client.set("a", "b")
-    first.close()
-    with pytest.raises(StoreError, match="does not answer"):
-        client.get("a")
-    second = RendezvousServer("127.0.0.1", port, SECRET)
-    try:
-        assert KeyValueStore(second.info.endpoint, SECRET).peek("a") is None
-    finally:
-        second.close()

@@ -1,4 +1,4 @@
-"""What a rendezvous needs of its store, and the rendezvous itself: the same over reft's own and over etcd."""
+"""What a rendezvous needs of its store: the same over reft's own and over etcd."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
-from reft.job.rendezvous.handler import StoreRendezvous
 from tests.etcd import EtcdCluster
+from tests.job.daemons import wait_for
 
 SECRET, ANOTHER = b"s" * 32, b"t" * 32
 WAIT_SECS = 120.0
@@ -136,7 +133,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         pytest.skip("names are held by launchers")
     leaves, looks = backend.store(), backend.store()
     leaves.with_prefix("here").hold("leaves", 600)  # nobody waits for its lease to end
-    wait_for(lambda: backend.holds("here/leaves"))
+    wait_for(lambda: backend.holds("here/leaves"), "its name")
     assert looks.alive("here/") in ({"here/leaves"}, set())  # reft's own keeps no list
     assert looks.left("here/") == {}
     leaves.close()
@@ -145,7 +142,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
         looks.alive("here/")
         return looks.left("here/").keys() == {"here/leaves"}
 
-    wait_for(known)
+    wait_for(known, "its end")
     assert looks.left("elsewhere/") == {}
 
 
@@ -155,79 +152,6 @@ def test_p11_who_has_another_secret_reads_nothing(backend: Backend) -> None:
     stranger = backend.store(ANOTHER)
     with pytest.raises(AuthenticationError, match="secret"):
         stranger.peek("a")
-
-
-# -- the rendezvous ------------------------------------------------------------------------------------
-
-
-class Node:
-    """A node that joins rounds of a job of two nodes."""
-
-    def __init__(self, backend: Backend, *, spare: bool = False) -> None:
-        self.store = backend.store()
-        self.handler = StoreRendezvous(
-            self.store,
-            RendezvousParameters(
-                "etcd-v3", "", "job", 2, 2, "127.0.0.1", keep_alive_interval=1, keep_alive_max_attempt=5
-            ),
-        )
-        self.joined: list[tuple[int, int]] = []
-        self.ended: BaseException | None = None
-
-    def join(self) -> threading.Thread:
-        def run() -> None:
-            try:
-                info = self.handler.next_rendezvous()
-                self.joined.append((info.rank, info.world_size))
-            except (RendezvousClosedError, RendezvousGracefulExitError) as error:
-                self.ended = error
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
-
-    def die(self) -> None:
-        """It beats no more, and says nothing."""
-        self.handler._stop_heartbeats()
-
-
-@pytest.fixture
-def nodes(backend: Backend, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
-    if "relay" in request.node.name:
-        pytest.skip("launchers do not meet over the relay: it is for trainers")
-    made = [Node(backend) for _ in range(3)]
-    yield made
-    for node in made:
-        with suppress(StoreError, RuntimeError):
-            node.handler.shutdown()
-        node.handler._stop_heartbeats()
-
-
-def together(*nodes: Node) -> None:
-    joining = [node.join() for node in nodes]
-    for thread in joining:
-        thread.join(WAIT_SECS)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.integration
-def test_nodes_meet_and_a_spare_takes_the_place_of_a_dead_one(nodes: list[Node]) -> None:
-    first, second, spare = nodes
-    together(first, second)
-    assert sorted(first.joined + second.joined) == [(0, 2), (1, 2)]
-    joining = spare.join()
-    second.die()
-    joining.join(1)
-    wait_for(lambda: first.handler.num_nodes_waiting() > 0)
-    together(first)
-    joining.join(WAIT_SECS)
-    assert sorted(first.joined[1:] + spare.joined) == [(0, 2), (1, 2)]
 
 
 # -- etcd alone ----------------------------------------------------------------------------------------
@@ -291,39 +215,6 @@ def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd:
     assert first.peek("of the run") == b"4"
     first.close()
     second.close()
-
-
-@pytest.mark.integration
-@pytest.mark.nightly
-def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_is_said(
-    etcd: EtcdCluster,
-) -> None:
-    store = etcd_store(etcd)
-    store.set("n", "0")
-    killed = etcd.wait_for_leader()
-    etcd.kill(killed)
-    assert store.add("n", 1) == 1
-    stopped = etcd.wait_for_leader(but=killed)
-    etcd.start(killed)
-    wait_for(
-        lambda: etcd.ctl("endpoint", "health", endpoints=[etcd.members[killed]], check=False).returncode == 0
-    )
-    etcd.stop(stopped)
-    assert store.add("n", 1) == 2
-    etcd.stop(killed)  # and now two of three
-    with pytest.raises(StoreError, match="does not answer"):
-        store.set("n", "lost")
-    etcd.resume(stopped)
-    etcd.resume(killed)
-
-    def answers() -> bool:
-        with suppress(StoreError):
-            return store.check([])
-        return False
-
-    wait_for(answers)
-    assert int(store.get("n").replace(b"lost", b"2")) == 2
-    store.close()
 
 
 @pytest.mark.integration

@@ -78,20 +78,101 @@ def test_nodes_that_are_left_say_what_they_wait_for(
 
 
 @STORES
+@pytest.mark.parametrize("what", ["forgets", "stands still", "a node stands still"])
 @pytest.mark.parametrize("seed", range(6))
-def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int, store: type[Connection]) -> None:
-    """Also where spares, who look more often than others beat, are as many as make a round."""
+def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nobody(
+    seed: int, what: str, store: type[Connection]
+) -> None:
+    """Also where spares, who look more often than others beat, are as many as make a round, and where a
+    newcomer is the first to look at the store again. A node that was struck out takes its place again."""
     world = World(seed, 2, 3, store)
     with world.patched():
-        for _ in range(5):
+        for _ in range(3 if what == "a node stands still" else 5):
             world.start()
         world.run(20.0)
         settled(world, 3)
         trained = {n.name: n.rounds[:] for n in world.nodes}
-        world.table.forget()
+        if what == "forgets":
+            world.table.forget()
+        elif what == "stands still":
+            world.table.answers = False
+            world.run(10.0)
+            world.start()
+            world.run(10.0)
+            world.table.answers = True
+        else:
+            world.stop(world.alive[0], 8.0)
+        world.run(30.0)
+        settled(world, 3)
+        assert {n.name: n.rounds for n in world.nodes if n.name in trained} == trained
+
+
+@STORES
+@pytest.mark.parametrize("seed", range(3))
+def test_p3_a_spare_takes_no_place_of_a_node_whose_trainers_are_started_again(
+    seed: int, store: type[Connection]
+) -> None:
+    world = World(seed, 3, 3, store)
+    with world.patched():
+        for _ in range(5):
+            world.start()
+            world.run(1.0)
         world.run(20.0)
         settled(world, 3)
-        assert {n.name: n.rounds for n in world.nodes} == trained
+        before = set(members(world))
+        next(n for n in world.alive if n.trains).fails = True
+        world.run(20.0)
+        settled(world, 3)
+        assert set(members(world)) == before
+        assert all(len(n.rounds) == (2 if n.name in before else 0) for n in world.nodes)
+
+
+@STORES
+@pytest.mark.parametrize("seed", range(3))
+def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
+    seed: int, store: type[Connection]
+) -> None:
+    """Its memory may be needed until then."""
+    world = World(seed, 1, 3, store)
+    with world.patched():
+        for _ in range(3):
+            world.start()
+        world.run(20.0)
+        settled(world, 3)
+        world.scale(2)
+        world.run(1.0)
+        world.commits = False
+        world.run(30.0)
+        leaver = next(n for n in world.alive if n.trains is None)
+        assert len(members(world)) == 2
+        world.commits = True
+        world.run(10.0)
+        assert leaver.end == "left"
+        settled(world, 2)
+
+
+@STORES
+@pytest.mark.parametrize("comes", [False, True])
+def test_those_that_are_left_wait_as_told_for_another_in_the_place_of_a_lost_node_and_no_longer(
+    comes: bool, store: type[Connection]
+) -> None:
+    world = World(1, 2, 3, store)
+    world.wait_secs = 60.0
+    with world.patched():
+        for _ in range(2):
+            world.start()
+        world.run(20.0)
+        settled(world, 2)  # nobody is lost, and nobody is waited for
+        world.start()
+        world.run(30.0)
+        settled(world, 3)
+        world.kill(world.alive[0])
+        world.run(40.0)
+        assert not any(n.trains for n in world.alive)
+        if comes:
+            world.start()
+        world.run(20.0 if comes else 35.0)
+        settled(world, 3 if comes else 2)
 
 
 def of_sizes(seed: int, sizes: tuple[int, ...], store: type[Connection], stages: int = 1) -> World:

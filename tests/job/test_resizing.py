@@ -53,7 +53,7 @@ def test_p3_a_job_goes_on_with_fewer_nodes_and_grows_back(tmp_path: Path) -> Non
         # Not from its beginning: a version is committed behind training, within a step or two.
         assert began > 0
 
-        job.replace_node(1)
+        job.start_node(1)
         grown = trains(job, 3, last_step(job, 2), lives=2)
         # Told to end, the trainers committed the step that they were in: no step that was made is lost.
         assert grown in (last_step(job, 2), last_step(job, 2) + 1)

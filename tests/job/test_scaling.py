@@ -23,7 +23,7 @@ from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, 
 from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import JobState, Scaling
 from reft.memory.jobdir import write_json
-from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
+from reft.memory.scale_orders import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_order
 from reft.node.history import read_history
 from reft.protect.codes import Scheme
 
@@ -72,7 +72,7 @@ def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
 
         assert scale(job, 0, "3") == EXIT_NOT_WELL
         assert "2 train and none wait" in capsys.readouterr().out
-        job.replace_node(1)
+        job.start_node(1)
         job.wait_until(lambda: board_says_spare(job, "node1.1"), 120, "a node that waits")
         assert len(job.events("begins", replicas=3)) == 3, "it waits: two nodes were asked for"
         assert scale(job, 2, "3") == EXIT_WELL
@@ -202,13 +202,24 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
     assert leave_next(1, (), anyhow) == (3,), "one by one, and the last, where every number fits"
 
 
-class Shared:
-    """What a launcher's rendezvous shares with others, without them."""
+class Node:
+    """A launcher's scaler, with what it shares and is told by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.state = JobState()
         self.state.complete = True
         self.answers = True
+        self.tolerance: int | None = 1
+        self.degrees: Degrees | None = None
+        self.board = None
+        self.holders: dict[Any, Any] = {}
+        self.warnings: tuple[str, ...] = ()
+        self.signals = StopSignals()
+        config = SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1)
+        me: Any = self
+        options: Any = SimpleNamespace(config=config, node="b")
+        self.scaler = Scaler(me, options, path, me, self.signals)
 
     def is_closed(self) -> bool:
         if not self.answers:
@@ -219,186 +230,105 @@ class Shared:
         if (scaling := change(self.state)) is not None:
             self.state.scaling = scaling
 
-
-@pytest.fixture
-def shared() -> Shared:
-    return Shared()
-
-
-@pytest.fixture
-def signals() -> StopSignals:
-    return StopSignals()
-
-
-class Told:
-    """What the launchers tell each other of the job, and this one of itself."""
-
-    def __init__(self) -> None:
-        self.tolerance: int | None = 1
-        self.degrees: Degrees | None = None
-        self.board = None
-        self.holders: dict[Any, Any] = {}
-        self.warnings: tuple[str, ...] = ()
-
     def tolerance_left(self, incarnation: int) -> int | None:
         return self.tolerance
 
     def warn(self, *warnings: str) -> None:
         self.warnings = warnings
 
-
-@pytest.fixture
-def board() -> Told:
-    return Told()
-
-
-def scaler_of(shared: Any, path: Path, board: Any, signals: StopSignals) -> Scaler:
-    config = SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1)
-    options: Any = SimpleNamespace(config=config, node="b")
-    return Scaler(shared, options, path, board, signals)
-
-
-def start_of_three(incarnation: int = 1) -> Agreement:
-    nodes = ("a", "b", "c")
-    return Agreement(incarnation, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
+    def look(self, nodes: str = "abc", group_rank: int = 1) -> ScaleAnswer | None:
+        ranks = tuple((i,) for i in range(len(nodes)))
+        agreement = Agreement(1, tuple(nodes), tuple(nodes), ranks, restarts_used=0, known_step=1)
+        self.scaler.look(agreement, group_rank)
+        return read_answer(self.path)
 
 
 @pytest.fixture
-def look(shared: Shared, tmp_path: Path, board: Told, signals: StopSignals) -> Callable[[], None]:
-    scaler = scaler_of(shared, tmp_path, board, signals)
-    return lambda: scaler.look(start_of_three(), group_rank=1)
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
 
 
-def test_an_order_is_followed_when_the_store_answers_again(
-    shared: Shared, look: Callable[[], None], tmp_path: Path
+def test_an_order_is_followed_when_the_store_answers_again_and_one_by_a_clock_that_is_behind_refused(
+    node: Node,
 ) -> None:
-    shared.answers = False
-    order = write_order(tmp_path, 2, ())
-    look()
-    assert read_answer(tmp_path) is None
-    shared.answers = True
-    look()
-    answer = read_answer(tmp_path)
+    node.answers = False
+    order = write_order(node.path, 2, ())
+    assert node.look() is None
+    node.answers = True
+    answer = node.look()
     assert answer is not None
     assert not answer.refused
-    assert shared.state.scaling == Scaling(order.number, 2, 3)
-
-
-def test_an_order_by_a_clock_that_is_behind_is_refused(
-    shared: Shared, look: Callable[[], None], tmp_path: Path
-) -> None:
-    """It would not be followed: the newest one holds."""
-    order = write_order(tmp_path, 2, ())
-    shared.state.scaling = Scaling(order.number + 1, 3, 3)
-    look()
-    answer = read_answer(tmp_path)
+    assert node.state.scaling == Scaling(order.number, 2, 3)
+    order = write_order(node.path, 2, ())
+    node.state.scaling = Scaling(order.number + 1, 3, 3)
+    answer = node.look()
     assert answer is not None
-    assert "set the clocks" in answer.refused
+    assert "set the clocks" in answer.refused, "it would not be followed: the newest one holds"
 
 
 @pytest.mark.parametrize("missing", [None, 0, -1])
-def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it(
-    shared: Shared,
-    look: Callable[[], None],
-    board: Told,
-    signals: StopSignals,
-    tmp_path: Path,
-    *,
-    missing: int | None,
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it_and_not_for_ever(
+    node: Node, monkeypatch: pytest.MonkeyPatch, *, missing: int | None, comes: bool
 ) -> None:
     """A store that lost its leases has lost what the launchers told each other, until they tell it again."""
-    board.tolerance = missing
-    signals.asked_to_leave = True
-    look()
-    assert shared.state.scaling is None
-    waits = read_answer(tmp_path)
+    node.tolerance = missing
+    node.signals.asked_to_leave = True
+    waits = node.look()
+    assert node.state.scaling is None
     assert waits is not None
-    assert not waits.refused
-    assert not waits.done
+    assert (waits.refused, waits.done) == ("", False)
     assert "to 2 nodes waits" in waits.waits
-    assert board.warnings == (waits.waits,), "reft status says it on every node"
-    board.tolerance = 1
-    look()
-    scaling = shared.state.scaling
-    assert scaling is not None
-    assert (scaling.nodes, scaling.without) == (2, ("b",))
-    answer = read_answer(tmp_path)
+    assert node.warnings == (waits.waits,), "reft status says it on every node"
+    if comes:
+        node.tolerance = 1
+    else:
+        monkeypatch.setattr(scaling, "TOLERANCE_SECS", 0.0)
+    answer = node.look()
     assert answer is not None
-    assert (answer.refused, answer.waits) == ("", "")
-    assert not board.warnings
-
-
-def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
-    shared: Shared,
-    look: Callable[[], None],
-    board: Told,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    board.tolerance = 0
-    write_order(tmp_path, 2, ())
-    look()
-    monkeypatch.setattr(scaling, "TOLERANCE_SECS", 0.0)
-    look()
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert "now the job survives the loss of none" in answer.refused
+    assert (answer.waits, node.warnings) == ("", ())
+    granted = node.state.scaling
+    assert (granted is not None) == comes
+    if granted is not None:
+        assert (granted.nodes, granted.without, answer.refused) == (2, ("b",), "")
+        return
     assert "ask again" in answer.refused
-    assert not answer.waits
-    assert not board.warnings
-    board.tolerance = 1
-    look()
-    assert shared.state.scaling is None, "it was refused"
+    node.tolerance = 1
+    node.look()
+    assert node.state.scaling is None, "it was refused"
 
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("tolerance", [None, 0, -1])
 def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
-    shared: Shared,
-    board: Told,
-    signals: StopSignals,
-    tmp_path: Path,
-    *,
-    tolerance: int | None,
-    replaces: bool,
+    node: Node, *, tolerance: int | None, replaces: bool
 ) -> None:
     """-1: what the launchers know to be gone is more than the protection survives."""
     for rank, name in enumerate("abc"):
-        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
-    nodes = 3 if replaces else 2
-    shared.state.scaling = Scaling(1, nodes, 3, ("c",), replaces=replaces)
-    scaler = scaler_of(shared, tmp_path, board, signals)
-    board.tolerance = tolerance
-    scaler.look(start_of_three(), group_rank=0)
-    assert not shared.state.leaving
-    board.tolerance = 1
-    scaler.look(start_of_three(), group_rank=0)
-    assert {node.addr for node in shared.state.leaving} == {"c"}
+        node.state.participants[_NodeDesc(name, 1, rank)] = rank
+    node.state.scaling = Scaling(1, 3 if replaces else 2, 3, ("c",), replaces=replaces)
+    node.tolerance = tolerance
+    node.look(group_rank=0)
+    assert not node.state.leaving
+    node.tolerance = 1
+    node.look(group_rank=0)
+    assert {each.addr for each in node.state.leaving} == {"c"}
 
 
-def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
-    shared: Shared, board: Told, signals: StopSignals, tmp_path: Path
-) -> None:
+def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(node: Node) -> None:
     """From six nodes to three, from which no way leads to one."""
-    scaler = scaler_of(shared, tmp_path, board, signals)
-    six = Agreement(1, tuple("abcdef"), tuple("abcdef"), tuple((i,) for i in range(6)), 0, 1)
-    order = write_order(tmp_path, 1, ())
-    scaler.look(six, group_rank=1)
-    granted = shared.state.scaling
-    assert granted is not None
-    assert granted.nodes == 1
+    order = write_order(node.path, 1, ())
+    node.look("abcdef")
     for rank, name in enumerate("abc"):
-        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
-    shared.state.sizes = replace(
-        THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc"))
-    )
-    board.degrees = Degrees(1, 3, 1)
-    write_json(tmp_path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
-    scaler.look(start_of_three(), group_rank=1)
-    answer = read_answer(tmp_path)
+        node.state.participants[_NodeDesc(name, 1, rank)] = rank
+    members = tuple((n, 1, i) for i, n in enumerate("abc"))
+    node.state.sizes = replace(THREE.sizes or Sizes(), members=members)
+    node.degrees = Degrees(1, 3, 1)
+    write_json(node.path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
+    answer = node.look()
     assert answer is not None
     assert answer.number == order.number
     assert "the job stays at 3 nodes" in answer.refused
-    now = shared.state.scaling
+    now = node.state.scaling
     assert now is not None
     assert (now.nodes, now.limit) == (3, 3)

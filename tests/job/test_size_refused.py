@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from reft.refusal import EX_REFUSED
 
 from .cluster import cluster
-from .test_resizing import CONFIG, trains
 
 
 def options(nodes: str, join_secs: int, last_call_secs: int = 1) -> tuple[str, ...]:
@@ -39,27 +37,6 @@ def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured
         assert job.wait(240) == {0: EX_REFUSED, 1: EX_REFUSED}
         assert any("a restart would be refused alike" in job.log(node) for node in range(2))
         assert len(job.events("start")) == 2
-
-
-@pytest.mark.nightly
-def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_and_its_memory(
-    tmp_path: Path,
-) -> None:
-    """Two replicas could not share the batch of three."""
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
-    wanted = options("2:3", 30, last_call_secs=30)[1:]
-    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=wanted) as job:
-        trains(job, 3, 60, lives=1)  # seconds: a heartbeat tells all nodes what fits the newest version
-        job.kill_node(1)
-        assert {node: code for node, code in job.wait(240).items() if node != 1} == {0: 1, 2: 1}
-        for node in (0, 2):
-            assert (
-                "3 (of --nnodes 2:3, what the layout and the batch allow) nodes did not come together in 30 s"
-                in job.log(node)
-            )
-            assert list(job.job_dir(node).iterdir()), "the other start finds it"
-        assert not job.events("begins", replicas=2)
 
 
 @pytest.mark.integration

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from reft.grid import Coordinate, Degrees
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
 from reft.memory.scale_orders import Size
-
-from .cluster import cluster
-from .grid_job import CONFIG
-from .test_resize_sequence import CONF, is_of_its_layouts, phases
-from .test_resizing import last_step, trains
 
 EIGHT = Sizes(
     (1, 2, 4, 8),
@@ -107,27 +100,3 @@ def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_d
     assert not why_not(7, 1, eight, Size("because", 0, 4), None)
     assert "because" in why_not(7, 1, eight, Size("because", 0, 4), None, asked=True)
     assert "because" in why_not(7, 1, eight, Size("because", 0, 4, fixed=True), None)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_p3_one_stage_is_lost_and_the_job_goes_on_as_its_other_replica_until_a_node_comes(
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
-    options = ("--nnodes", "2:4", "--max-restarts", "0", "--rdzv-conf", CONF)
-    arguments = ("../grid_job.py", str(config), "2", "1")
-    with cluster(tmp_path, *arguments, nodes=4, options=options) as job:
-        trains(job, 2, 0, lives=1)
-        job.kill_node(1)
-        began = trains(job, 1, last_step(job, 2), lives=1)
-        assert began > 0
-        assert sum(bool(job.trainers(node)) for node in (0, 2, 3)) == 2, "one waits"
-        job.replace_node(1)
-        trains(job, 2, last_step(job, 1), lives=2)
-        found = phases(job)
-        job.finish()
-        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
-    assert [phase.replicas for phase in found] == [2, 1, 2]
-    is_of_its_layouts(found, tmp_path, (2, 1))

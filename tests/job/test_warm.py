@@ -7,15 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.job.cluster import cluster
+from tests.job.daemons import wait_for
 from tests.prefork import Popen
 
 DEADLINE_SECS = 240.0
@@ -76,7 +74,7 @@ class Job:
     def found(self, restarts: int = 0) -> list[dict[str, Any]]:
         """What both trainers saw."""
         paths = [Path(f"{self._out}.{restarts}.{rank}") for rank in range(2)]
-        _wait_for(lambda: all(p.exists() for p in paths) or self._ended(), DEADLINE_SECS)
+        wait_for(lambda: all(p.exists() for p in paths) or self._ended(), "it", DEADLINE_SECS)
         return [json.loads(path.read_text()) for path in paths]
 
     def _ended(self) -> bool:
@@ -134,7 +132,7 @@ def test_restarts_fork_too_and_all_end_with_the_launcher(tmp_path: Path) -> None
     assert "the process that imports ahead has ended (killed by SIGKILL)" in job.log.read_text()
     left = [job.server(), *(psutil.Process(found["pid"]) for found in third)]
     job.end(signal.SIGKILL)
-    _wait_for(lambda: not any(map(_lives, left)), DEADLINE_SECS)
+    wait_for(lambda: not any(map(_lives, left)), "it", DEADLINE_SECS)
 
 
 @pytest.mark.integration
@@ -147,10 +145,10 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
         f"import time\nopen({str(hanging)!r}, 'w').close()\ntime.sleep(3600)\n"
     )
     job = Job(tmp_path, ("--preload", "hangs"))
-    _wait_for(hanging.exists, DEADLINE_SECS)
+    wait_for(hanging.exists, "it", DEADLINE_SECS)
     server = job.server()
     job.end(number)
-    _wait_for(lambda: not _lives(server), DEADLINE_SECS)
+    wait_for(lambda: not _lives(server), "it", DEADLINE_SECS)
 
 
 @pytest.mark.integration
@@ -180,29 +178,5 @@ def test_a_module_that_starts_threads_is_named_and_trainers_start_cold(tmp_path:
     assert "reft: starts_thread starts 1 threads while it is imported: trainers start cold" in log
 
 
-def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:
-    deadline = time.monotonic() + limit_secs
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def _lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.integration
-def test_forked_trainers_of_a_local_cluster_are_told_apart_and_killed(tmp_path: Path) -> None:
-    with cluster(tmp_path, "allreduce.py", "1000", nodes=1, procs_per_node=2, env={"REFT_WARM": "1"}) as made:
-        made.wait_for("start", 2)
-        trainers = made.trainers(0)
-        assert [p.pid for p in trainers] == [e["pid"] for e in sorted(made.events("start"), key=_rank_of)]
-        assert all(SERVER not in p.cmdline() for p in trainers)
-        made.kill_node(0, "process")
-        made.wait_for("start", 2, attempt=1)
-        made.finish()
-        assert made.wait(DEADLINE_SECS) == {0: 0}
-
-
-def _rank_of(event: dict[str, Any]) -> int:
-    return int(event["rank"])

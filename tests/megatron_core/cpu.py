@@ -1,7 +1,7 @@
 """Megatron-core where there is no device: what it asks of CUDA, answered by the CPU.
 
 The package says ``device="cuda"``, ``torch.cuda.current_device()`` and ``"torch.cuda.FloatTensor"`` in places that
-have no switch. Listed in docs/megatron-core.md; nothing of it is part of reft.
+have no switch. Listed in docs/megatron.md; nothing of it is part of reft.
 """
 
 from __future__ import annotations

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from reft.grid import Coordinate, Degrees
@@ -62,3 +68,39 @@ def write_version(arena: Arena, step: int, state: ArenaState = ArenaState.COMMIT
 def read_back(path: Path) -> ArenaHeader | None:
     with Arena.open(path, SECRET) as arena:
         return arena.header()
+
+
+@contextmanager
+def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """A real process that opens the arena, runs ``how`` on it and waits to be killed."""
+    code = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        from arena_tools import SECRET, fill, header
+        from reft.memory.arena import Arena
+        arena = Arena.open(Path(sys.argv[1]), SECRET, writable=True)
+        result = {how}
+        print(result, flush=True)
+        sys.stdin.read()
+        """
+    )
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from arena_tools import SECRET, fill, header, make, write_version
+from arena_tools import SECRET, answer, fill, header, holder, make, write_version
 
 from reft.errors import ArenaError
-from reft.memory import files as arena_lock
+from reft.memory import arena as arena_lock
 from reft.memory.arena import Arena, ArenaState
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@contextmanager
-def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """A real process that opens the arena, runs ``how`` on it and waits to be killed."""
-    code = textwrap.dedent(
-        f"""
-        import sys
-        from pathlib import Path
-        from arena_tools import SECRET, header, fill
-        from reft.memory.arena import Arena
-        arena = Arena.open(Path(sys.argv[1]), SECRET, writable=True)
-        result = {how}
-        print(result, flush=True)
-        sys.stdin.read()
-        """
-    )
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 @pytest.fixture
@@ -67,18 +26,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-def test_a_writer_keeps_readers_out_until_it_dies(path: Path) -> None:
-    with Arena.open(path, SECRET) as reader, holder(path, "arena.try_lock_exclusive()") as process:
-        assert answer(process) == "True"
+def test_a_writer_and_a_reader_keep_each_other_out_until_they_die(path: Path) -> None:
+    with Arena.open(path, SECRET) as reader, holder(path, "arena.begin(header(2))") as process:
+        answer(process)
         assert not reader.lock_shared()
         assert not reader.try_lock_exclusive()
+        with pytest.raises(ArenaError, match="another process is writing it"):
+            Arena.create(path, 1024, 4, SECRET)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
         assert reader.lock_shared()
-
-
-@pytest.mark.process
-def test_a_reader_keeps_writers_out_until_it_dies(path: Path) -> None:
+    with make(path) as arena:
+        write_version(arena, 1)
     with Arena.open(path, SECRET, writable=True) as writer, holder(path, "arena.lock_shared()") as process:
         assert answer(process) == "True"
         assert not writer.try_lock_exclusive()
@@ -89,17 +48,6 @@ def test_a_reader_keeps_writers_out_until_it_dies(path: Path) -> None:
         process.wait(timeout=30)
         writer.begin(header(2))
         assert writer.state is ArenaState.WRITING
-
-
-@pytest.mark.process
-def test_a_blocking_reader_gets_its_turn(path: Path) -> None:
-    with Arena.open(path, SECRET, writable=True) as writer:
-        assert writer.try_lock_exclusive()
-        with holder(path, "(print('waiting', flush=True), arena.lock_shared(blocking=True))[1]") as process:
-            assert answer(process) == "waiting"
-            writer.unlock()
-            assert answer(process) == "True"
-            assert not writer.try_lock_exclusive()
 
 
 def test_begin_locks_and_seal_unlocks_unless_the_caller_holds_the_lock(path: Path) -> None:
@@ -158,27 +106,6 @@ def test_a_child_forked_while_an_arena_is_closed_keeps_files_that_were_given_its
     monkeypatch.setattr(arena_lock.os, "close", close_and_fork)
     reader.close()
     assert found == [0]
-
-
-@pytest.mark.process
-def test_an_arena_that_is_being_written_cannot_be_replaced(path: Path) -> None:
-    with holder(path, "arena.begin(header(2))") as process:
-        answer(process)
-        with pytest.raises(ArenaError, match="another process is writing it"):
-            Arena.create(path, 1024, 4, SECRET)
-        process.kill()
-        process.wait(timeout=30)
-    Arena.create(path, 1024, 4, SECRET).close()
-
-
-def test_only_a_writable_arena_can_be_changed(path: Path) -> None:
-    with Arena.open(path, SECRET) as reader:
-        for change in (lambda: reader.begin(header(2)), reader.commit, reader.clear):
-            with pytest.raises(ArenaError):
-                change()
-        with pytest.raises(TypeError):
-            reader.data[0] = 1
-        assert reader.state is ArenaState.COMMITTED
 
 
 def test_a_closed_arena_locks_nothing(path: Path) -> None:

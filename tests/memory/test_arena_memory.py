@@ -38,25 +38,6 @@ def test_p9_all_memory_is_allocated_and_mapped_at_creation(tmp_path: Path) -> No
         path.unlink(missing_ok=True)
 
 
-def mapping_flags(path: Path) -> list[set[str]]:
-    """``VmFlags`` of this process's mappings of a file."""
-    _, *mappings = Path("/proc/self/smaps").read_text().split(str(path))
-    return [
-        set(next(line for line in text.splitlines() if line.startswith("VmFlags:")).split()[1:])
-        for text in mappings
-    ]
-
-
-def test_only_what_is_read_once_is_mapped_so(tmp_path: Path) -> None:
-    """Its pages are then not marked as used again, one by one, when it is unmapped."""
-    path = tmp_path / "rank0-slot0.arena"
-    make(path).close()
-    with Arena.open(path, SECRET):
-        assert ["sr" in flags for flags in mapping_flags(path)] == [True]
-    with Arena.open(path, SECRET, writable=True):
-        assert ["sr" in flags for flags in mapping_flags(path)] == [False]
-
-
 def test_touching_by_hand_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rank0-slot0.arena"
     with make(path) as arena:

@@ -130,14 +130,6 @@ def test_directories_of_several_jobs_are_not_mixed(memory: JobMemory, tmp_path: 
         inspect_job([])
 
 
-def test_two_directories_of_one_node_name_are_told_apart(memory: JobMemory, tmp_path: Path) -> None:
-    twin = tmp_path / "copy"
-    shutil.copytree(memory.jobs[0].path, twin)
-    report = inspect_job([memory.jobs[0].path, twin])
-    assert len(report.directories) == 2
-    assert report.restores == OLD
-
-
 def test_inspecting_changes_nothing_and_needs_no_process(memory: JobMemory) -> None:
     before = {p: p.read_bytes() for d in dirs(memory) for p in d.iterdir()}
     inspect_job(dirs(memory), verify=True)

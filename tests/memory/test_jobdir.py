@@ -19,7 +19,6 @@ from reft.memory.arena import Arena
 from reft.memory.jobdir import (
     JOB_FILE,
     SECRET_FILE,
-    STATUS_FILE,
     JobDir,
     find_jobs,
     is_running,
@@ -28,7 +27,6 @@ from reft.memory.jobdir import (
     read_json,
     read_secret,
     remove_job,
-    write_json,
 )
 from tests.machine import can_give_away
 
@@ -55,12 +53,6 @@ def test_p11_the_directory_and_its_secret_are_private(tmp_path: Path) -> None:
     found = read_json(job.path / JOB_FILE)
     assert found is not None
     assert (found["job_id"], found["node"], found["owner_uid"]) == ("job", "node0", os.geteuid())
-
-
-def test_below_a_directory_for_everybody_memory_is_private(tmp_path: Path) -> None:
-    tmp_path.chmod(0o1777)
-    job = JobDir.open_or_create(tmp_path / "reft", "job", "node0")
-    assert mode(tmp_path / "reft") == mode(job.path) == 0o700
 
 
 def test_the_given_secret_is_used_and_another_one_is_refused(
@@ -164,32 +156,6 @@ def test_the_newest_incarnation_is_the_highest_that_any_arena_names(tmp_path: Pa
     assert job.newest_incarnation() == 5
 
 
-def test_status_is_replaced_in_one_step(tmp_path: Path) -> None:
-    job = JobDir.open_or_create(tmp_path, "job", "node0")
-    assert job.read_status() is None
-    done = threading.Event()
-    seen: list[dict[str, int]] = []
-
-    def read() -> None:
-        while not done.is_set():
-            status = job.read_status()
-            assert status is not None
-            seen.append(status)
-
-    write_json(job.path / STATUS_FILE, {"a": 0, "b": 0})
-    thread = threading.Thread(target=read)
-    thread.start()
-    for value in range(300):
-        write_json(job.path / STATUS_FILE, {"a": value, "b": value})
-    done.set()
-    thread.join()
-    assert seen
-    assert all(s["a"] == s["b"] for s in seen)
-    assert not list(job.path.glob(".*"))
-    (job.path / "status.json").write_text("{half")
-    assert job.read_status() is None
-
-
 @pytest.mark.process
 def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None:
     me = process_identity()
@@ -256,8 +222,8 @@ def test_a_live_job_is_removed_by_force_and_its_process_goes_on(tmp_path: Path) 
     job = JobDir.open_or_create(tmp_path, "job", "node0")
     with make(job.path / "rank0-slot0.arena", secret=job.secret) as arena:
         with pytest.raises(ArenaError, match="--force"):
-            job.remove()
-        job.remove(force=True)
+            remove_job(job.path)
+        remove_job(job.path, force=True)
         assert not job.path.exists()
         write_version(arena, 1)
 
@@ -290,14 +256,3 @@ def test_only_job_directories_are_listed_and_removed(tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "precious.txt").exists()
     (summary, _) = list_jobs(tmp_path)
     assert json.loads(json.dumps(summary.to_json()))["job_id"] == "a"
-
-
-def test_a_json_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-    circle: dict[str, object] = {}
-    circle["a"] = circle
-    with pytest.raises(ValueError, match="Circular"):
-        write_json(path, circle)
-    assert read_json(path) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

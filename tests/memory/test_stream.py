@@ -4,7 +4,6 @@ that it takes on the way is that of the xxhash package, to the bit."""
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -93,25 +92,6 @@ def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
             hasher.copy(ranges_of(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
         assert hasher.take() == checksum(source[source_at:])
     np.testing.assert_array_equal(target, expected)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("more", [-1, 0, 1, 1024])
-def test_p5_whole_groups_of_pages_are_hashed_where_the_target_begins_with_a_page(
-    hasher: HashingCopier, groups: int, more: int
-) -> None:
-    """As blocks lie in an arena: nothing is left over at the end of a chunk."""
-    nbytes = groups * 4 * PAGE + more
-    source = np.random.default_rng(3).integers(0, 256, 3 * nbytes, dtype=np.uint8)
-    memory = mmap.mmap(-1, 3 * (nbytes + PAGE))
-    target = np.frombuffer(memory, np.uint8)
-    for part in range(3):
-        place = part * (-(-nbytes // PAGE) * PAGE)
-        hasher.copy(ranges_of([(target.ctypes.data + place, source.ctypes.data + part * nbytes, nbytes)]))
-        np.testing.assert_array_equal(
-            target[place : place + nbytes], source[part * nbytes : (part + 1) * nbytes]
-        )
-    assert hasher.take() == checksum(source)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

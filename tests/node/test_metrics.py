@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +18,14 @@ from reft.config_read import parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
 from reft.node.accounts import Counts
+from reft.node.daemon import NodeStatus
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, Shard, Signal
-from reft.node.status import NodeStatus
 from reft.node.stragglers import Kind, RankSpeed, Straggler
+from reft.storage.persister import PersistStatus
+from tests.job.daemons import wait_for
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def job(tmp_path: Path) -> JobDir:
 
 @pytest.fixture
 def status(job: JobDir) -> NodeStatus:
-    status = NodeStatus(job.path, {})
+    status = NodeStatus(job.path, {}, PersistStatus())
     status.committed(Label(1, 7))
     status.skip(8, "no memory")
     traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
@@ -87,11 +88,8 @@ def server(job: JobDir, status: NodeStatus) -> Iterator[MetricsServer]:
 
 
 def wait_until_served(server: MetricsServer) -> int:
-    deadline = time.monotonic() + 60
-    while server.port is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return server.port
+    wait_for(lambda: server.port is not None, "the server")
+    return server.port or 0
 
 
 def scrape(port: int) -> str:
@@ -108,13 +106,13 @@ def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
         labels = tuple(k for k in family.samples[0].labels if k not in ("job", "node"))
         assert {(s.labels["job"], s.labels["node"]) for s in family.samples} == {("job", "a")}
         exposed[name] = (family.type, labels, family.documentation)
-    told = (ROOT / "docs" / "operations.md").read_text()
+    told = (ROOT / "docs" / "monitoring.md").read_text()
     table = {
         name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels))), meaning)
         for name, kind, labels, meaning in ROW.findall(told)
     }
     assert exposed == table, (
-        "the table in docs/operations.md, and all that is exposed where everything is known"
+        "the table in docs/monitoring.md, and all that is exposed where everything is known"
     )
     assert exposed.keys() == METRICS.keys()
 
@@ -147,9 +145,7 @@ def test_p6_a_port_that_is_taken_is_said_once(
         port = other.getsockname()[1]
         for _ in range(3):
             server.configure(MetricsConfig(port=port))
-        deadline = time.monotonic() + 60
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: caplog.messages, "the warning")
         (said,) = caplog.messages
         assert f"no metrics at 127.0.0.1 port {port}" in said
         assert "training does not wait" in said

@@ -10,11 +10,12 @@ import pytest
 
 from reft.memory.arena import ArenaState
 from reft.memory.jobdir import JobDir, write_json
+from reft.node.daemon import NodeStatus
 from reft.node.history import RESUMED, STARTED, note
 from reft.node.observe import Doing, NodeObserver, Speed
 from reft.node.progress import Phase, ProgressPage, Seen
 from reft.node.report import Signal
-from reft.node.status import NodeStatus
+from reft.storage.persister import PersistStatus
 from tests.memory.arena_tools import SECRET, make, write_version
 
 
@@ -63,7 +64,7 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
 
 def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     watch = observer(job)
-    status = NodeStatus(job.path, {})
+    status = NodeStatus(job.path, {}, PersistStatus())
     page = ProgressPage(job.path, 0, 0, 10.0)
     runs = Doing("running", round=1, since_unix_secs=time.time())
     assert watch.look(runs).signal is Signal.HEALTHY
@@ -80,7 +81,7 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     stale = watch.look(runs)
     assert (stale.signal, stale.why) == (Signal.UNHEALTHY, "no version since step 1: no memory")
 
-    status = NodeStatus(job.path, {})
+    status = NodeStatus(job.path, {}, PersistStatus())
     status.update_quiet(["rank 1: quiet"], [])
     status.write_if_changed()
     assert watch.look(runs).signal is Signal.HEALTHY

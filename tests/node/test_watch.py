@@ -8,7 +8,7 @@ from unittest import mock
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.node.watch import CommitWatch
+from reft.node.observe import CommitWatch
 from tests.memory.arena_tools import SECRET, make, write_version
 
 

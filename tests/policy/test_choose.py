@@ -11,12 +11,13 @@ from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
 from reft.policy.choose import Alternative, Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, group_loads
-from reft.protect.codes import Scheme, schemes_for
+from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.scheduling.has import Bandwidth
 from reft.snapshot.scheduling.windows import Window, WindowKind
 from reft.tools.planning.pace import StageWindows, WindowPace
+from tests.protect.reference import schemes_for
 
 MIB = 2**20
 

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from reft.protect.codes import Scheme, schemes_for
+from reft.protect.codes import Scheme
 from reft.protect.placement import MemoryWatch, ladder
+from tests.protect.reference import schemes_for
 
 
 @pytest.mark.parametrize("members", range(1, 10))

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulator.costs import Costs
-from benchmarks.simulator.pipeline import simulate as simulate_step
 from benchmarks.simulator.schedules import one_f_one_b
 from reft import cli
+from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import Activity, ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
 from tests.policy.planning import FP16, QUICK, SMALL, Run
-from tests.profile.test_simulated import profile as profile_of
+from tests.profile.simulated import run as run_steps
 
 STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
 
@@ -26,7 +26,8 @@ def profiled() -> ProfileResult:
     """Of that job, as if its simulated step had been run and profiled."""
     layouting = Layouting(pp=4, dp=8, micro_batches=4)
     training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
-    result = profile_of(simulate_step(one_f_one_b(4, 4), Costs.of(training)))
+    ranks, _ = run_steps(one_f_one_b(4, 4), Costs.of(training))
+    result = analyse(ranks, JobFacts("simulated", 4, (4, 1, 1), 0.0))
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
 
 

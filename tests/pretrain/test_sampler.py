@@ -1,17 +1,18 @@
-"""The data position: every sample once per epoch, whatever interrupts, on whatever degrees."""
+"""The example's data position: every sample once per epoch, whatever interrupts, on whatever degrees."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.data.order import Permutation, ResumableSampler
+from examples.llama.samples import MicroBatchIterator
+from reft.data.order import Permutation
 from reft.errors import ConfigError
 
 
@@ -35,61 +36,49 @@ def test_the_order_is_the_same_for_ever() -> None:
     assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.1
 
 
+def reader(samples: int, seed: int, **options: int) -> Any:
+    """Samples of two tokens, the first of which is its number."""
+    dataset: Any = np.arange(samples).reshape(-1, 1) + np.array([[0, 1]])
+    return MicroBatchIterator(dataset, samples + 1, seed=seed, **options)
+
+
+def read(iterator: Any) -> list[int]:
+    return next(iterator)[0].flatten().tolist()
+
+
 @given(
-    num_samples=st.integers(1, 60),
+    samples=st.integers(1, 60),
     runs=st.lists(
         st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=6
     ),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=80, deadline=None)
-def test_every_sample_once_per_epoch_under_any_interruptions(num_samples, runs, seed) -> None:
+def test_every_sample_once_per_epoch_under_any_interruptions(samples, runs, seed) -> None:
     """Each run has its own replicas and micro-batch and goes on where the last one was cut off."""
     order: list[int] = []
     state = None
     for dp_size, micro_batch, micro_batches in runs:
         ranks = [
-            ResumableSampler(num_samples, seed=seed, micro_batch=micro_batch, dp_rank=r, dp_size=dp_size)
-            for r in range(dp_size)
+            reader(samples, seed, micro_batch=micro_batch, dp_rank=r, dp_size=dp_size) for r in range(dp_size)
         ]
         for rank in ranks:
             if state is not None:
                 rank.load_state_dict(state)
         for _ in range(micro_batches):
             for rank in ranks:
-                order += next(rank).tolist()
+                order += read(rank)
         states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
         assert all(s == states[0] for s in states)
         state = states[0]
-        assert ranks[0].consumed_total == len(order)
-    undisturbed = ResumableSampler(num_samples, seed=seed, micro_batch=1)
-    assert order == [int(next(undisturbed)[0]) for _ in range(len(order))]
-    for start in range(0, len(order) - num_samples + 1, num_samples):
-        assert Counter(order[start : start + num_samples]) == Counter(range(num_samples))
+        assert ranks[0].consumed == len(order)
+    undisturbed = reader(samples, seed, micro_batch=1)
+    assert order == [read(undisturbed)[0] for _ in range(len(order))]
+    for start in range(0, len(order) - samples + 1, samples):
+        assert Counter(order[start : start + samples]) == Counter(range(samples))
 
 
-def test_epochs_differ_and_the_seed_matters() -> None:
-    def epochs(seed: int) -> list[list[int]]:
-        sampler = ResumableSampler(50, seed=seed, micro_batch=50)
-        return [batch.tolist() for batch in islice(sampler, 3)]
-
-    assert epochs(1) == epochs(1)
-    assert len({tuple(e) for e in epochs(1) + epochs(2)}) == 6
-
-
-def test_seek_is_the_same_as_consuming() -> None:
-    walked, jumped = (ResumableSampler(13, seed=4, micro_batch=2, dp_rank=1, dp_size=3) for _ in range(2))
-    for _ in range(9):
-        next(walked)
-    jumped.seek(9 * 6)
-    assert jumped.state_dict() == walked.state_dict()
-    assert next(jumped).tolist() == next(walked).tolist()
-
-
-@pytest.mark.parametrize(("key", "value"), [("seed", 5), ("num_samples", 14), ("version", 2)])
-def test_a_position_in_other_data_is_refused(key: str, value: int) -> None:
-    sampler = ResumableSampler(13, seed=4, micro_batch=2)
-    with pytest.raises(ConfigError, match=f"{key}|version"):
-        sampler.load_state_dict({**sampler.state_dict(), key: value})
-    with pytest.raises(ConfigError, match="no sample"):
-        ResumableSampler(0, seed=4, micro_batch=2)
+def test_a_position_in_other_data_is_refused() -> None:
+    for other in (reader(13, 5, micro_batch=2), reader(14, 4, micro_batch=2)):
+        with pytest.raises(ConfigError, match="the samples would not be those that are left"):
+            other.load_state_dict(reader(13, 4, micro_batch=2).state_dict())

@@ -42,27 +42,11 @@ def run(case: dict, out: Path) -> None:
     data = train.micro_batch_iterator(engine, options, config, layout, samples)
     result = {
         "at": layout.coordinate(dist.get_rank()),
-        "order": layout.order,
-        "optimizer": type(engine.optimizer).__name__,
         "initial": weights(engine.module),
         "shards": shard_dims(engine.module),
         "losses": [float(engine.train_batch(data)) for _ in range(case["steps"])],
         "final": weights(engine.module),
-        "consumed": data.sampler.consumed_total,
     }
-    if case.get("resume_from"):
-        # The same job stopped half-way, saved, built anew and loaded.
-        half = train.build_engine(options, config, layout)
-        again = train.micro_batch_iterator(half, options, config, layout, samples)
-        first = [float(half.train_batch(again)) for _ in range(case["resume_from"])]
-        train.save_checkpoint(half, again, out / case["name"])
-        resumed = train.build_engine(options, config, layout)
-        path, state = resumed.load_checkpoint(str(out / case["name"]))
-        last = train.micro_batch_iterator(resumed, options, config, layout, samples)
-        last.sampler.seek(resumed.global_samples)
-        rest = [float(resumed.train_batch(last)) for _ in range(case["steps"] - resumed.global_steps)]
-        result |= {"resumed_losses": first + rest, "resumed_final": weights(resumed.module)}
-        result |= {"path": path, "state": state}
     torch.save(result, out / f"{case['name']}-{dist.get_rank()}.pt")
 
 

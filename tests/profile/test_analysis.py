@@ -1,46 +1,59 @@
-"""What the profiler finds in pipelines whose idle time is known."""
+"""What the profiler finds in pipelines whose idle time is known (simulated)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.profile.analysis import JobFacts, analyse
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.schedules import (
+    Schedule,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+from reft.profile.analysis import analyse
 from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
-from reft.profile.traces import decode, encode, only_group_calls
-from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.scheduling.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
-from tests.profile.timelines import Job, train_schedule, with_chunks
+from reft.profile.traces import RankTraces, decode, encode, only_group_calls
+from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
+from reft.snapshot.scheduling.windows import AnalyticEstimator, WindowKind
+from tests.profile.simulated import (
+    BACKWARD,
+    FACTS,
+    FORWARD,
+    OPTIMIZER,
+    REDUCE,
+    Idle,
+    costs,
+    found_idle,
+    run,
+    train_schedule,
+    with_chunks,
+)
 
-FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)
-EQUAL = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}
-MEETS = frozenset({"AggregateTotalLoss"})
+UNEQUAL = Costs(
+    forward_secs=(2e-3, 3e-3, 1e-3),
+    backward_secs=(4e-3, 3e-3, 5e-3),
+    load_secs=1e-4,
+    link_latency_secs=1e-4,
+    reduce_secs=(1e-3,) * 3,
+    optimizer_secs=(2e-3,) * 3,
+)
 
 
-def found_idle(result: ProfileResult) -> dict[tuple[int, int, int], float]:
-    """(stage, step, position) to the seconds of waiting that the profiler saw."""
-    return {
-        (rank.stage_id, timeline.step, s.position): s.secs
-        for timeline in result.timelines
-        for rank in timeline.ranks
-        for s in rank.segments
-        if s.activity is Activity.WAIT
-    }
-
-
-def assert_true_idle(job: Job, result: ProfileResult) -> None:
+def assert_true_idle(ranks: list[RankTraces], idle: Idle, result: ProfileResult, but: str = "") -> None:
+    """``but``: instructions whose waits are not compared."""
+    names = {(r.pp, t.step, i.position): i.name for r in ranks for t in r.traces for i in t.instructions}
     found = found_idle(result)
-    for place in {*found, *job.true_idle}:
-        assert found.get(place, 0.0) == pytest.approx(job.true_idle.get(place, 0.0), abs=1e-8), place
-
-
-def ended_together(streams: list) -> list:
-    """As DeepSpeed ends a step: all stages wait for the loss of the last."""
-    return [[*stream, ("AggregateTotalLoss", None)] for stream in streams]
+    for place in {*found, *idle}:
+        if names[place] != but:
+            assert found.get(place, 0.0) == pytest.approx(idle.get(place, 0.0), abs=1e-8), place
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,144 +62,160 @@ def ended_together(streams: list) -> list:
     micro_batches=st.integers(1, 8),
     secs=st.lists(st.integers(1, 9), min_size=10, max_size=10),
     transfer=st.integers(0, 20),
-    ahead=st.lists(st.floats(-1e3, 1e3), min_size=5, max_size=5),
+    ahead=st.none() | st.lists(st.floats(-1e3, 1e3), min_size=5, max_size=5),
 )
 def test_true_idle_is_told_from_transfers_on_unaligned_clocks(stages, micro_batches, secs, transfer, ahead):
-    per_call = {(s, "ForwardPass"): secs[s] * 1e-3 for s in range(stages)}
-    per_call |= {(s, "BackwardPass"): secs[5 + s] * 1e-3 for s in range(stages)}
-    streams, secs_each = ended_together(train_schedule(stages, micro_batches)), transfer * 1e-4
-    job = Job(streams, per_call, transfer_secs=secs_each, clock_secs=[0.0, *ahead][:stages], meets=MEETS)
-    result = analyse(job.run(steps=3), FACTS)
-    assert_true_idle(job, result)
+    """Sends hold their device until the receiver is there; on one clock they are buffered."""
+    blocking, clocks = ahead is not None, [0.0, *(ahead or [0.0] * 5)][:stages]
+    forward, backward = (tuple(s * 1e-3 for s in part[:stages]) for part in (secs[:5], secs[5:]))
+    unequal = Costs(forward, backward, link_latency_secs=transfer * 1e-4, blocking_sends=blocking)
+    schedule = train_schedule(stages, micro_batches)
+    ranks, idle = run(schedule, unequal, clock_secs=clocks)
+    result = analyse(ranks, FACTS)
+    assert_true_idle(ranks, idle, result, but="OptimizerStep")
     for stage in result.stages:
-        transfers = sum(name[:4] in ("Send", "Recv") for name, _ in streams[stage.stage_id])
+        transfers = sum(i.name[:4] in ("Send", "Recv") for i in schedule.streams[stage.stage_id])
         moved = stage.secs[Activity.TRANSFER].p50 if Activity.TRANSFER in stage.secs else 0.0
-        assert moved == pytest.approx(transfers * secs_each, abs=1e-7)
+        assert moved <= transfers * transfer * 1e-4 + 1e-7
+        assert not blocking or moved == pytest.approx(transfers * transfer * 1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [one_f_one_b(3, 5), gpipe(3, 4), interleaved(3, 6, 2), zero_bubble_h1(3, 6)],
+    ids=lambda schedule: schedule.name,
+)
+def test_every_wait_of_a_simulated_schedule_is_found(schedule: Schedule):
+    ranks, idle = run(schedule, UNEQUAL)
+    assert idle
+    assert_true_idle(ranks, idle, analyse(ranks, FACTS), but="OptimizerStep")
+
+
+def test_queued_transfers_are_not_overstated():
+    """Four stages: both inner ones send as many as the other receives, but not to each other."""
+    unequal = Costs((2e-3, 3e-3, 1e-3, 2e-3), (4e-3, 3e-3, 5e-3, 2e-3), link_latency_secs=1e-4)
+    ranks, idle = run(dual_pipe_v(4, 10), unequal)
+    result = analyse(ranks, FACTS)
+    found = found_idle(result)
+    segments = [s for t in result.timelines for rank in t.ranks for s in rank.segments]
+    assert {s.name for s in segments if s.activity is Activity.WAIT} == {"CommitP2P"}
+    assert sum(found.values()) > 0.4 * sum(idle.values())
+    for place, secs in found.items():
+        assert secs <= idle.get(place, 0.0) + unequal.link_latency_secs + 1e-9
 
 
 def test_windows_are_those_of_the_analytic_estimator():
-    """Equal stages, free transfers, everyone begins and ends the step together."""
-    stages, micro_batches, t_f, t_b = 4, 8, 2e-3, 4e-3
-    streams = ended_together(train_schedule(stages, micro_batches))
-    job = Job(streams, {"ForwardPass": t_f, "BackwardPass": t_b}, meets=MEETS)
-    result = analyse(job.run(steps=4), FACTS)
-    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
+    """Equal stages, free transfers. The drain, which DeepSpeed spends behind the schedule, is the optimizer's here."""
+    stages, micro_batches = 4, 8
+    ranks, _ = run(train_schedule(stages, micro_batches), Costs.equal(stages, FORWARD, BACKWARD), 4)
+    result = analyse(ranks, FACTS)
+    analytic = AnalyticEstimator(stages, micro_batches, FORWARD, BACKWARD)
     for stage in result.stages:
-        expected = analytic.windows(stage.stage_id)
-        assert [w.kind for w in stage.windows] == [w.kind for w in expected]
+        expected = [w for w in analytic.windows(stage.stage_id) if w.kind is not WindowKind.DRAIN]
+        assert [(w.kind, w.position) for w in stage.windows] == [(w.kind, w.position) for w in expected]
         for window, true in zip(stage.windows, expected, strict=True):
             assert window.start_secs == pytest.approx(true.start_secs, abs=1e-8)
             assert window.stop_secs == pytest.approx(true.stop_secs, abs=1e-8)
-            if true.kind is not WindowKind.DRAIN:  # which DeepSpeed spends in the loss, not the reduction
-                assert window.position == true.position
-    estimator = ProfiledEstimator.of({s.stage_id: result.windows(s.stage_id) for s in result.stages})
-    assert sum(w.length_secs for w in estimator.windows(0)) == pytest.approx((stages - 1) * (t_f + t_b))
+    windows = result.windows(0)
+    assert sum(w.length_secs for w in windows) == pytest.approx((stages - 1) * (FORWARD + BACKWARD))
 
 
 def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():
-    job = Job(train_schedule(3, 6), EQUAL, transfer_secs=4e-4, jitter=0.2)
-    ranks = [rank for rank in job.run(steps=8) if rank.pp != 1]
-    result = analyse(ranks, FACTS)
+    ranks, idle = run(train_schedule(3, 6), replace(costs(3), blocking_sends=True), 8, jitter=0.2)
+    result = analyse([rank for rank in ranks if rank.pp != 1], FACTS)
     assert result.method.matched_share == 0
-    found = found_idle(result)
+    found = {place: secs for place, secs in found_idle(result).items() if place[0] == 0}
     assert found
-    for place, secs in found.items():
-        assert secs <= job.true_idle[place] + 1e-9
-    true_mid = job.true_idle[0, 3, next(p for s, _, p in found if s == 0)]
-    assert max(v for k, v in found.items() if k[0] == 0) > 0.5 * true_mid
+    assert all(secs <= idle.get(place, 0.0) + 1e-9 for place, secs in found.items())
+    assert max(found.values()) > 0.5 * max(idle.get(place, 0.0) for place in found)
+
+
+def changed(trace: StepTrace, name: str, *, begin: float = 0.0, end: float = 0.0, **more: Any) -> StepTrace:
+    """With the calls of a name begun and ended so much later."""
+    calls = tuple(
+        replace(i, begin_secs=i.begin_secs + begin, end_secs=i.end_secs + end) if i.name == name else i
+        for i in trace.instructions
+    )
+    return replace(trace, instructions=calls, **more)
 
 
 def test_data_parallel_peers_wait_for_the_last_in_the_reduction():
-    fast, slow = (
-        Job(train_schedule(1, 2), {"BackwardPass": secs, "ReduceGrads": 1e-3}).run(steps=1)[0]
-        for secs in (2e-3, 3e-3)
-    )
-    late = slow.traces[0].instructions[-2]
-    assert late.name == "ReduceGrads"
+    def one(backward: float) -> RankTraces:
+        return run(train_schedule(1, 2), Costs((0.0,), (backward,), reduce_secs=(REDUCE,)), 1)[0][0]
+
     # The fast one ends its reduction when the slow one does.
-    early = tuple(
-        replace(i, end_secs=late.end_secs) if i.name == "ReduceGrads" else i
-        for i in fast.traces[0].instructions
-    )
-    fast = replace(fast, traces=(replace(fast.traces[0], instructions=early),))
+    fast, slow = one(2e-3), one(3e-3)
+    fast = replace(fast, traces=(changed(fast.traces[0], "ReduceGrads", end=2e-3),))
     slow = replace(slow, rank=1, dp=1, complete=False, traces=tuple(only_group_calls(t) for t in slow.traces))
     result = analyse([fast, slow], FACTS)
-    assert found_idle(result) == {(0, 1, 7): pytest.approx(2e-3)}
-    assert result.stages[0].secs[Activity.REDUCE].p50 == pytest.approx(1e-3)
+    assert list(found_idle(result).values()) == [pytest.approx(2e-3)]
+    assert result.stages[0].secs[Activity.REDUCE].p50 == pytest.approx(REDUCE)
 
 
 @pytest.mark.parametrize("meets", [True, False])
 def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
     """The step lasts long enough to overlap on all stages either way."""
-    secs = {"ForwardPass": 1e-3, "BackwardPass": 2e-3, "OptimizerStep": 20e-3}
-    job = Job(
-        train_schedule(3, 4), secs, meets=frozenset({"OptimizerStep"}) if meets else frozenset(), jitter=0.1
-    )
-    result = analyse(job.run(steps=20), FACTS)
-    in_optimizer = defaultdict(float)
-    for timeline in result.timelines:
-        for rank in timeline.ranks:
-            for s in rank.segments:
-                if s.activity is Activity.WAIT and s.name == "OptimizerStep":
-                    in_optimizer[rank.stage_id] += s.secs
-    if meets:
-        assert_true_idle(job, result)
-        assert in_optimizer[2] > in_optimizer[1] > 0
-        drains = [w for stage in result.stages for w in stage.windows if w.name == "OptimizerStep"]
-        assert drains
-        assert all(w.kind is WindowKind.DRAIN and not w.usable for w in drains)
-    else:
-        assert not in_optimizer
-
-
-def test_the_fence_is_shown_as_such():
-    rank = Job(train_schedule(1, 2), EQUAL).run(steps=2)[0]
-    held = tuple(
-        replace(
-            t,
-            fence_secs=2e-3,
-            instructions=tuple(
-                replace(i, end_secs=i.end_secs + 2e-3) if i.name == "OptimizerStep" else i
-                for i in t.instructions
-            ),
-        )
-        for t in rank.traces
-    )
-    stage = analyse([replace(rank, traces=held)], FACTS).stages[0]
-    assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
-    assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(EQUAL["OptimizerStep"])
-
-
-def test_what_beginning_a_snapshot_takes_is_shown():
-    """Between the optimizer step and the next instruction."""
-    job = Job(ended_together(train_schedule(2, 2)), EQUAL, meets=MEETS)
-    ranks = []
-    for rank in job.run(steps=3):
-        late = tuple(
+    ranks, idle = run(train_schedule(3, 4), costs(3, optimizer_secs=20e-3), 20, jitter=0.1)
+    if not meets:
+        # Each rank's takes as long as the shortest of all, from where it comes to it.
+        ranks = [
             replace(
-                t,
-                end_secs=t.end_secs + 5e-3,
-                instructions=tuple(
-                    replace(i, begin_secs=i.begin_secs + 5e-3, end_secs=i.end_secs + 5e-3)
-                    if i.name == "AggregateTotalLoss"
-                    else i
-                    for i in t.instructions
+                rank,
+                traces=tuple(
+                    changed(
+                        t, "OptimizerStep", end=-idle.get((rank.pp, t.step, len(t.instructions) - 1), 0.0)
+                    )
+                    for t in rank.traces
                 ),
             )
-            for t in rank.traces
+            for rank in ranks
+        ]
+    result = analyse(ranks, FACTS)
+    segments = [(r.stage_id, s) for t in result.timelines for r in t.ranks for s in r.segments]
+    waits = [stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")]
+    if not meets:
+        assert not waits
+        return
+    assert_true_idle(ranks, idle, result)
+    assert waits
+    drains = [w for stage in result.stages for w in stage.windows if w.name == "OptimizerStep"]
+    assert drains
+    assert all(w.kind is WindowKind.DRAIN and not w.usable for w in drains)
+
+
+def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
+    """Waiting before the optimizer step, and between it and the next instruction."""
+    (rank,), _ = run(train_schedule(1, 2), costs(1), 2)
+    late = tuple(changed(t, "OptimizerStep", end=2e-3, fence_secs=2e-3) for t in rank.traces)
+    loss = tuple(
+        replace(
+            t,
+            instructions=(
+                *t.instructions,
+                replace(
+                    t.instructions[-1],
+                    position=len(t.instructions),
+                    name="AggregateTotalLoss",
+                    begin_secs=t.instructions[-1].end_secs + 5e-3,
+                    end_secs=t.instructions[-1].end_secs + 6e-3,
+                ),
+            ),
         )
-        ranks.append(replace(rank, traces=late))
+        for t in late
+    )
     chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
-    for stage in analyse(with_chunks(ranks, {0: chunks, 1: chunks}), FACTS).stages:
-        assert stage.snapshots.capture_secs.p50 == pytest.approx(5e-3)
-        assert stage.snapshots.held_up_secs == pytest.approx(5e-3)
-        assert stage.secs[Activity.CAPTURE].p50 == pytest.approx(5e-3)
-    for stage in analyse(ranks, FACTS).stages:
-        assert stage.snapshots.held_up_secs == 0, "there was no snapshot"
+    with_loss = replace(rank, traces=loss)
+    stage = analyse(with_chunks([with_loss], {0: chunks}), FACTS).stages[0]
+    assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
+    assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(OPTIMIZER)
+    assert stage.secs[Activity.CAPTURE].p50 == stage.snapshots.capture_secs.p50 == pytest.approx(5e-3)
+    assert stage.snapshots.held_up_secs == pytest.approx(7e-3)
+    without = analyse([with_loss], FACTS).stages[0]
+    assert without.snapshots.held_up_secs == pytest.approx(2e-3), "there was no snapshot to begin"
 
 
 def profiled_with_chunks() -> ProfileResult:
-    ranks = Job(train_schedule(2, 4), EQUAL, transfer_secs=2e-4, jitter=0.05).run(steps=6)
+    ranks, _ = run(train_schedule(2, 4), costs(2), 6, jitter=0.05)
     in_mid = [
         ChunkRecord(1, 2_000_000, 5e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)
     ]
@@ -218,10 +247,8 @@ def test_what_is_no_profile_is_refused_with_what_was_found(tmp_path):
 
 
 def test_traces_survive_the_wire_exactly():
-    for rank in with_chunks(
-        Job(train_schedule(2, 3), EQUAL, jitter=0.3).run(steps=2),
-        {0: [ChunkRecord(1, 7, 0.1, 0.2, None, "owned")]},
-    ):
+    ranks, _ = run(train_schedule(2, 3), costs(2), 2, jitter=0.3)
+    for rank in with_chunks(ranks, {0: [ChunkRecord(1, 7, 0.1, 0.2, None, "owned")]}):
         assert decode(encode(rank)) == rank
     with pytest.raises(ProfileError, match="cannot be read"):
         decode(b"\x93\x01\x02\x03")

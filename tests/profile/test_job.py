@@ -16,7 +16,7 @@ from reft.profile.traces import ClockOffset, RankTraces, gather, measure_offsets
 from reft.snapshot.scheduling.windows import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
-from tests.profile.timelines import Job, train_schedule
+from tests.profile.simulated import costs, run, train_schedule
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.integration
@@ -81,7 +81,7 @@ def test_the_steps_after_the_warm_up_were_measured(profiled):
 def test_windows_are_where_the_schedule_says(profiled):
     """However busy the machine is: what the stage waits for follows from the schedule alone."""
     first, last = profiled.result.stages
-    names = [name for name, _ in train_schedule(2, MICRO_BATCHES)[0]]
+    names = [instruction.name for instruction in train_schedule(2, MICRO_BATCHES).streams[0]]
     first_grad = names.index("RecvGrad")
     last_forward = max(n for n, name in enumerate(names) if name == "ForwardPass")
     for w in first.windows:
@@ -130,17 +130,14 @@ def gather_traces(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     # Ranks 1 and 2 pretend to be on another host.
     aligned = measure_offsets(dist.group.WORLD, "here" if rank == 0 else "there")
-    traces = Job(train_schedule(3, 2), {"ForwardPass": 1e-3}).run(2)[rank].traces
-    mine = RankTraces(rank, rank, 0, 0, ClockOffset(), 10 * rank, rank != 1, traces)
+    ranks, _ = run(train_schedule(3, 2), costs(3), 2)
+    mine = RankTraces(rank, rank, 0, 0, ClockOffset(), 10 * rank, rank != 1, ranks[rank].traces)
     gathered = gather(mine, b"s" * 32, dist.group.WORLD)
     if rank == 0:
         assert gathered is not None
         facts = {
             "bytes": [g.snapshot_bytes for g in gathered],
-            "equal": [
-                g.traces == Job(train_schedule(3, 2), {"ForwardPass": 1e-3}).run(2)[g.rank].traces
-                for g in gathered
-            ],
+            "equal": [g.traces == ranks[g.rank].traces for g in gathered],
             "offsets": [[o.secs, o.error_secs, o.clock] for o in aligned],
         }
         (Path(folder) / "facts.json").write_text(json.dumps(facts))

@@ -27,16 +27,7 @@ from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.tools.profile.chrome import write_trace
 from reft.tools.profile.display import advice, show
 from reft.tools.profile.figure import draw, verdict
-from tests.profile.timelines import Job, train_schedule, with_chunks
-
-SECS = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}
-
-
-def a_profile(chunks: dict | None = None, secs: dict | None = None, stages: int = 2) -> ProfileResult:
-    ranks = Job(train_schedule(stages, 4), {**SECS, **(secs or {})}, transfer_secs=2e-4, jitter=0.02).run(6)
-    facts = JobFacts("job", stages, (stages, 1, 1), 0.0)
-    return analyse(with_chunks(ranks, chunks or {}), facts)
-
+from tests.profile.simulated import a_profile, costs, run, train_schedule, with_chunks
 
 IN_MID = [ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)]
 IN_FILL = [ChunkRecord(1, 2_000_000, 1e-5, 9.1e-4, 0, "replicated")]
@@ -62,9 +53,9 @@ def test_advice_says_what_fits_and_what_does_not():
     lines = list(advice(a_profile({0: IN_MID, 1: TOO_MUCH})))
     assert any(line.startswith("stage 0: a snapshot of 4.0 MB fits into") for line in lines)
     assert any(line.startswith("stage 1: a snapshot of 270.0 MB does not fit") for line in lines)
-    slow = advice(a_profile(secs={(1, "BackwardPass"): 9e-3}))
+    slow = advice(a_profile(given=replace(costs(2), backward_secs=(4e-3, 9e-3))))
     assert any("stage 1 computes" in line and "longer than the mean stage" in line for line in slow)
-    ranks = Job(train_schedule(2, 4), SECS).run(4)
+    ranks, _ = run(train_schedule(2, 4), costs(2), 4)
     chunked = [replace(r, snapshot_bytes=4_000_000) for r in with_chunks(ranks, {0: IN_FILL, 1: IN_FILL})]
     rare = advice(analyse(chunked, JobFacts("job", 2, (2, 1, 1), 0.0)))
     assert any("snapshots were taken of about 50 % of the measured steps" in line for line in rare)

@@ -22,12 +22,11 @@ from reft.protect.backend import (
     NAME,
     THREADS,
     Backend,
+    CupyBackend,
+    NumpyBackend,
     TorchBackend,
-    check_combine,
-    cupy_backend,
     kernel_source,
     launch_of,
-    numpy_backend,
 )
 from reft.protect.gf256 import Row
 
@@ -42,7 +41,7 @@ static thread_local Index blockIdx, threadIdx, gridDim, blockDim;
 """
 
 
-class HostKernel:
+class HostKernel(Backend):
     """The device kernels' own source, compiled for the host: every block and thread in turn.
 
     It proves the arithmetic and the indices of what CuPy will run, not the launch.
@@ -53,22 +52,15 @@ class HostKernel:
     def zeros(self, nbytes: int, like: np.ndarray) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
 
-    def combine(
-        self, rows: Sequence[Row], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    def _combine(
+        self, rows: tuple[Row, ...], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], nbytes: int
     ) -> None:
-        nbytes = check_combine(rows, sources, targets)
-        kept = [r for r, row in enumerate(rows) if any(row)]
-        for r in set(range(len(rows))) - set(kept):
-            targets[r][:] = 0
-        if not kept or not nbytes:
-            return
-        buffers = [*sources, *(targets[r] for r in kept)]
+        buffers = [*sources, *targets]
         width = gcd(16, *(b.ctypes.data for b in buffers))
-        chosen = tuple(tuple(rows[r]) for r in kept)
-        launch = launch_of(chosen, width, nbytes)
+        launch = launch_of(rows, width, nbytes)
         arguments = [ctypes.c_ulonglong(n) for n in launch.numbers]
         # Fewer blocks than items, so that the loops over the grid are tried too.
-        _compiled(chosen, width)(
+        _compiled(rows, width)(
             min(launch.items, 3), THREADS, *arguments, *(ctypes.c_void_p(b.ctypes.data) for b in buffers)
         )
 
@@ -119,11 +111,11 @@ def _same(data: np.ndarray) -> np.ndarray:
 
 
 CASES = {
-    "numpy": Case(numpy_backend, _same, _same),
+    "numpy": Case(NumpyBackend, _same, _same),
     "torch": _torch_case("cpu"),
     "torch-device": _torch_case("cuda"),
     "kernel": Case(HostKernel, _same, _same),
-    "cupy": Case(cupy_backend, _torch_case("cuda").put, _torch_case("cuda").get),
+    "cupy": Case(CupyBackend, _torch_case("cuda").put, _torch_case("cuda").get),
 }
 
 
@@ -133,7 +125,7 @@ def case_or_skip(name: str) -> Case:
         pytest.skip("no CUDA or ROCm device for torch")
     if name == "cupy":
         try:
-            cupy_backend()
+            CupyBackend()
         except ConfigError as e:
             pytest.skip(str(e))
         if not torch.cuda.is_available():

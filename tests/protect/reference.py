@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from reft.protect.codes import Scheme
 from reft.protect.rs import CELL_BYTES, PACKETS
+
+
+def schemes_for(size: int, most: int) -> Iterator[Scheme]:
+    """Every sensible scheme of a group of ``size`` that claims to survive 1 to ``most`` losses."""
+    for tolerance in range(1, most + 1):
+        for copies in range(tolerance + 1):
+            scheme = Scheme(copies, tolerance - copies)
+            if scheme.why_no_room(size) is None:
+                yield scheme
 
 
 def slow_multiply(a: int, b: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.protect.solve import compiled_run
+from reft.protect.backend import compiled_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "protect.py"
 
@@ -41,15 +41,6 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
     # One parity over everything: the image is read once, 1/(D-1) of it is written.
     encoded = rows["numpy", "encode aec"]["bytes"]
     assert encoded == pytest.approx(result["image_bytes"] * members / (members - 1), rel=1e-3)
-
-
-@pytest.mark.process
-def test_the_table_is_for_people(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--quick"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "of the bound" in done.stdout
-    assert "decode rs:2, 2 lost" in done.stdout
 
 
 @pytest.mark.process

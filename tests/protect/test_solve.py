@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.protect.backend import compiled_run, solve_ragged
 from reft.protect.gf256 import Row, power, rank
-from reft.protect.rs import CELL_BYTES, PACKETS
-from reft.protect.solve import compiled_run, solve_program, solve_ragged
+from reft.protect.rs import CELL_BYTES, PACKETS, packet_program
 
 from .reference import slow_combine
 
@@ -25,7 +25,7 @@ def solved(rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: list[np.ndar
     where there is one, and with NumPy."""
     targets, others = (buffers(len(rows), max(map(len, sources)), seed=s) for s in (9, 10))
     solve_ragged(rows, matrix, sources, targets)
-    with mock.patch("reft.protect.solve.compiled_run", return_value=None):
+    with mock.patch("reft.protect.backend.compiled_run", return_value=None):
         solve_ragged(rows, matrix, sources, others)
     assert all(np.array_equal(one, other) for one, other in zip(targets, others, strict=True))
     return targets
@@ -52,10 +52,10 @@ def test_any_regular_system_is_solved(data: st.DataObject) -> None:
     rows = tuple(tuple(data.draw(coefficients) for _ in range(count)) for _ in range(size))
     if not all(map(any, rows)):
         with pytest.raises(ValueError, match="without any source"):
-            solve_program(rows, matrix)
+            packet_program(rows, matrix)
     elif rank(np.array(matrix, np.uint8)) < size:
         with pytest.raises(ValueError, match="expected a regular matrix"):
-            solve_program(rows, matrix)
+            packet_program(rows, matrix)
     else:
         check(rows, matrix, buffers(count, 256))
 
@@ -104,10 +104,15 @@ def test_two_losses_of_rs2_take_few_xors(lost: tuple[int, int]) -> None:
     """Eight members, four known blocks: both sums over five terms take eight XORs a byte, all the rest seven."""
     known = [j for j in range(6) if j not in lost]
     rows = ((1, 0, *(1 for _ in known)), (0, 1, *(power(j) for j in known)))
-    program = solve_program(rows, ((1, 1), (power(lost[0]), power(lost[1]))))
+    program = packet_program(rows, ((1, 1), (power(lost[0]), power(lost[1]))))
     assert sum(step.count for step in program) <= 15 * PACKETS
 
 
 def test_one_loss_is_plain_xor_of_whole_cells() -> None:
-    program = solve_program(((1, 1, 1, 1),), ((1,),))
+    program = packet_program(((1, 1, 1, 1),), ((1,),))
     assert [step.count for step in program] == [PACKETS] * 3
+
+
+def test_doubling_costs_three_packets() -> None:
+    """A parity of powers of two costs one XOR per source and three eighths per doubling, no tables."""
+    assert sum(step.count for step in packet_program(((1, 2, 4, 8),))) == 3 * PACKETS + 3 * 3

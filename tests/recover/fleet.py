@@ -14,7 +14,7 @@ from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
-from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.codes import Scheme
@@ -82,7 +82,7 @@ class Fleet:
         terms = plan.members[at.dp].terms[key].terms
         sources = [self.content(at, blocks[k], label) for k, _ in terms]
         out = np.zeros(placed.block.nbytes, np.uint8)
-        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (out,))
+        combine_ragged(NumpyBackend(), (tuple(c for _, c in terms),), sources, (out,))
         return out
 
     def entries(self, at: Coordinate, label: Label, real: bool) -> tuple[Entry, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.blocks import BlockKey
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Scheme, make_code
@@ -27,7 +27,7 @@ def after_losing(*lost: int) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[Bl
         for parity in code.parities(member):
             left[parity.key] = np.zeros(parity.nbytes, np.uint8)
             row = tuple(c for _, c in parity.terms)
-            combine_ragged(numpy_backend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]])
+            combine_ragged(NumpyBackend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]])
     missing, why = find_lost(code, left)
     assert why is None
     return stripes_of(missing), left

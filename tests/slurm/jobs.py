@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,6 @@ class SlurmJob:
         pairs = [f"{name}={value}" for name, value in (env or {}).items()]
         self.number = cluster.call("env", *pairs, *words, cwd=ROOT).strip()
 
-    def task(self, number: int) -> SlurmJob:
-        """Of an array, whose output is ``%a.out``."""
-        found = copy(self)
-        found.number = f"{self.number}_{number}"
-        found.output = self.directory / f"{number}.out"
-        return found
-
     @property
     def log(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
@@ -91,7 +83,10 @@ class SlurmJob:
     @property
     def losses(self) -> dict[int, set[str]]:
         """Every loss that was printed, by step."""
-        return losses_in(self.log)
+        found: dict[int, set[str]] = {}
+        for step, loss in _LOSS.findall(self.log):
+            found.setdefault(int(step), set()).add(loss)
+        return found
 
     @property
     def resumed(self) -> list[tuple[int, str]]:
@@ -127,13 +122,6 @@ class SlurmJob:
         """Wait for its end; what Slurm says of it."""
         self.wait_until(lambda: self.facts["JobState"] in _OVER, "the end of the job", ends=True)
         return self.facts
-
-
-def losses_in(log: str) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
-    for step, loss in _LOSS.findall(log):
-        found.setdefault(int(step), set()).add(loss)
-    return found
 
 
 def _is_trainer(process: psutil.Process) -> bool:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
-from tests.slurm.jobs import SlurmJob, environment, losses_in
+from tests.slurm.jobs import SlurmJob, environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(900)]
 BLOCK = {"enabled": True}
@@ -118,54 +116,6 @@ def test_requeued_on_nodes_whose_memory_was_cleaned_it_goes_on_from_disk(
         (cluster.directory / CLEANS).unlink()
 
 
-def test_a_real_time_limit(cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]) -> None:
-    """Slurm itself sends what the script asks for, by its own clock."""
-    job = SlurmJob(
-        cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES, arguments=("--epochs", "1000")
-    )
-    job.reach(12)
-    hours, minutes, _ = job.facts["RunTime"].split(":")
-    limit = 60 * int(hours) + int(minutes) + 3
-    cluster.call("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
-    job.wait_until(lambda: job.facts["Restarts"] == "1", "Slurm to tell the job that its time is up")
-    cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=240")
-    job.wait_until(lambda: job.resumed, "the requeued job to resume")
-    ((step, source),) = job.resumed
-    assert (step >= 12, source) == (True, "memory"), job.log[-6000:]
-    printed = set(losses_in(job.log.partition("resumed at step")[0]))
-    assert max(printed) in (step - 1, step), "it was told in time: no step is made twice"
-    job.reach(step + 5)
-    cluster.call("scancel", job.number)
-    assert job.end()["JobState"] == "CANCELLED"
-    assert "DUE TO TIME LIMIT" not in job.log
-    assert {s: x for s, x in job.losses.items() if x != undisturbed.get(s, x) or len(x) != 1} == {}
-    assert set(range(1, step + 5)) - job.losses.keys() <= {step}
-    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
-
-
-def test_tasks_of_an_array_that_follow_each_other_are_a_chain(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    env = {"REFT_JOB_ID": "array", "REFT_REQUEUE": "0"}
-    options = (*THREE_NODES, "--array=1-2%1", f"--output={directory}/%a.out")
-    array = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=options, env=env)
-    check_chain(array.task(1), array.task(2), undisturbed)
-
-
-def check_chain(first: SlurmJob, second: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
-    first.reach(12)
-    assert second.facts["JobState"] == "PENDING"
-    first.tell_that_time_is_up()
-    facts = first.end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "75:0"), first.log[-6000:]
-    facts = second.end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), second.log[-6000:]
-    ((step, source),) = second.resumed
-    assert (step >= 12, source) == (True, "memory")
-    losses = {s: first.losses.get(s, set()) | second.losses.get(s, set()) for s in undisturbed}
-    assert {s: x for s, x in losses.items() if x != undisturbed[s]}.keys() <= {step}
-
-
 def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
     cluster: SlurmCluster, directory: Path
 ) -> None:
@@ -218,51 +168,6 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     ends_without_requeue(job)
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
-
-
-def test_a_node_that_does_not_answer_when_the_step_starts_takes_no_other_with_it(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    """Slurm has not noticed, and gives it out: srun ends the whole step where the launch on one node fails."""
-    cluster.kill_node(cluster.names[-1])
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
-    facts = job.end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
-        -6000:
-    ]
-    assert "the step was killed" not in job.log
-    assert job.losses == undisturbed
-
-
-def test_a_rendezvous_that_dies_alone_is_served_again(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    """And serves: a node that dies then is replaced."""
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
-    job.reach(6)
-    batch_host = job.facts["BatchHost"]
-    (served,) = rendezvous(cluster, batch_host)
-    words = served.cmdline()
-    state = Path(words[words.index("--state-dir") + 1])
-    assert (state / "rendezvous.journal").stat().st_size > 0
-    served.kill()
-    job.wait_until(lambda: rendezvous(cluster, batch_host), "the rendezvous to be served again")
-    (again,) = rendezvous(cluster, batch_host)
-    assert again.cmdline() == words
-    job.reach(12)
-    cluster.kill_node([name for name in job.trainers() if name != batch_host][-1])
-    ends_without_requeue(job)
-    check_losses(job, undisturbed)
-    assert not state.exists()
-
-
-def rendezvous(cluster: SlurmCluster, host: str) -> list[psutil.Process]:
-    found = []
-    for process in cluster.processes(host):
-        with suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
-            found += [process] if "rendezvous" in words and "bash" not in words[0] else []
-    return found
 
 
 def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(

@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.job.daemons import wait_for
 
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 SCRIPTS = ("v100.sbatch", "h100.sbatch", "frontier.sbatch")
@@ -108,13 +109,6 @@ def dry(tmp_path: Path) -> Iterator[Dry]:
     made.close()
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("name", sorted(p.name for p in SLURM.iterdir()))
 def test_shellcheck_has_nothing_to_say(name: str) -> None:
@@ -157,7 +151,7 @@ def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry
     dry.says(nodes=1)
     dry.steps("exit 1")
     process = dry.start("h100.sbatch", "train.py")
-    wait_until(lambda: dry.called("requeue"))
+    wait_for(lambda: dry.called("requeue"), "it", SECS)
     for child in (*psutil.Process(process.pid).children(recursive=True), process):
         with suppress(psutil.NoSuchProcess):  # one that has just ended
             child.kill()  # as Slurm does
@@ -172,7 +166,7 @@ def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> 
     dry.steps("while [ $(grep -c rendezvous reft.calls) -lt 3 ]; do sleep 0.02; done; exit 0")
     process = psutil.Process(dry.start("h100.sbatch", "train.py", TMPDIR=str(dry.directory)).pid)
     for number in (1, 2):
-        wait_until(lambda n=number: len(dry.called("reft")) == n and serving(process))
+        wait_for(lambda n=number: len(dry.called("reft")) == n and serving(process), "it", SECS)
         first = dry.called("reft")[0]
         state = Path(first.partition("--state-dir ")[2])
         (state / f"kept-{number}").touch()
@@ -201,7 +195,7 @@ def serving(script: psutil.Process) -> list[psutil.Process]:
 def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> None:
     dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 75")
     process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0")
-    wait_until(lambda: dry.called("srun"))
+    wait_for(lambda: dry.called("srun"), "it", SECS)
     process.send_signal(signal.SIGTERM)
     code, out = dry.end(process)
     assert code == 75, out
@@ -216,7 +210,7 @@ def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: 
         "reft", f"#!/bin/bash\ncd {dry.directory}\n" + PROGRAMS["reft"].replace("exit", "sleep 600; exit", 1)
     )
     process = dry.start("reft-srun", "--on-node", "train.py", REFT_JOB_ID="slurm-4711", REFT_NODES="2")
-    wait_until(lambda: dry.called("reft"))
+    wait_for(lambda: dry.called("reft"), "it", SECS)
     dry.says(state=state)
     launcher = psutil.Process(process.pid).children(recursive=True)
     for one in (process, *launcher):  # Slurm signals all of a step

@@ -6,10 +6,15 @@ import mmap
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from reft.protect.backend import NumpyBackend, combine_ragged
+from reft.protect.blocks import BlockKey
 from reft.snapshot.copying.cuda import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.plan import MemberPlan, ShardPlan
+from reft.state.catalogue import SectionImage
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 WAIT_SECS = 60
@@ -43,10 +48,8 @@ class Simulated(Cpu):
     def __init__(self) -> None:
         self.cuda = SimulatedCuda()
 
-    def engine(self, bounce_bytes: int = 1000) -> SimulatedCudaEngine:
-        engine = SimulatedCudaEngine(
-            torch.device("cuda", 0), bounce_bytes=bounce_bytes, chunk_bytes=2 * mmap.PAGESIZE
-        )
+    def engine(self) -> SimulatedCudaEngine:
+        engine = SimulatedCudaEngine(torch.device("cuda", 0), chunk_bytes=2 * mmap.PAGESIZE)
         engine.simulated = self.cuda
         return engine
 
@@ -84,3 +87,19 @@ def host_memory(engine: CopyEngine, nbytes: int, fill: int = 0xEE) -> torch.Tens
 
 def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def parity_of(plan: ShardPlan, member: MemberPlan, image: SectionImage) -> dict[BlockKey, np.ndarray]:
+    """The parity blocks of a member, computed from the whole image."""
+    whole = torch.zeros(image.nbytes, dtype=torch.uint8)
+    image.read_into(0, whole)
+    blocks = {b.key: b.block for m in plan.members for b in m.own}
+    found = {}
+    for placed in member.parity:
+        terms = member.terms[placed.key].terms
+        sources = [
+            whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
+        ]
+        target = found[placed.key] = np.zeros(placed.block.nbytes, np.uint8)
+        combine_ragged(NumpyBackend(), (tuple(c for _, c in terms),), sources, (target,))
+    return found

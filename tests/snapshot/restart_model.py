@@ -33,7 +33,7 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.version import Slots
 from tests.snapshot.version_model import NOBODY, Choose
 from tests.snapshot.version_search import Explorer, newest
 

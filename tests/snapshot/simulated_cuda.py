@@ -171,7 +171,6 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
     """The real engine; only the transfer itself and what tells device memory from host memory differ."""
 
     simulated: SimulatedCuda
-    pinned_memory = True
     transfer_secs = 0.0
 
     def _driver(self) -> Driver:
@@ -193,8 +192,3 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def _pinned_buffer(self) -> torch.Tensor:
-        if not self.pinned_memory:
-            raise RuntimeError("no memory for pinned buffers")
-        return torch.empty(self._bounce_bytes, dtype=torch.uint8)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from reft.protect.placement import Level
-from reft.snapshot.committing.protocol import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
 from reft.snapshot.committing.switching import InForce
+from reft.snapshot.committing.version import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
 from tests.snapshot.version_model import (
     EMPTY,
     SOME,

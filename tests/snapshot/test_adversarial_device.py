@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.placement import place_group
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
-from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
+from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import catalogue
 from reft.state.catalogue import SectionImage
 from tests.snapshot.adversarial_device import DEVICE, AdversarialCuda, DeviceTensor, adversarial
-from tests.snapshot.devices import host_memory
+from tests.snapshot.devices import host_memory, parity_of
 
 SIZES = (1000, 64, 4096, 333, 2048)
 """Of the tensors that are the state: shards begin in the midst of one, so that parities gather."""
@@ -31,15 +30,12 @@ VERSIONS = 3
 
 
 class Engine(CudaCopyEngine):
-    def __init__(self, bounce_bytes: int = 256) -> None:
-        super().__init__(torch.device("cuda", 0), bounce_bytes=bounce_bytes)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
         self.device = DEVICE
 
     def _driver(self) -> Driver:
         return Driver(lambda: 1, lambda address: None)
-
-    def _pinned_buffer(self) -> torch.Tensor:
-        return torch.empty(self._bounce_bytes, dtype=torch.uint8)
 
 
 class Training:
@@ -86,25 +82,6 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield made
 
 
-def expected_parity(
-    plan: ShardPlan, member: MemberPlan, version: int
-) -> dict[object, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    image = SectionImage([(str(i), t) for i, t in enumerate(shadow(version))])
-    whole = torch.zeros(image.nbytes, dtype=torch.uint8)
-    image.read_into(0, whole)
-    blocks = {b.key: b.block for m in plan.members for b in m.own}
-    found: dict[object, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
-    for placed in member.parity:
-        terms = member.terms[placed.key].terms
-        sources = [
-            whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
-        ]
-        target = np.zeros(placed.block.nbytes, np.uint8)
-        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (target,))
-        found[placed.key] = target
-    return found
-
-
 @pytest.mark.parametrize("cuda", range(12), indirect=True)
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("parities", [1, 2])
@@ -148,7 +125,8 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
             engine.drain(pieces)
         training.compute()
         engine.synchronize()
-        for key, expected in expected_parity(plan, member, version).items():
+        shadowed = SectionImage([(str(i), t) for i, t in enumerate(shadow(version))])
+        for key, expected in parity_of(plan, member, shadowed).items():
             np.testing.assert_array_equal(targets[key].numpy(), expected)
         pieces, buffer = [], None
     engine.close()

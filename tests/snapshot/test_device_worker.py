@@ -14,36 +14,26 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from reft.config import Variant
-from reft.control.control import ControlGroup
-from reft.faults import FaultPlan
-from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.memory.arena_files import SlotFiles, scan
+from reft.memory.arena_files import scan
 from reft.naming import Label
-from reft.node.protection import ProtectionRecord
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
-from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
+from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
-SECRET = b"s" * 32
 ELEMENTS = 300_000
 NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
 STEPS = 6
-WAIT_SECS = 60
 
 
 class ObservedGate(StreamGate):
@@ -87,21 +77,9 @@ class Job:
         """What each version held when it was committed."""
         self.state = torch.zeros(ELEMENTS)
         self.folder = folder
-        self.stats = SnapshotStats()
-        topology = Topology(Degrees(1, 1, 1), Degrees(1, 1, 1).coordinates(), ("A",))
-        identity = ArenaIdentity("job", "A", topology.degrees, topology.coordinates[0])
-        files = SlotFiles(folder, 0, 2, SECRET)
-        arenas = ArenaSet(files, identity, frozen={}, limit_bytes=None, engine=self.engine)
-        control = ControlGroup(60).for_worker()
-        self.worker = SnapshotWorker(
-            control=control,
-            topology=topology,
-            arenas=arenas,
-            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
-            copying=PacedCopier(Copier(self.engine, 65536, self.staging), self.pacer),
-            watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0]), self._committed),
-        )
+        copier = Copier(self.engine, 65536, self.staging)
+        self.worker = make_worker(folder, copier, self.pacer, on_commit=self._committed)
+        self.stats = self.worker.watchers.stats
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
     def _committed(self, label: Label) -> None:
@@ -132,6 +110,21 @@ class Job:
         while not (request.started or request.done.wait(0.001)):
             pass
 
+    def await_turn(self, request: SnapshotRequest) -> None:
+        """The same, where an older version may still be drained."""
+        while not (request.started or self.worker.votes.late or request.done.wait(0.001)):
+            pass
+
+    def end(self) -> None:
+        """The last fence; the tensors change after it, and every version comes to its end."""
+        self.worker.fence()
+        self.cuda.compute.put(lambda: self.state.fill_(-1.0))
+        assert self.worker.drain(WAIT_SECS)
+
+    def check(self) -> None:
+        """P2: every version held the numbers of its step alone when it was committed."""
+        assert all(values == {float(step)} for step, values in self.content.items()), self.content
+
     def await_device(self) -> None:
         """As a script does that prints its loss."""
         reached = threading.Event()
@@ -141,9 +134,7 @@ class Job:
     def train(self, steps: Iterable[int]) -> None:
         """In step with the device, and with a worker that always gets its turn."""
         for number in steps:
-            request = self.step(number, Variant.HAS)
-            while not (request.started or self.worker.votes.late or request.done.wait(0.001)):
-                pass
+            self.await_turn(self.step(number, Variant.HAS))
             self.await_device()
 
     def kernel(self, secs: float) -> None:
@@ -174,11 +165,10 @@ class Job:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
     monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
     monkeypatch.setattr(SimulatedCudaEngine, "least_chunk_bytes", 0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    made = Job(tmp_path, cuda, getattr(request, "param", Limits()))
-    yield made
-    made.worker.close(WAIT_SECS)
-    dist.destroy_process_group()
+    with group_of_one():
+        made = Job(tmp_path, cuda, getattr(request, "param", Limits()))
+        yield made
+        made.worker.close(WAIT_SECS)
     assert cuda.runtime.registered == {}, "memory stayed pinned"
 
 
@@ -189,9 +179,7 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
         request = job.step(number, variant)
         if number % 3:  # else it is given up
             job.await_start(request)
-    job.worker.fence()
-    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
-    assert job.worker.drain(WAIT_SECS)
+    job.end()
     committed = job.committed()
     assert len(committed) == 2
     for step, values in committed.items():
@@ -239,7 +227,6 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_
         job.cuda.compute.put(lambda version=request: job.await_start(version))
     job.worker.fence()
     at_fence.set()
-    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
     assert job.worker.drain(WAIT_SECS)
     assert job.content == {step: {float(step)} for step in range(1, STEPS + 1)}, job.stats.skipped
 
@@ -250,9 +237,7 @@ STAGING = Limits(overflow=Overflow.STAGING, compute_share=0.0)
 def train(job: Job, steps: int) -> None:
     job.pacer.model.window = 4e7  # what it would learn in some more steps
     job.train(range(1, steps + 1))
-    job.worker.fence()
-    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
-    assert job.worker.drain(WAIT_SECS)
+    job.end()
 
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
@@ -264,7 +249,7 @@ def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job
     assert job.pacer.plan.overflow is Overflow.STAGING
     assert stats.staged >= 3
     assert 0 < stats.staged_bytes < stats.staged * job.state.nbytes, "windows before the fence were used too"
-    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+    job.check()
     assert stats.committed == len(job.content)
     # A staged version keeps the one after it away; every one is accounted for.
     assert stats.skipped["not started before the next optimizer step"] > 0
@@ -294,7 +279,7 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
     assert job.worker.drain(WAIT_SECS)
     assert job.worker.votes.stop_step is not None
     assert job.worker.votes.stop_step > last + 1, "ranks may have passed the step before they heard of it"
-    assert all(values == {float(step)} for step, values in job.content.items())
+    job.check()
 
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
@@ -316,7 +301,7 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     job.worker.fence()
     assert job.worker.drain(WAIT_SECS)
     assert job.stats.staged > 0
-    assert all(values == {float(step)} for step, values in job.content.items())
+    job.check()
 
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
@@ -332,7 +317,7 @@ def test_p6_a_device_that_refuses_memory_is_asked_again_later(
     assert job.stats.staged == 0
     assert job.stats.committed > 2
     assert "snapshots cannot be staged" in caplog.text
-    assert all(values == {float(step)} for step, values in job.content.items())
+    job.check()
 
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
@@ -364,9 +349,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     release_at = None
     while release_at is None or number < release_at:
         number += 1
-        request = job.step(number, Variant.BLOCKING)  # it leaves nothing to be drained behind that
-        while not (request.started or job.worker.votes.late or request.done.wait(0.001)):
-            pass
+        job.await_turn(job.step(number, Variant.BLOCKING))  # it leaves nothing to be drained behind that
         job.await_device()
         if release_at is None and given_up.is_set():
             release_at = number + 4
@@ -377,7 +360,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     request = job.step(number, Variant.BLOCKING)
     assert request.done.wait(WAIT_SECS)
     assert request.committed
-    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+    job.check()
     assert all(values == {float(step)} for step, values in job.committed().items()), job.committed()
 
 
@@ -403,15 +386,12 @@ def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> No
         if number == 1:
             assert request.done.wait(WAIT_SECS)
         # However late the worker comes, it does before the host gets to the next fence.
-        while not (request.started or job.worker.votes.late or request.done.wait(0.001)):
-            pass
+        job.await_turn(request)
         while request.started and not (job.gate.begun_beside or request.copied.wait(0.001)):
             pass
         job.await_device()
-    job.worker.fence()
-    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
-    assert job.worker.drain(WAIT_SECS)
-    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+    job.end()
+    job.check()
 
 
 BESIDE = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)

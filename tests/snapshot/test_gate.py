@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -55,20 +56,21 @@ def gate() -> HostGate:
     return made
 
 
-def test_a_closed_gate_lets_nobody_through_and_an_open_one_says_which_window(gate: HostGate) -> None:
-    copying = Copying(gate, hold=True)
-    time.sleep(0.05)
-    assert copying.permits == []
-    gate.open(3, 64, None)
-    assert copying.wait_for_one() == Permit(1, 3)
-    copying.end()
+class Clock:
+    """Goes on by a step whenever it is read; nobody waits for what it says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_secs: float) -> None:
+        self.now, self._step_secs = 0.0, step_secs
+        monkeypatch.setattr("reft.snapshot.copying.gate.time.perf_counter", self)
+
+    def __call__(self) -> float:
+        self.now += self._step_secs
+        return self.now
 
 
 def test_a_version_begins_where_bytes_are_planned_and_goes_on_in_any_window(gate: HostGate) -> None:
     copying = Copying(gate)
     gate.open(0, 0, None)
-    time.sleep(0.05)
-    assert copying.permits == []
     gate.close()
     gate.open(1, 64, None)
     assert copying.wait_for_one() == Permit(1, 1)
@@ -80,11 +82,11 @@ def test_a_version_begins_where_bytes_are_planned_and_goes_on_in_any_window(gate
     gate.close()
     gate.leave()
     gate.enter()  # the next version
-    count = len(copying.permits)
     gate.open(3, 0, None)
-    time.sleep(0.05)
-    assert len(copying.permits) == count
+    assert gate.opened is None
     copying.end()
+    assert {p.window for p in copying.permits} <= {1, 2, None}
+    assert {p.tier for p in copying.permits} <= {0, 1}
 
 
 @pytest.mark.parametrize(("window", "permit"), [(0, Permit(1, 0)), (None, Permit(3))], ids=["window", "send"])
@@ -105,13 +107,49 @@ def test_closing_waits_for_the_chunk_in_flight(gate: HostGate, window: int | Non
     assert all(p.tier == 0 for p in copying.permits[count:])
 
 
-def test_a_stream_gate_hands_communication_out_with_its_mark_and_bytes() -> None:
-    gate = StreamGate()
-    gate.patience_secs = LONG
+def test_the_fence_lets_everything_through_and_then_nothing_is_wanted(gate: HostGate) -> None:
+    gate.hurry()
+    assert gate.admit().tier == 0
+    gate.relax()
+    assert not gate.wanted
+    gate.open(0, 64, None)
+    assert gate.close() == 0.0, "closing costs nothing when nothing is to be copied"
+    waiting = False
+    always = OpenGate(2, lambda: waiting)
+    assert always.admit().tier == 2
+    waiting = True
+    assert always.admit().tier == 0
+
+
+def test_a_share_paces_what_runs_beside_computation_in_bursts(
+    gate: HostGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, 0.0005)
+    gate.share(0.5)
     gate.enter()
-    gate.open(None, 200, Mark(1))
-    gate.open(0, 100, Mark(1))
-    assert [gate.admit(), gate.admit()] == [Permit(3, None, 200, Mark(1)), Permit(1, 0, 100, Mark(1))]
+    monkeypatch.setattr(gate._changed, "wait", lambda secs: None)
+    began, times = clock.now, []
+    for _ in range(40):
+        permit = gate.admit()
+        assert permit.tier == 2
+        times.append(clock.now)
+        gate.release(permit, 0.001)  # two of them make a burst of 2 ms; then there are 2 ms of rest
+    assert clock.now - began >= 19 * 0.002
+    rests = [after - before > 0.002 for before, after in pairwise(times)]
+    assert rests == [False, True] * 19 + [False]
+
+
+def test_training_that_is_silent_for_long_is_not_waited_for(
+    gate: HostGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, 0.001)
+    gate.alive_at = -LONG  # no version was wanted, and no window opened
+    gate.enter()
+    gate.patience_secs = 0.05
+    monkeypatch.setattr(gate._changed, "wait", lambda secs: None)
+    handed_over = clock.now
+    assert gate.admit().tier == 2
+    assert clock.now >= handed_over + 0.05, "who hands a version over is not silent"
 
 
 def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() -> None:
@@ -131,109 +169,35 @@ def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() 
     assert gate.admit().tier == 0
 
 
-def test_closing_costs_nothing_when_nothing_is_to_be_copied() -> None:
-    gate = HostGate()
-    gate.open(0, 64, None)
-    assert gate.close() == 0.0
-    assert not gate.wanted
-
-
-def test_the_fence_lets_everything_through_as_tier_0(gate: HostGate) -> None:
-    copying = Copying(gate)
-    gate.hurry()
-    assert copying.wait_for_one().tier == 0
-    copying.end()
-    gate.relax()
-    assert not gate.wanted
-
-
-def test_a_share_paces_what_runs_beside_computation(gate: HostGate) -> None:
-    gate.share(0.5)
-    began = time.perf_counter()
-    for _ in range(20):
-        permit = gate.admit()
-        assert permit.tier == 2
-        gate.release(permit, 0.002)  # as if the chunk had taken 2 ms: then 2 ms of rest
-    assert time.perf_counter() - began >= 19 * 0.002
-
-
-def test_chunks_beside_computation_follow_each_other_in_bursts(gate: HostGate) -> None:
-    gate.share(0.000001)
-    gate.patience_secs = 10 * LONG
-    copied: list[int] = []
-
-    def copy() -> None:
-        for _ in range(5):
-            permit = gate.admit()
-            copied.append(permit.tier)
-            gate.release(permit, 0.0005)  # after 2 ms 2,000 s of rest; after a chunk alone it would be 500
-
-    copying = threading.Thread(target=copy, daemon=True)
-    copying.start()
-    until = time.monotonic() + LONG
-    while len(copied) < 4 and time.monotonic() < until:
-        time.sleep(0.01)
-    copying.join(0.2)
-    assert (copied, copying.is_alive()) == ([2] * 4, True)
-    gate.hurry()
-    copying.join(LONG)
-    assert copied[4:] == [0]
-
-
-def test_closing_waits_for_one_chunk_though_others_want_to_follow(gate: HostGate) -> None:
-    gate.share(1.0)
-    gate.enter()
-    copied: list[tuple[float, float]] = []
-    done = threading.Event()
-
-    def copy() -> None:
-        while not done.is_set():
-            permit = gate.admit()
-            began = time.perf_counter()
-            time.sleep(0.001)
-            copied.append((began, time.perf_counter()))
-            gate.release(permit, 0.001)
-
-    copying = threading.Thread(target=copy, daemon=True)
-    copying.start()
-    closings = []
-    for _ in range(150):
-        time.sleep(0.001)
-        gate.open(0, 64, None)
-        began = time.perf_counter()
-        closings.append((began, began + gate.close()))
-    done.set()
-    copying.join(LONG)
-    assert any(end - begin > 0.0001 for begin, end in closings), "nothing was waited for"
-    for begin, end in closings:
-        assert sum(begin < c[0] and c[1] < end for c in copied) <= 1
-
-
-def test_a_training_that_is_silent_for_long_is_not_waited_for() -> None:
-    began = time.perf_counter()
-    gate = HostGate()
-    gate.enter()
-    gate.patience_secs = 0.05
-    permit = gate.admit()
-    gate.release(permit, 0.0)
-    assert permit.tier == 2
-    assert time.perf_counter() - began >= 0.04
-
-
 def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -> None:
     gate = StreamGate()
     gate.patience_secs = LONG
     gate.open(9, 100, Mark(1))  # nobody wants to copy yet
     gate.enter()
+    gate.open(None, 200, Mark(1))
     gate.open(0, 100, Mark(1))
     gate.open(1, 0, Mark(1))  # nothing planned
     gate.open(2, 300, Mark(2))
-    assert gate.admit() == Permit(1, 0, 100, Mark(1))
-    assert gate.admit() == Permit(1, 2, 300, Mark(2))
+    expected = [Permit(3, None, 200, Mark(1)), Permit(1, 0, 100, Mark(1)), Permit(1, 2, 300, Mark(2))]
+    assert [gate.admit() for _ in expected] == expected
     gate.hurry()
     assert gate.admit().tier == 0
     gate.relax()
     assert not gate.wanted
+
+
+def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, gate = Clock(monkeypatch, 0.004), StreamGate()
+    gate.patience_secs = 1e9
+    gate.share(0.1, 10**7, 1e8)
+    gate.enter()
+    began, copied = clock.now, 0
+    while copied < 10**7:
+        permit = gate.admit()
+        assert permit.tier == 2
+        assert copied <= 1e8 * (clock.now - began), "ahead of its pace"
+        copied += permit.nbytes
+    assert copied == 10**7
 
 
 def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_planned_there() -> None:
@@ -249,36 +213,6 @@ def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_p
     gate.share(1.0, 0)
     gate.enter()
     gate.hurry()
-    assert gate.admit().tier == 0
-
-
-def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.004
-        return now
-
-    monkeypatch.setattr("reft.snapshot.copying.gate.time.perf_counter", clock)
-    gate = StreamGate()
-    gate.patience_secs = 1e9
-    gate.share(0.1, 10**7, 1e8)
-    gate.enter()
-    began, copied = now, 0
-    while copied < 10**7:
-        permit = gate.admit()
-        assert permit.tier == 2
-        assert copied <= 1e8 * (now - began), "ahead of its pace"
-        copied += permit.nbytes
-    assert copied == 10**7
-
-
-def test_an_open_gate_knows_when_training_waits() -> None:
-    waiting = False
-    gate = OpenGate(2, lambda: waiting)
-    assert gate.admit().tier == 2
-    waiting = True
     assert gate.admit().tier == 0
 
 
@@ -315,58 +249,6 @@ def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again(
         os.sched_setaffinity(0, allowed)
     # Beside communication the core of training is at work.
     assert seen == [{core}, {core}, allowed, allowed]
-
-
-def test_training_that_hands_a_version_over_is_not_silent(gate: HostGate) -> None:
-    gate.patience_secs = LONG
-    gate.alive_at -= LONG  # no version was wanted, and no window opened
-    gate.enter()
-    asking = threading.Thread(target=gate.admit, daemon=True)
-    asking.start()
-    asking.join(0.1)
-    assert asking.is_alive()
-    gate.hurry()
-    asking.join(LONG)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system")
-def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_training() -> None:
-    allowed = os.sched_getaffinity(0)
-    gate = HostGate()
-    gate.patience_secs = LONG
-    gate.share(0.0001)
-    gate.enter()
-    threads: list[int] = []
-    rested, pinned, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    def copy() -> None:
-        threads.append(threading.get_native_id())
-        gate.release(gate.admit(), 0.002)  # a burst: now a rest of 20 s
-        rested.set()
-        gate.release(gate.admit(), 0.0)  # the window
-        pinned.set()
-        go_on.wait(LONG)
-        gate.admit()
-
-    threading.Thread(target=copy, daemon=True).start()
-    assert rested.wait(LONG)
-    core, until = min(allowed), time.monotonic() + LONG
-    while not gate.asks and time.monotonic() < until:
-        time.sleep(0.01)  # it asks again
-    os.sched_setaffinity(0, {core})
-    try:
-        gate.open(0, 64, None)
-        assert pinned.wait(LONG)
-        kept = os.sched_getaffinity(threads[0])
-        gate.close()
-    finally:
-        os.sched_setaffinity(0, allowed)
-    go_on.set()
-    until = time.monotonic() + LONG
-    while os.sched_getaffinity(threads[0]) != allowed and time.monotonic() < until:
-        time.sleep(0.01)
-    assert (kept, os.sched_getaffinity(threads[0])) == ({core}, allowed)
-    gate.hurry()
 
 
 @pytest.mark.parametrize("communicating", [False, True])

@@ -20,7 +20,7 @@ from reft.snapshot.scheduling.has import (
     advised_interval,
     plan_schedule,
 )
-from reft.snapshot.scheduling.windows import AnalyticEstimator, Window, WindowKind
+from reft.snapshot.scheduling.windows import Window, WindowKind
 
 MIB = 2**20
 sizes = st.integers(0, 2**36)
@@ -86,36 +86,6 @@ def test_tier_2_is_spread_evenly(plan: HasSchedule) -> None:
     whole = sum(p.nbytes for p in rooms) / max(1, sum(p.capacity_bytes for p in rooms))
     # All to the same degree, the last ones rounded off by a byte each.
     assert all(abs(p.nbytes - whole * p.capacity_bytes) <= len(rooms) + 1 for p in rooms)
-
-
-def test_what_fits_the_bubbles_touches_nothing_else() -> None:
-    windows = AnalyticEstimator(4, 8, 0.1, 0.2).windows(1)
-    plan = plan_schedule(
-        {"replicated": 100 * MIB},
-        windows,
-        Bandwidth(1e9, 1e9),
-        step_secs=3.3,
-        computing=[Interval(0.1, 0.4)],
-    )
-    assert plan.fits_bubbles
-    assert plan.tier_bytes == {1: 100 * MIB, 2: 0, 3: 0, 0: 0}
-    assert plan.windows[0].kind == "fill"
-    assert {w.position: w.nbytes for w in plan.windows}[0] == 100_000_000
-    assert "everything fits" in str(plan)
-
-
-def test_tier_3_needs_separate_links() -> None:
-    def left(separate: bool) -> int:
-        return plan_schedule(
-            {"owned": 500},
-            [],
-            Bandwidth(100.0, 100.0, 100.0),
-            step_secs=5.0,
-            communicating=[Interval(0.0, 2.0)],
-            limits=Limits(separate_links=separate),
-        ).left_over_bytes
-
-    assert (left(False), left(True)) == (500, 300)
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-3, 1e3), st.floats(0.001, 1.0))

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.placement import place_group
 from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
+from tests.snapshot.devices import parity_of, random_bytes
 
 
 @st.composite
@@ -28,11 +28,8 @@ def groups(draw):
 @given(groups(), st.integers(0, 2**32 - 1))
 def test_chunks_in_any_order_of_making_give_the_block(group, seed):
     members, parities, sizes, block_bytes, chunk_bytes = group
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
+    tensors = [random_bytes(n, seed + i) for i, n in enumerate(sizes)]
     image = SectionImage([(str(i), t) for i, t in enumerate(tensors)])
-    whole = torch.empty(image.nbytes, dtype=torch.uint8)
-    image.read_into(0, whole)
     placement = place_group([f"n{m}" for m in range(members)], 0, parities)
     plan = make_shard_plan(
         SectionSizes(image.nbytes, (0,) * members, (64,) * members), placement, block_bytes
@@ -48,12 +45,6 @@ def test_chunks_in_any_order_of_making_give_the_block(group, seed):
             for _, _, encoding in encoder.cut(placed, member.terms[placed.key].terms, targets[placed.key])
         ]
         for encoding in chunks:
-            assert encoding() == []
-        for key, target in targets.items():
-            terms = member.terms[key].terms
-            sources = [
-                whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
-            ]
-            expected = np.zeros(len(target), np.uint8)
-            combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (expected,))
-            np.testing.assert_array_equal(target.numpy(), expected)
+            assert not encoding()
+        for key, expected in parity_of(plan, member, image).items():
+            np.testing.assert_array_equal(targets[key].numpy(), expected)

@@ -22,8 +22,8 @@ import pytest
 from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
 from reft.protect.placement import Level
-from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.switching import InForce
+from reft.snapshot.committing.version import Slots
 from tests.snapshot import stop_model
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer

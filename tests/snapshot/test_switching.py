@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from reft.cli.protect import describe
 from reft.errors import ConfigError
+from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.node.protection import (
@@ -23,6 +26,7 @@ from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
+from reft.snapshot.committing.switching import Room, agree_on_room
 from tests.machine import free_port
 from tests.snapshot.test_worker import launch, versions_in
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
@@ -159,12 +163,18 @@ def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_
         assert [(step, scheme) for step, scheme, _ in found[40]] == [(n, "arc") for n in (38, 39, 40)]
 
 
-@pytest.mark.process
-def test_p9_nodes_that_leave_different_margins_free_decide_alike(tmp_path: Path) -> None:
-    results = launch(tmp_path, "margins")
-    assert all(result == results[0] for result in results)
-    assert results[0]["committed"] == [True, True]
-    (record,) = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
-    assert record.degraded is not None
-    assert record.degraded.scheme == "none"
-    assert "reft.memory_margin_bytes keeps" in record.degraded.cause
+def test_p9_a_node_has_room_for_what_its_ranks_want_together_beside_the_largest_margin() -> None:
+    """Of ranks on one node, what each needs more counts together; all ranks find the same."""
+    mib = 2**20
+    nodes = Topology(Degrees(1, 3, 1), Degrees(1, 3, 1).coordinates(), ("A", "A", "B"))
+
+    def found(*rooms: Room) -> str | None:
+        control = mock.Mock(gather_ints=lambda mine: [list(astuple(room)) for room in rooms])
+        (answer,) = {agree_on_room(control, nodes, room) for room in rooms}
+        return answer
+
+    fits = Room(needed=30 * mib, held=10 * mib, free=100 * mib, limit=-1, margin=0)
+    assert found(fits, fits, fits) is None
+    assert "needs 40.0 MiB more than now on node A" in str(found(fits, replace(fits, margin=61 * mib), fits))
+    assert "on node B" in str(found(fits, fits, replace(fits, free=19 * mib)))
+    assert "memory_limit_bytes leaves it 29.0 MiB" in str(found(fits, fits, replace(fits, limit=29 * mib)))

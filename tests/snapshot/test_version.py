@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.version import (
+    NOT_STARTED,
+    OVERRUN,
     Abort,
     Begin,
     Broke,
@@ -18,22 +20,20 @@ from reft.snapshot.committing.protocol import (
     Commit,
     Copied,
     CopyFailed,
-    Drained,
-    DropStaged,
-    EnterGate,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
     LaidOut,
-    LeaveGate,
     Met,
     Parted,
     Released,
+    Resumption,
     Sealed,
-    SealFailed,
+    Slots,
     SlotTaken,
-    Stage,
+    Standing,
+    State,
     Switched,
     Task,
     TensorsChange,
@@ -41,9 +41,9 @@ from reft.snapshot.committing.protocol import (
     Unfit,
     Version,
     Voted,
+    resume_from,
+    step,
 )
-from reft.snapshot.committing.slots import Slots
-from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, State, step
 
 
 def take(
@@ -70,32 +70,10 @@ def taken(slots: Slots, *versions: tuple[int, str]) -> tuple[list[int | None], S
     return chosen, slots
 
 
-def test_two_slots_alternate() -> None:
-    chosen, slots = taken(Slots.make(2), *((number, "committed") for number in range(1, 6)))
-    assert chosen == [0, 1, 0, 1, 0]
-    assert slots.committed_label == Label(1, 5)
-
-
-def test_an_aborted_slot_is_written_again_and_the_committed_one_is_not() -> None:
-    chosen, slots = taken(Slots.make(2), (1, "committed"), (2, "aborted"), (3, "aborted"), (4, "not copied"))
-    assert chosen == [0, 1, 1, 1]
-    assert slots.committed_slot == 0
-
-
 def test_a_version_whose_fate_is_unknown_blocks_its_slot() -> None:
     chosen, slots = taken(Slots.make(2), (1, "committed"), (2, "unknown"))
     assert (chosen, slots.open_slot, slots.choose()) == ([0, 1], 1, None)
     assert slots.committed(1).choose() == 0  # the answer came after all
-
-
-def test_three_slots_leave_room_for_a_pinned_reader() -> None:
-    _, slots = taken(Slots.make(3), (1, "committed"), (2, "committed"), (3, "committed"))
-    slot, slots = take(slots, 4, pinned=(0,))
-    assert slot == 1
-    slot, slots = take(slots, 5, pinned=(0,))
-    assert slot == 2
-    assert take(slots, 6, pinned=(0, 1))[0] is None
-    assert Slots.make(2).choose(pinned=(0, 1)) is None
 
 
 def test_frozen_slots_are_kept_until_something_newer_is_committed() -> None:
@@ -176,13 +154,6 @@ FIRST, SECOND = Label(1, 1), Label(1, 2)
 COPY = (Turn(), Begin(), SlotTaken(0), Released(), Copied())
 
 
-def test_a_version_goes_from_the_hand_over_to_its_commit() -> None:
-    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(True), Sealed(), Voted(True))
-    assert (state.task, state.head.stage, effects) == (Task.SWITCH, Stage.COMMITTED, [Commit(0, FIRST)])
-    state, _ = step(state, Switched())
-    assert (state.task, state.versions, state.slots.committed_label) == (Task.WAIT, (), FIRST)
-
-
 def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> None:
     state, _ = told(HandedOver(Version(FIRST)), FenceNear())
     assert not state.holds_training
@@ -208,18 +179,6 @@ def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_app
     assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
 
 
-def test_p6_whoever_fails_votes_no_and_says_why_once() -> None:
-    cause = Cause("OSError", "no space left on device")
-    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(cause))
-    assert (state.task, state.approves, state.holds_training) == (Task.VOTE_COPIED, False, False)
-    state, effects = told(
-        HandedOver(Version(FIRST)), *COPY, Voted(True), SealFailed(cause), Voted(False), Switched()
-    )
-    assert effects == [Abort(0, FIRST), GiveUp(FIRST, cause)]
-    _, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False))
-    assert effects == [Abort(0, FIRST), GiveUp(FIRST, PEER_SKIPPED)]
-
-
 def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> None:
     state, _ = told(HandedOver(Version(FIRST)), Turn(), Unfit())
     assert (state.wants_layout, state.holds_training) == (True, True)
@@ -227,16 +186,6 @@ def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_traini
     assert (state.task, state.holds_training) == (Task.COPY, True)
     state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), LaidOut())
     assert (state.task, state.approves, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
-
-
-def test_the_gate_is_held_until_nothing_paced_is_left_to_copy() -> None:
-    paced, later = Version(FIRST, paced=True), Version(SECOND, paced=True)
-    staged = (Turn(), Begin(), SlotTaken(0), Released(staged=True), Copied())
-    state, effects = told(HandedOver(paced), *staged, Voted(True))
-    assert effects == [EnterGate(draining=False)]
-    assert step(state, Drained())[1] == (DropStaged(), LeaveGate())
-    state, effects = told(HandedOver(paced), *staged, Voted(True), HandedOver(later), Drained())
-    assert effects == [EnterGate(draining=False), EnterGate(draining=True), DropStaged()]
 
 
 @pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
@@ -266,13 +215,6 @@ def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
     assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("broken", "y")),)
 
 
-def test_ranks_that_only_vote_count_no_version_as_skipped() -> None:
-    state, effects = told(
-        HandedOver(Version(FIRST, idle=True)), FenceNear(), Turn(), Voted(False), Switched()
-    )
-    assert (state.task, state.versions, effects) == (Task.WAIT, (), [])
-
-
 @pytest.mark.parametrize(
     "events",
     [
@@ -298,3 +240,29 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
         told(HandedOver(Version(FIRST)), Turn(), Copied())
     with pytest.raises(ValueError, match="cannot happen"):
         told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(Cause("x")), Voted(True))
+
+
+# -- where the ranks go on after a version broke off ----
+
+
+def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> None:
+    standings = [
+        Standing(Label(1, 7), Label(1, 5), 0),
+        Standing(Label(1, 8), Label(1, 6), 0),
+        Standing(Label(1, 7), None, 0),
+    ]
+    assert resume_from(standings) == Resumption(Label(1, 8), Label(1, 6), None)
+    assert [Standing.from_ints(standing.to_ints()) for standing in standings] == standings
+    assert resume_from([Standing(Label(1, 3), None, 0)]) == Resumption(Label(1, 3), None, None)
+
+
+def test_p3_steps_that_are_taken_again_in_a_new_incarnation_are_newer() -> None:
+    agreed = resume_from([Standing(Label(1, 7), None, 0), Standing(Label(2, 3), None, 0)])
+    assert agreed.after == Label(2, 3)
+    assert resume_from([Standing(Label(1, 7), None, 0)]).after < Label(2, 1)
+
+
+def test_a_stop_is_kept_only_where_no_rank_can_have_passed_it() -> None:
+    assert resume_from([Standing(Label(1, 7), None, 9), Standing(Label(1, 7), None, 0)]).stop_step == 9
+    assert resume_from([Standing(Label(1, 7), None, 8), Standing(Label(1, 7), None, 0)]).stop_step is None
+    assert resume_from([Standing(Label(1, 8), None, 0), Standing(Label(1, 7), None, 9)]).stop_step is None

@@ -24,7 +24,7 @@ import pytest
 
 from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.version import (
     Broke,
     Copied,
     CopyFailed,
@@ -33,16 +33,19 @@ from reft.snapshot.committing.protocol import (
     GiveUp,
     LeaveGate,
     Met,
+    Next,
     Parted,
     Sealed,
     SealFailed,
+    Slot,
+    Slots,
     Stage,
+    State,
     Task,
     TensorsChange,
     Voted,
+    step,
 )
-from reft.snapshot.committing.slots import Slot, Slots
-from reft.snapshot.committing.version import Next, State, step
 from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer, leaves, whole_jobs

@@ -102,13 +102,6 @@ def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> Non
     assert any("OutOfMemoryError" in cause for _, cause in results[3]["skips"])
 
 
-def test_p6_a_rank_that_cannot_seal_takes_part_in_the_exchange_and_holds_nobody_up(tmp_path: Path) -> None:
-    results = launch(tmp_path, "unsealed")
-    for result in results:
-        assert result["outcome"] == [True, False, True]
-    assert (2, "KeyError") in map(tuple, results[1]["skips"])
-
-
 def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
     for result in launch(tmp_path, "fence"):
         assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}

@@ -20,7 +20,8 @@ from reft.naming import Label
 from reft.protect.placement import Level
 from reft.recover.decide import preferred_label
 from reft.snapshot.committing import version
-from reft.snapshot.committing.protocol import (
+from reft.snapshot.committing.switching import InForce
+from reft.snapshot.committing.version import (
     Begin,
     Broke,
     Cause,
@@ -37,12 +38,15 @@ from reft.snapshot.committing.protocol import (
     LaidOut,
     LeaveGate,
     Met,
+    Next,
     Parted,
     Released,
     Sealed,
     SealFailed,
+    Slots,
     SlotTaken,
     Stage,
+    State,
     Switched,
     Task,
     TensorsChange,
@@ -51,9 +55,6 @@ from reft.snapshot.committing.protocol import (
     Version,
     Voted,
 )
-from reft.snapshot.committing.slots import Slots
-from reft.snapshot.committing.switching import InForce
-from reft.snapshot.committing.version import Next, State
 
 SOME = Cause("some")
 NOBODY = -1

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,15 +34,14 @@ from reft.node.protection import (
     write_record,
 )
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
@@ -99,7 +97,8 @@ class Rank:
             topology=TOPOLOGY,
             arenas=self.arenas,
             options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            copying=PacedCopier(Copier(CpuCopyEngine(), 2**18), pacer),
+            copier=Copier(CpuCopyEngine(), 2**18),
+            pacer=pacer,
             watchers=Watchers(
                 self.stats,
                 FaultPlan(faults, self.at),
@@ -281,19 +280,6 @@ def scenario_overtaken(rank: int, root: Path) -> dict[str, object]:
     return {"outcome": outcome}
 
 
-def scenario_unsealed(rank: int, root: Path) -> dict[str, object]:
-    """One rank cannot hash a version, with an error that nobody foresaw."""
-    me = Rank(rank, root)
-    outcome = []
-    for step in (1, 2, 3):
-        me.step(step)
-        broken = mock.patch.object(Filling, "hash_rest", side_effect=KeyError("no such block"))
-        with broken if (rank, step) == (1, 2) else nullcontext():
-            outcome.append(me.settle(me.snapshot(step, must=True)))
-    me.worker.close(10)
-    return {"outcome": outcome, "skips": me.skips}
-
-
 def scenario_interval(rank: int, root: Path) -> dict[str, object]:
     """What does not fit before the optimizer step on one rank makes versions rarer on all."""
     pacer = _Pacer()
@@ -405,14 +391,6 @@ def scenario_staging(rank: int, root: Path) -> dict[str, object]:
     result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
     me.worker.close(10)
     return result
-
-
-def scenario_margins(rank: int, root: Path) -> dict[str, object]:
-    """One node must leave more memory free than it has; the others nothing."""
-    me = Rank(rank, root, keeping=Keeping(margin_bytes=2**60 if rank == 2 else 0))
-    committed = [me.settle(me.snapshot(step, must=True)) for step in (1, 2)]
-    me.worker.close(10)
-    return {"committed": committed, "records": [record.to_json() for record in me.records]}
 
 
 def scenario_pressure(rank: int, root: Path) -> dict[str, object]:

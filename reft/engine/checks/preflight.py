@@ -28,14 +28,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the list.
-
-    Attributes:
-        severity: what becomes of it.
-        found: what is there, and what that means.
-        change: what to write.
-        line: of the training script; 0: none.
-    """
+    """One line of the list: what is there, and what that means; what to write; 0 or the line of the training
+    script."""
 
     severity: Severity
     found: str
@@ -170,9 +164,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """What a training script lacks to be resumed as it would have run, as far as reading it tells: before it
-    runs (``reft config --script``), and at its first step. What another module does for the script is not
-    seen.
+    """What a training script lacks to be resumed as it would have run, as far as reading it tells. What
+    another module does for the script is not seen.
 
     Raises:
         ConfigError: it is no Python.

@@ -241,7 +241,8 @@ class MemoryRestorer:
     def after_restore(self, state: dict[str, Any]) -> None:
         """The host state was restored, from wherever it came."""
         session = self._session
-        session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        if session.state.data is not None:
+            session.state.data.restore(state.get("data") or {}, state.get("rng"))
         session.state.restored_client = dict(state.get("client") or {})
         self.client_state = ClientStateView(session.state.restored_client)
         self._rng = state.get("rng")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
@@ -241,14 +241,8 @@ def read_secs(conf: Mapping[str, Any]) -> float:
 
 
 class RendezvousClient:
-    """The rendezvous of one job, seen from one node.
-
-    Args:
-        secret: the user's; who does not know it, meets nobody (P11).
-
-    Raises:
-        ConfigError: the place cannot be used by what is written.
-    """
+    """The rendezvous of one job, seen from one node, for who knows the user's secret (P11). Raises
+    ConfigError: the place cannot be used by what is written."""
 
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         self._options = options
@@ -256,19 +250,15 @@ class RendezvousClient:
         self._outcome_key = f"reft/{self._config.run_id}/outcome"
         self.place = (EtcdPlace if options.meets_at_etcd else ServedPlace)(options, secret)
         self._store: RendezvousStore | None = None
-        self.handler: RendezvousHandler | None = None
+        self.handler: StoreRendezvous | None = None
         self.incarnations: IncarnationRecord | None = None
         """What the store knows of the starts of the job, once it is connected."""
 
-    def connect(self) -> RendezvousHandler:
+    def connect(self) -> StoreRendezvous:
         """Join as a client where a store is served; serve it, as torchrun does, where none is and the
-        endpoint is this machine's.
-
-        Raises:
-            JobEndedError: nothing of reft's is served there.
-            AuthenticationError: it has another secret.
-            ConfigError: it cannot be served at this address, or an option cannot be used.
-        """
+        endpoint is this machine's. Raises JobEndedError: nothing of reft's is served there;
+        AuthenticationError: it has another secret; ConfigError: it cannot be served at this address, or an
+        option cannot be used."""
         config = self._config
         self._store = self.place.open()
         self.incarnations = IncarnationRecord(self._store, self._options.job_id)
@@ -282,12 +272,8 @@ class RendezvousClient:
         return self.handler
 
     def reconnect(self) -> None:
-        """Wait for a lost store to come back, as long as for a node.
-
-        Raises:
-            JobEndedError: it does not.
-            AuthenticationError: another came, with another secret.
-        """
+        """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does not;
+        AuthenticationError: another came, with another secret."""
         timeout = self._options.join_timeout_secs
         endpoint = self._config.rdzv_endpoint
         logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
@@ -308,13 +294,13 @@ class RendezvousClient:
     def wait_as_told(self, job_dir: Path) -> None:
         """Have the next round wait for others in the place of lost nodes as long as the job's ``reft`` block
         says, which the daemon was told."""
-        if isinstance(self.handler, StoreRendezvous):
+        if self.handler is not None:
             told = (read_json(job_dir / CONFIG_FILE) or {}).get("elastic", {})
             self.handler.wait_secs = told.get("wait_secs")
 
     def is_spare(self) -> bool:
         """Whether this node waits for the place of another one."""
-        return bool(getattr(self.handler, "is_spare", False))
+        return self.handler is not None and self.handler.is_spare
 
     def close(self, outcome: str) -> None:
         """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
@@ -322,9 +308,14 @@ class RendezvousClient:
         if self.handler is None or self._store is None:
             return
         mine, newest = self._incarnations()
-        if newest > mine > 0 and not self._has_place():
-            logger.error("the job goes on as start %d without this node, which is of start %d", newest, mine)
-            return
+        if newest > mine > 0:
+            with suppress(RendezvousError):
+                self.handler.is_closed()  # looks at the store: that start may not have come about
+            if not self.handler.has_place:
+                logger.error(
+                    "the job goes on as start %d without this node, which is of start %d", newest, mine
+                )
+                return
         with suppress(StoreError):
             self._store.set(self._outcome_key, outcome)
         try:
@@ -336,21 +327,14 @@ class RendezvousClient:
         """Whether this node was in a start of the job."""
         return self._incarnations()[0] > 0
 
-    def _has_place(self) -> bool:
-        """Whether this node still takes part: a later start may be one that it was to take part in, and that
-        did not come about."""
-        handler: Any = self.handler
-        with suppress(RendezvousError):
-            handler.is_closed()  # looks at the store
-        return bool(handler.has_place)
-
     def _incarnations(self) -> tuple[int, int]:
         """This node's start of the job, and the newest one that the store knows of."""
         newest = 0
-        if self.incarnations is not None:
-            with suppress(StoreError):
-                newest = self.incarnations.read()
-        return int(getattr(self.handler, "incarnation", 0)), newest
+        if self.incarnations is None or self.handler is None:
+            return 0, newest
+        with suppress(StoreError):
+            newest = self.incarnations.read()
+        return self.handler.incarnation, newest
 
     def forget_commits(self) -> None:
         """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
@@ -373,7 +357,7 @@ class RendezvousClient:
             self._store.close()
         self.place.close()
 
-    def _make_handler(self, store: RendezvousStore) -> RendezvousHandler:
+    def _make_handler(self, store: RendezvousStore) -> StoreRendezvous:
         config = self._config
         try:
             parameters = RendezvousParameters(
@@ -386,10 +370,10 @@ class RendezvousClient:
                 **config.rdzv_configs,
             )
             handler = StoreRendezvous(store, parameters)
-            handler.incarnations = self.incarnations
-            return handler
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
+        handler.incarnations = self.incarnations
+        return handler
 
     def _answers(self) -> bool:
         assert self._store is not None

@@ -88,7 +88,7 @@ class EtcdSettings:
 
     Attributes:
         endpoints: ``host:port`` of its members, at least one.
-        user, password: None where etcd's authentication is off.
+        user: with ``password``; None where etcd's authentication is off.
         ca_cert: file with the certificates that sign the members'; None: those that gRPC comes with.
         cert, key: files of this client, where etcd asks for them.
     """
@@ -184,12 +184,7 @@ def _password(environ: Mapping[str, str]) -> str | None:
 
 
 class RefusedError(StoreError):
-    """etcd answers, and says no.
-
-    Attributes:
-        code: gRPC's name of the reason.
-        details: etcd's words.
-    """
+    """etcd answers, and says no: gRPC's ``code`` of the reason, and etcd's words."""
 
     def __init__(self, member: str, code: str, details: str) -> None:
         full = "database space exceeded" in details
@@ -226,10 +221,8 @@ class EtcdLine:
         return self.settings.endpoints[self._current]
 
     def ask(self, service: str, method: str, request: Any, deadline: float) -> Any:
-        """One request, which may be done twice where an answer was lost.
-
-        Args:
-            deadline: on the monotonic clock, whatever the members do.
+        """One request, which may be done twice where an answer was lost, until a deadline on the monotonic
+        clock.
 
         Raises:
             StoreError: no member answers in time; :class:`RefusedError`: one says no.
@@ -351,12 +344,8 @@ def _read(path: Path | None) -> bytes | None:
 
 
 class EtcdStore(RendezvousStore):
-    """A client of an etcd cluster.
-
-    Args:
-        run_id: the run, on whose lease its keys hang.
-        timeout_secs: for the keys that :meth:`get` waits for; a request has 10 s of it at most.
-    """
+    """A client of an etcd cluster. Its keys hang on the lease of the run; ``timeout_secs`` is for the keys
+    that :meth:`get` waits for, a request has 10 s of it at most."""
 
     keeps_leases = True
 
@@ -600,12 +589,8 @@ class _Held(NamedTuple):
 
 
 class _Names:
-    """Names under which somebody is alive, as keys of etcd.
-
-    Attributes:
-        held: by this client.
-        missed: when those that were there were first seen missing.
-    """
+    """Names under which somebody is alive, as keys of etcd: those ``held`` by this client, and when others
+    were first ``missed``."""
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
@@ -634,11 +619,8 @@ class _Leases:
         self._kept: dict[int, float] = {}
 
     def keep(self, lease: int, ttl_secs: int, deadline: float) -> bool:
-        """Grant the lease, or lengthen it where a third of its time is over.
-
-        Returns:
-            Whether it was there: where not, its keys are gone.
-        """
+        """Grant the lease, or lengthen it where a third of its time is over; whether it was there: where not,
+        its keys are gone."""
         now = time.monotonic()
         if now - self._kept.get(lease, float("-inf")) < ttl_secs / 3:
             return True

@@ -93,12 +93,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
             keep_alive_max_attempt=int(parameters.get("keep_alive_max_attempt", 3)),
         )
         self._place: tuple[int, int] | None = None
+        """Round and rank."""
         self._members: dict[_NodeDesc, int] = {}
         self._last_scaling: Scaling | None = None
         self._last_sizes: Sizes | None = None
         self._last_round = -1
-        self._told_to_leave = False
-        self._was_spare = False
+        self._told_to_leave = self._was_spare = self._said = False
         self._forgotten_until = float("-inf")
         self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
@@ -109,7 +109,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
-        self._said = False
         self.incarnation = 0
         """Number of the start that this node took part in last; 0: none."""
         self.newest_incarnation = 0
@@ -126,14 +125,13 @@ class StoreRendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; see TorchElastic."""
         self._stop_heartbeats()
-        self._place, self._lost = None, None
-        self._was_spare = False
+        self._place, self._lost, self._was_spare = None, None, False
         self._began, self._again_as_many_at, self._said = time.monotonic(), 0.0, False
-        if self._state_holder.state.round == 0:
+        if self.state.round == 0:
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
         self._op_executor.run(_RendezvousExitOp(), deadline)
-        leaving = self._state_holder.state.leaving
+        leaving = self.state.leaving
         self.left = frozenset(rank for node, rank in self._members.items() if node in leaving)
         self._told_to_leave = self.is_leaving
         if not self._told_to_leave:
@@ -141,15 +139,15 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._op_executor.run(self._join, deadline, self._get_deadline)
         self._told_to_leave = False
         rank, size = self._get_world()
-        state = self._state_holder.state
-        current = state.round
+        state, current = self.state, self.state.round
         self.left |= {rank for node, rank in self._members.items() if node in state.redundancy_list}
         self._place, self._members = (current, rank), dict(state.participants)
         self._last_round = current
         self._start_heartbeats()
         store: Any = self._store
-        prefix = f"run/{self._settings.run_id}/{current}"
-        return RendezvousInfo(store.with_prefix(prefix), rank, size, LOOPBACK)
+        return RendezvousInfo(
+            store.with_prefix(f"run/{self._settings.run_id}/{current}"), rank, size, LOOPBACK
+        )
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
@@ -159,16 +157,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
             newest = self.incarnations.read()
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
-        if newest > self.incarnation and self._state_holder.state.complete and not self.has_place:
+        if newest > self.incarnation and self.state.complete and not self.has_place:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, context: _Context, deadline: float) -> _Action:
-        """Join where there is a place: a spare waits until a node is struck out, as long as that takes; one
-        that leaves until it is not needed any more.
-
-        Raises:
-            LeftError: it is not.
-        """
+        """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
+        not needed any more, and then raises LeftError."""
         state, node = context.state, self._this_node
         leaving = state.leaving
         most, trains = self._most(state, context.settings), state.participants.keys()
@@ -200,8 +194,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
     def _wait_for_lost(self, state: JobState) -> None:
-        """Set until when those that have come wait for others: there are enough of them. It is written with
-        this node's next heartbeat."""
+        """Set until when those that have come wait for others, of whom there are enough; written with this
+        node's next heartbeat."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return
         until = self._began + min(self.wait_secs, _JOIN_PART * self._settings.timeout.join.total_seconds())
@@ -224,7 +218,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     def _most(self, state: JobState, settings: RendezvousSettings) -> int:
         """Nodes that may train. While others do, as many as fit of those that are there: a node that left
-        their round is missed by them and comes back, any other waits until its coming makes it larger."""
+        their round comes back, any other waits until its coming makes it larger."""
         sizes = state.sizes
         if sizes is None or not state.complete or self._last_round == state.round:
             return settings.max_nodes
@@ -257,8 +251,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         return time.monotonic() - self._alone_since > _ALONE_SECS
 
     def _is_dispensable(self, state: JobState) -> bool:
-        """Whether the others have committed a version without this node, whose memory they may have needed
-        for it until then."""
+        """Whether the others have committed without this node; until then they may need its memory."""
         if not state.complete or self.incarnations is None:
             return False
         try:
@@ -279,32 +272,24 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def has_place(self) -> bool:
-        """Whether this node is in the round that runs or forms, or goes from one to the next, as far as it
-        knows."""
-        state = self._state_holder.state
+        """Whether this node is in the round that runs or forms, or goes from one to the next."""
+        state = self.state
         return self._this_node in state.participants.keys() | state.seats.keys()
 
     @property
     def is_full(self) -> bool:
-        """Whether the round that runs has as many nodes as it may have, as far as this node knows."""
-        state = self._state_holder.state
+        """Whether the round that runs has as many nodes as it may have."""
+        state = self.state
         return state.complete and len(state.participants) >= limited(self._settings, state).max_nodes
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this node was told to leave, as the last heartbeat saw it."""
-        return self._this_node in self._state_holder.state.leaving
+        """Whether this node was told to leave."""
+        return self._this_node in self.state.leaving
 
     def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
-        """Have the job go to another number of nodes.
-
-        Args:
-            change: what to ask for, out of the shared state as it is; None: nothing new. It may name nodes
-                that leave (:func:`reft.job.rendezvous.state.leaving_of`).
-
-        Raises:
-            RendezvousError: the store does not answer.
-        """
+        """Have the job go to another number of nodes: what ``change`` makes of the shared state, in which it
+        may name nodes that leave; None: nothing new. Raises RendezvousError: the store does not answer."""
 
         def ask(state: JobState) -> bool:
             scaling = change(state)
@@ -316,7 +301,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._change(ask)
 
     def _change(self, change: Callable[[JobState], bool]) -> None:
-        """Write the shared state, as long as ``change`` says that it has changed it."""
 
         def act(context: _Context, deadline: float) -> _Action:
             if not change(context.state):
@@ -327,14 +311,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._op_executor.run(act, self._get_deadline(self._settings.timeout.heartbeat))
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Have all nodes know with how many the job can train: what a version of this node's round tells.
-
-        Args:
-            sizes: that; the members are this round's, if it says of them what they hold.
-
-        Raises:
-            RendezvousError: the store does not answer.
-        """
+        """Have all nodes know with how many the job can train, as a version of this node's round tells, whose
+        members are filled in where it says what they hold. Raises RendezvousError: the store is silent."""
         by_rank = sorted(self._members, key=lambda node: self._members[node])
         members = tuple(map(member_of, by_rank)) if sizes.groups else ()
 
@@ -348,14 +326,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._share_sizes(known)
 
     def refuse_size(self) -> bool:
-        """Trainers were refused with as many nodes as this round has: it is not tried again.
-
-        Returns:
-            Whether another number may do: fewer, where this is not all that may come, or what fitted before.
-
-        Raises:
-            RendezvousError: the store does not answer.
-        """
+        """Trainers were refused with as many nodes as this round has: it is not tried again. Whether another
+        number may do: fewer, where this is not all that may come, or what fitted before. Raises
+        RendezvousError: the store does not answer."""
         number = len(self._members)
         self._share_sizes(lambda state: (state.sizes or Sizes()).refusing(number))
         sizes, settings = self.state.sizes or Sizes(), self._settings
@@ -375,30 +348,26 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        """Numbers of nodes with which the job can train, as far as is known."""
+        """Numbers of nodes with which the job can train."""
         sizes = self.state.sizes or self._last_sizes or Sizes()
         return sizes.of(self._settings.min_nodes, self._settings.max_nodes)
 
     @property
     def state(self) -> JobState:
-        """What the nodes share, as the last heartbeat saw it."""
+        """What the nodes share, as the last heartbeat saw it: as old is all that is said of it here."""
         return self._state_holder.state
 
     @property
     def is_spare(self) -> bool:
-        """Whether this node waits for the place of another one, as the last heartbeat saw it."""
-        return self._this_node in self._state_holder.state.redundancy_list
+        """Whether this node waits for the place of another one."""
+        return self._this_node in self.state.redundancy_list
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that this round's trainers keep waiting, as the last heartbeat saw it; does not wait for
-        the store.
-
-        Raises:
-            RendezvousConnectionError: the last heartbeat did not reach the store.
-        """
+        """Nodes that this round's trainers keep waiting; does not wait for the store. Raises
+        RendezvousConnectionError: the last heartbeat did not reach the store."""
         if self._lost is not None:
             raise RendezvousConnectionError(self._lost)
-        state = self._state_holder.state
+        state = self.state
         if self._place is None or not self._has_lost_its_place(state):
             # For whom there is no place, it sees that itself, and is a spare then.
             waiting = 0 if self.is_full else self._joining(state)
@@ -418,20 +387,18 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def is_scaled_down(self) -> bool:
-        """Whether nodes of this round were told to leave, as the last heartbeat saw it."""
-        scaling = self._state_holder.state.scaling
+        """Whether nodes of this round were told to leave."""
+        scaling = self.state.scaling
         return self._place is not None and scaling is not None and scaling.round == self._place[0]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes of this round are there, as the last heartbeat saw it: nothing has failed."""
-        state = self._state_holder.state
-        return bool(self._members) and self._members.keys() <= state.seats.keys()
+        """Whether all nodes of this round are there: nothing has failed."""
+        return bool(self._members) and self._members.keys() <= self.state.seats.keys()
 
     def goes_on_without(self, gone: int) -> bool:
-        """Whether enough nodes are left where so many of this round have ended, with those that wait: as the
-        last heartbeat saw it."""
-        state, settings = self._state_holder.state, self._settings
+        """Whether enough nodes are left, with those that wait, where so many of this round have ended."""
+        state, settings = self.state, self._settings
         waiting = (state.redundancy_list | state.wait_list) - state.leaving - self._members.keys()
         left = len(self._members) - gone + len(waiting)
         return (state.sizes or Sizes()).largest(left, settings.min_nodes, settings.max_nodes) > 0
@@ -439,8 +406,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
     @property
     def is_left_by_silent(self) -> bool:
         """Whether a node of the round that runs was struck out, no other has come, and those that are left
-        are enough for a round: as the last heartbeat saw it, which reached the store."""
-        state = self._state_holder.state
+        are enough for a round."""
+        state = self.state
         if self._lost is not None or self._place is None or not state.complete:
             return False
         trains = state.participants.keys()
@@ -493,13 +460,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
 
 def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
-    """Why this node ends: it was cut off, and the job has been started anew without it.
-
-    Args:
-        mine: start that this node took part in.
-        newest: that runs.
-        by_another: it has as many nodes as it may have; else it went on with fewer.
-    """
+    """Why this node ends: it took part in start ``mine`` of the job, was cut off, and ``newest`` runs without
+    it, with as many nodes as it may have (``by_another``) or with fewer."""
     how = "another one has taken its place" if by_another else "the job went on with fewer nodes"
     then = "be a spare" if by_another else "join it"
     return FencedError(
@@ -536,12 +498,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
-        """See TorchElastic.
-
-        Raises:
-            RendezvousClosedError: the job has ended.
-            RendezvousTimeoutError: the deadline has passed.
-        """
+        """See TorchElastic. Raises RendezvousClosedError, RendezvousTimeoutError."""
         while True:
             self._state_holder.sync()
             self._state = self._state_holder.state
@@ -550,10 +507,8 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
             action = state_handler(context, deadline)
             if action is _Action.FINISH:
                 return
-            if action is _Action.ERROR_CLOSED:
-                raise RendezvousClosedError
-            if action is _Action.ERROR_TIMEOUT:
-                raise RendezvousTimeoutError
+            if action is _Action.ERROR_CLOSED or action is _Action.ERROR_TIMEOUT:
+                raise RendezvousClosedError if action is _Action.ERROR_CLOSED else RendezvousTimeoutError
             if action is _Action.SYNC:
                 time.sleep(look_secs(self._given.max_nodes))
                 continue

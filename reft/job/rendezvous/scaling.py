@@ -187,8 +187,7 @@ class Scaler:
             logger.warning("%s", said)
 
     def _name_leavers(self, agreement: Agreement) -> None:
-        """Tell the next nodes to leave: where there are more than were asked for, or, once, those that are to
-        be replaced."""
+        """Tell the next nodes to leave: of more than were asked for, or, once, those to be replaced."""
         nodes, scaling = agreement.nodes, self._handler.state.scaling
         if scaling is None or self._handler.state.leaving:
             return
@@ -226,7 +225,7 @@ class Scaler:
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
     def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
-        """Where the job has gone to a number of nodes from which it can go no further: that one holds."""
+        """Where the job can go no further on its way: the number of nodes that it has holds."""
         running = len(agreement.nodes)
         why = running > order.nodes and of_the_way(order, self._situation(agreement))
         if not why:
@@ -265,8 +264,7 @@ def asked(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
 
 
 def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
-    """The number of nodes that the job has, in the place of an order that went half way; None where another
-    was given."""
+    """The nodes that the job has in the place of an order that went half way; None: another was given."""
     scaling = state.scaling
     if scaling is None or scaling.number != order.number or len(state.participants) != running:
         return None
@@ -274,8 +272,7 @@ def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
 
 
 def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | None:
-    """Nodes that leave, in the shared state; None where the round is over already, or the
-    others could not go on."""
+    """Nodes that leave, in the shared state; None: the round is over, or the others could not go on."""
     scaling = state.scaling
     whole = state.complete and len(state.participants) == running
     if scaling is None or scaling.round == state.round or not whole or state.closed:
@@ -375,12 +372,9 @@ def shortfall(order: ScaleOrder, now: Situation) -> str:
 def leave_next(
     wanted: int, first: tuple[str, ...], now: Situation, survived: int | None = None
 ) -> tuple[int, ...]:
-    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of,
-    down to a number that fits; () where there is none. Pure.
-
-    Args:
-        survived: losses, whichever they are; None: as now.
-    """
+    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of
+    (``survived``: losses, whichever they are; None: as now), down to a number that fits; () where there is
+    none. Pure."""
     survived = (now.tolerance or 0) if survived is None else survived
     running, way = len(now.nodes), now.way(wanted)
     if survived < 0:
@@ -439,6 +433,6 @@ def replaces(order: ScaleOrder, nodes: tuple[str, ...]) -> bool:
 
 
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks of the nodes that leave next: those that were named, then the last. Pure."""
+    """Ranks of so many nodes that leave: those that were named, then the last. Pure."""
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
     return tuple(order[:number])

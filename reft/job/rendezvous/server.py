@@ -31,12 +31,7 @@ _SERVED_KEY = "reft/rendezvous"
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Where a store is served.
-
-    Attributes:
-        endpoint: ``host:port`` for ``--rdzv-endpoint``.
-        address: the one address that it listens on.
-    """
+    """Where a store is served; ``address``: the one that it listens on."""
 
     endpoint: str
     host: str
@@ -46,14 +41,12 @@ class RendezvousInfo:
 
 
 class RendezvousServer:
-    """A store that belongs to no worker node, for those who know the secret (P11).
+    """A store that belongs to no worker node, for those who know the user's secret (P11).
 
     Args:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
-        secret: the user's; None: as :func:`reft.memory.jobdir.user_secret` finds it.
-        state_dir: directory that keeps what is stored, for a server that takes this one's place; None: memory
-            alone.
+        state_dir: keeps what is stored, for a server that takes this one's place; None: memory alone.
 
     Raises:
         ConfigError: the address cannot be listened on, or the directory not be used.

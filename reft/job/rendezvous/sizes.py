@@ -75,9 +75,8 @@ class Sizes:
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
-        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones if the
-        others can recover the version without them, else such that they can; () where none are known.
-        """
+        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones of those
+        without which the others can recover the version; () where none are known."""
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number
         if size < 1:
@@ -120,13 +119,10 @@ class Sizes:
             return unless_known
         try:
             scheme = Scheme.parse(self.scheme)
-            return all(self._group_recovers(group, kept, scheme) for group in self.groups)
+            lost = {group: [at for at, rank in enumerate(group) if rank not in kept] for group in self.groups}
+            return all(self._tolerance(group, places, scheme) >= 0 for group, places in lost.items())
         except ReftError:  # another release's scheme
             return unless_known
-
-    def _group_recovers(self, group: tuple[int, ...], kept: frozenset[int], scheme: Scheme) -> bool:
-        lost = [at for at, rank in enumerate(group) if rank not in kept]
-        return self._tolerance(group, lost, scheme) >= 0
 
     def _tolerance(self, group: tuple[int, ...], lost: Sequence[int], scheme: Scheme) -> int:
         nodes = tuple(str(self.domains[rank]) for rank in group)
@@ -151,12 +147,8 @@ def sizes_of_job(
     degrees: Degrees,
     scheme: str,
 ) -> Sizes:
-    """What the newest version tells.
-
-    Args:
-        nodes: ids of the nodes of this round, by group rank.
-        holders: node id and failure domain of whoever holds each rank's part of the version.
-    """
+    """What the newest version tells of the nodes of this round, by group rank. ``holders``: node id and
+    failure domain of whoever holds each rank's part of it."""
     groups = set()
     for pp in range(degrees.pp):
         for tp in range(degrees.tp):
@@ -179,13 +171,8 @@ def why_not(
     *,
     asked: bool = False,
 ) -> str:
-    """Why a job cannot train on so many nodes; "" where it can, as far as is known.
-
-    Args:
-        size: what else decides about the degree; None: not known.
-        parities: the protection that was asked for by name and keeps parities; None: another.
-        asked: somebody asks for so many, although the job could keep those that it has.
-    """
+    """Why a job cannot train on so many nodes; "" where it can, as far as is known (:class:`Situation` in
+    :mod:`reft.job.rendezvous.scaling`). ``asked``: for so many, although the job could keep those it has."""
     trainers, one = nodes * workers, degrees.pp * degrees.tp
     if trainers % one:
         return (

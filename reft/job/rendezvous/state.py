@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -59,6 +60,9 @@ class Scaling:
     replaces: bool = False
 
 
+_SCALING, _SIZES = TypeAdapter(Scaling), TypeAdapter(Sizes)
+
+
 class JobState(_RendezvousState):
     """TorchElastic's state, and what else the nodes of a job share.
 
@@ -79,7 +83,6 @@ class JobState(_RendezvousState):
 
 
 def encode_state(state: JobState) -> bytes:
-    """The shared state as JSON."""
     fields = {
         "round": state.round,
         "complete": state.complete,
@@ -114,17 +117,9 @@ def decode_state(data: bytes) -> JobState:
         state.seats.update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
         state.leaving.update(_node(f) for f in fields["leaving"])
         if (scaling := fields["scaling"]) is not None:
-            state.scaling = Scaling(**{**scaling, "without": tuple(scaling["without"])})
+            state.scaling = _SCALING.validate_python(scaling)
         if (sizes := fields["sizes"]) is not None:
-            found = Sizes(
-                fitting=_numbers(sizes["fitting"]),
-                refused=_numbers(sizes["refused"]),
-                scheme=str(sizes["scheme"]),
-                members=tuple(member_of(_node(fields)) for fields in sizes["members"]),
-                domains=_numbers(sizes["domains"]),
-                groups=tuple(map(_numbers, sizes["groups"])),
-            )
-            state.sizes = found
+            state.sizes = _SIZES.validate_python(sizes)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
         raise RendezvousStateError(
             f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
@@ -163,10 +158,6 @@ def _node_fields(node: _NodeDesc) -> list[Any]:
 def _node(fields: Iterable[Any]) -> _NodeDesc:
     addr, pid, local_id = fields
     return _NodeDesc(str(addr), int(pid), int(local_id))
-
-
-def _numbers(found: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, found))
 
 
 def _time(seconds: Any) -> datetime:
@@ -212,11 +203,8 @@ class StateHolder(_RendezvousStateHolder):
         self._dirty = True
 
     def sync(self) -> bool | None:
-        """Write the state if it was changed here, else read it; whether it was written, None if read.
-
-        Raises:
-            RendezvousConnectionError: the store does not answer.
-            RendezvousStateError: it holds something else.
+        """Write the state if it was changed here, else read it; whether it was written, None if read. Raises
+        RendezvousConnectionError: the store does not answer; RendezvousStateError: it holds something else.
         """
         now = time.monotonic()
         written = None
@@ -299,7 +287,7 @@ class StateHolder(_RendezvousStateHolder):
 
 
 class IncarnationRecord:
-    """Safe to use from several threads."""
+    """What the store knows of the starts of the job. Safe to use from several threads."""
 
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store
@@ -316,10 +304,8 @@ class IncarnationRecord:
         return 0 if held is None else _number(held.partition(b":")[0])
 
     def raise_to(self, number: int) -> int:
-        """Have the store know of a start; returns the newest that it knows of now. Raises StoreError.
-
-        A store that was lost and came back, empty or as it was long ago, learns so what it has missed.
-        """
+        """Have the store know of a start, as one that was lost and came back does not; returns the newest
+        that it knows of now. Raises StoreError."""
         held = self._store.peek(self._key)
         while (known := _number(held)) < number:
             done, held = self._store.compare_set(self._key, held, str(number).encode())

@@ -16,7 +16,7 @@ from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
 from reft.memory.arena_files import SlotFiles
 from reft.naming import Label
-from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout

@@ -10,7 +10,7 @@ from reft.config import Variant
 from reft.faults import FaultPlan
 from reft.naming import Label
 from reft.protect.host_adam import AdamRecipe
-from reft.snapshot.committing.protocol import Cause, Stage, Version
+from reft.snapshot.committing.version import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep

@@ -4,10 +4,10 @@
        └─────────┴──────────┴───────────┴──────────┴────► abandoned (cause)
 
 ``step(state, event)`` gives the next state and the effects to carry out. In production the training thread
-and the snapshot worker drive it (:mod:`reft.snapshot.handover`, :mod:`reft.snapshot.worker`). The model in
-tests/snapshot/version_model.py drives the same function through every order of events, with an error at
-every task and every effect and a crash after every transition. Nothing here reads a clock, a file or the
-network. The words (versions, tasks, events, effects) are in :mod:`reft.snapshot.committing.protocol`.
+and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in tests/snapshot/version_model.py
+drives the same function through every order of events, with an error at every task and every effect and a
+crash after every transition. Nothing here reads a clock, a file or the network. First come the words
+(versions, tasks, events, effects) and the slots, then the rules that connect them.
 
 All ranks take the same versions in the same order, one at a time, and are in lock step at two votes:
 
@@ -40,47 +40,486 @@ How the promises are kept:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
+from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.snapshot.committing.protocol import (
-    NONE_YET,
-    Abort,
-    Begin,
-    Broke,
-    Cause,
-    Closing,
-    Commit,
-    Copied,
-    CopyFailed,
-    Drained,
-    DropStaged,
-    Effect,
-    EnterGate,
-    Event,
-    FenceNear,
-    GiveUp,
-    HandedOver,
-    LaidOut,
-    LeaveGate,
-    Met,
-    Parted,
-    Released,
-    Sealed,
-    SealFailed,
-    SlotTaken,
-    Stage,
-    Switched,
-    Task,
-    TensorsChange,
-    Turn,
-    Unfit,
-    Version,
-    Voted,
-)
-from reft.snapshot.committing.slots import Slots
+
+NONE_YET = Label(-1, -1)
+"""Older than every version."""
+
+
+class Stage(Enum):
+    """How far a version is on this rank."""
+
+    QUEUED = auto()
+    COPYING = auto()
+    COPIED = auto()
+    SEALED = auto()
+    COMMITTED = auto()
+    ABANDONED = auto()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a version is not committed: a kind, by which it is counted, and what there is to say."""
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+    @classmethod
+    def of(cls, error: Exception) -> Cause:
+        """An error is counted by its type."""
+        return cls(type(error).__name__, str(error))
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version on this rank.
+
+    Attributes:
+        label: its name.
+        must: copied whatever it takes: the fence waits until it is (restore, last version before an exit).
+        idle: nothing to take after this step; the ranks only vote, so that what travels in votes gets around.
+        paced: its copy keeps to the windows.
+        cause: why it is not committed; set at the hand-over where the state could not be captured.
+        stage: how far it is.
+        unfit: the layout was not made for its state; the ranks have to agree on another one first.
+        staged: a part of it is kept on the device, to be drained.
+    """
+
+    label: Label
+    must: bool = False
+    idle: bool = False
+    paced: bool = False
+    cause: Cause | None = None
+    stage: Stage = Stage.QUEUED
+    unfit: bool = False
+    staged: bool = False
+
+    @property
+    def holds_training(self) -> bool:
+        """Whether it still needs the live tensors as they are: they must not change meanwhile (P2)."""
+        return self.cause is None and not self.idle and self.stage in (Stage.QUEUED, Stage.COPYING)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known what became of it."""
+        return self.stage in (Stage.COMMITTED, Stage.ABANDONED)
+
+
+class Task(Enum):
+    """What the worker thread does. Each ends with one of the events named, or with :class:`Broke`."""
+
+    WAIT = auto()
+    """For a version or the end: :class:`Turn`."""
+    COPY = auto()
+    """:class:`Unfit`; or :class:`Begin`, :class:`SlotTaken`, :class:`Released` and then :class:`Copied`; or,
+    at any point, :class:`CopyFailed`."""
+    VOTE_COPIED = auto()
+    """:class:`Voted`."""
+    LAYOUT = auto()
+    """Agree on a layout anew: :class:`LaidOut`."""
+    SEAL = auto()
+    """:class:`Drained` if a part was staged, then :class:`Sealed` or :class:`SealFailed`."""
+    VOTE_SEALED = auto()
+    """:class:`Voted`."""
+    SWITCH = auto()
+    """Between two versions, change the protection if the votes say so: :class:`Switched`."""
+    MEET = auto()
+    """Leave the groups and meet all ranks in new ones: :class:`Met` or :class:`Parted`."""
+    END = auto()
+    """No version is taken any more."""
+
+
+# -- events: of the training thread, then of the worker ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    version: Version
+
+
+@dataclass(frozen=True)
+class FenceNear:
+    """The optimizer is about to write: what has not begun is not begun any more; ``ahead``: the host has come
+    there, its device may not have, and versions may begin until it has."""
+
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class TensorsChange:
+    """The optimizer writes from here on: the fence has waited, as long as it may (P2)."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The job ends."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The worker is free."""
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """The layout is not made for this state."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The worker would begin to read the live tensors."""
+
+
+@dataclass(frozen=True)
+class SlotTaken:
+    """The version will be written there."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Released:
+    """Training may go on: all was copied, or is kept on the device (``staged``)."""
+
+    staged: bool = False
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What was not staged has arrived in the slot."""
+
+
+@dataclass(frozen=True)
+class CopyFailed:
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Voted:
+    """What all ranks said together.
+
+    Attributes:
+        ok: all ranks approved.
+        relayout: a rank wants another layout.
+    """
+
+    ok: bool
+    relayout: bool = False
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """All ranks have agreed on a layout for the version."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Nothing is kept on the device any more, whether or not it arrived."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The slot is recorded SEALED."""
+
+
+@dataclass(frozen=True)
+class SealFailed:
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What was due between two versions is done."""
+
+
+@dataclass(frozen=True)
+class Broke:
+    """This rank, or a peer, cannot go on: it has lost its place in the protocol."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class Met:
+    """All ranks are together again and have told what they know.
+
+    Attributes:
+        after: the newest version that any rank was handed.
+        committed: the newest version that any rank knows to be committed.
+    """
+
+    after: Label
+    committed: Label | None
+
+
+@dataclass(frozen=True)
+class Parted:
+    """The ranks did not come together again."""
+
+    detail: str
+
+
+Event = (
+    HandedOver | FenceNear | TensorsChange | Closing
+    | Turn | Unfit | Begin | SlotTaken | Released | Copied | CopyFailed | Voted | LaidOut | Drained | Sealed
+    | SealFailed | Switched | Broke | Met | Parted
+)  # fmt: skip
+
+
+# -- effects ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnterGate:
+    """A paced version was handed over; ``draining``: while an older one is drained."""
+
+    draining: bool
+
+
+@dataclass(frozen=True)
+class LeaveGate:
+    """Nothing paced is left to copy."""
+
+
+@dataclass(frozen=True)
+class DropStaged:
+    """Forget what is kept on the device."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Note in the slot that its version is committed, and tell of it."""
+
+    slot: int
+    label: Label
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Free the slot. What was sealed in it stays readable until it is written again: it is the true state of
+    that step, and a recovery may use it if every member's bytes are there."""
+
+    slot: int
+    label: Label
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Count the version as skipped, and tell why."""
+
+    label: Label
+    cause: Cause
+
+
+Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
+
+
+# -- where all ranks go on after a version broke off on one of them -----------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank knows when the ranks have come together again.
+
+    Attributes:
+        newest: last version that was handed over.
+        committed: newest version that it knows to be committed.
+        stop_step: after which it heard that all stop; 0: it has heard of none.
+    """
+
+    newest: Label
+    committed: Label | None
+    stop_step: int
+
+    def to_ints(self) -> list[int]:
+        """For a gather of integers."""
+        committed = self.committed or NONE_YET
+        return [*astuple(self.newest), *astuple(committed), self.stop_step]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> Standing:
+        """Inverse of :meth:`to_ints`."""
+        *labels, stop_step = values
+        newest, committed = Label(*labels[:2]), Label(*labels[2:])
+        return cls(newest, None if committed == NONE_YET else committed, stop_step)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where all ranks go on.
+
+    Attributes:
+        after: versions up to this one are given up everywhere, without a vote. Not by the step alone: a job
+            that goes back to an older checkpoint takes its steps again, in a new incarnation.
+        committed: the newest version that any rank knows to be committed.
+        stop_step: after which all stop, if any has heard of one that is still to come on all ranks.
+    """
+
+    after: Label
+    committed: Label | None
+    stop_step: int | None
+
+
+def resume_from(standings: Sequence[Standing]) -> Resumption:
+    """What all ranks make of what each has told. Pure: equal everywhere."""
+    after = max(s.newest for s in standings)
+    stops = [s.stop_step for s in standings if s.stop_step]
+    return Resumption(
+        after=after,
+        committed=max((s.committed for s in standings if s.committed is not None), default=None),
+        # A step that some rank may have passed is no longer one to stop at: the wish is voted on again.
+        stop_step=min(stops) if stops and min(stops) > after.step + 1 else None,
+    )
+
+
+# -- what a rank knows about its arenas: which may be written, and which must stay (P3) ----------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a rank knows about one of its arenas in this incarnation."""
+
+    state: ArenaState = ArenaState.EMPTY
+    label: Label | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its version's fate is not known."""
+        return self.state in (ArenaState.WRITING, ArenaState.SEALED)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which of a rank's arenas may be written. Those written by earlier incarnations count as EMPTY.
+
+    Attributes:
+        held: every slot. With one slot, nothing can be written once a version is committed.
+        frozen: slots that hold the version being recovered, until a newer one is committed. May name slots
+            beyond those held, left by an earlier incarnation that had more.
+    """
+
+    held: tuple[Slot, ...]
+    frozen: tuple[tuple[int, Label], ...] = ()
+
+    @classmethod
+    def make(cls, count: int, frozen: Mapping[int, Label] | None = None) -> Slots:
+        """Nothing is written yet.
+
+        Raises:
+            ValueError: for fewer than one slot.
+        """
+        if count < 1:
+            raise ValueError(
+                f"{count} slots; expected at least 1 (2 keep a version while the next is written)"
+            )
+        return cls((Slot(),) * count, tuple(sorted((frozen or {}).items())))
+
+    @property
+    def committed_slot(self) -> int | None:
+        """Slot of the newest version known here to be committed."""
+        done = [i for i, slot in enumerate(self.held) if slot.state is ArenaState.COMMITTED]
+        return max(done, key=self._age, default=None)
+
+    @property
+    def committed_label(self) -> Label | None:
+        """Newest version known here to be committed in this incarnation."""
+        newest = self.committed_slot
+        return None if newest is None else self.held[newest].label
+
+    @property
+    def open_slot(self) -> int | None:
+        """Slot of the version whose fate is not known; there is one at most."""
+        return next((i for i, slot in enumerate(self.held) if slot.is_open), None)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Slots that hold what may be needed: they are not written, whatever happens (P3)."""
+        unknown = {i for i, slot in enumerate(self.held) if slot.is_open}
+        newest = self.committed_slot
+        return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
+
+    def choose(self, pinned: Collection[int] = ()) -> int | None:
+        """Slot to write next: an empty one, else the one with the oldest version.
+
+        Args:
+            pinned: slots that a reader holds, or that must not be used for another reason.
+
+        Returns:
+            The slot, or None: this version has to be skipped.
+        """
+        free = [i for i in range(len(self.held)) if i not in self.kept and i not in pinned]
+        return min(free, key=self._age, default=None)
+
+    def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
+        """Slots whose memory is given back where ``count`` versions are to be held: none that is kept, and
+        one that may be written always stays.
+
+        Args:
+            count: versions to hold.
+            unused: slots that were given up before: one that exists is not given up for one that would have
+                to be made.
+        """
+        kept = self.kept & {*range(len(self.held))}
+        order = sorted(range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot))
+        return frozenset(order[max(count, len(kept) + 1) :])
+
+    def began(self, slot: int, label: Label) -> Slots:
+        """``slot`` is to be recorded WRITING. Only for a slot that :meth:`choose` would allow.
+
+        Raises:
+            ValueError: if the slot must not be written.
+        """
+        if self.choose(set(range(len(self.held))) - {slot}) != slot:
+            raise ValueError(f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}")
+        return self._with(slot, Slot(ArenaState.WRITING, label))
+
+    def sealed(self, slot: int) -> Slots:
+        """``slot`` is recorded SEALED. From here on others may commit it: it stays until the result of the
+        vote is known, also if it never is."""
+        return self._move(slot, ArenaState.WRITING, ArenaState.SEALED)
+
+    def committed(self, slot: int) -> Slots:
+        """All ranks sealed the version: what is older may be overwritten, frozen slots included."""
+        return replace(self._move(slot, ArenaState.SEALED, ArenaState.COMMITTED), frozen=())
+
+    def aborted(self, slot: int) -> Slots:
+        """A vote said no, or this rank gave the version up before it voted: the slot is free. Not for a vote
+        whose result was not learned: others may have committed the version.
+
+        Raises:
+            ValueError: if no version is open in the slot.
+        """
+        if not self.held[slot].is_open:
+            raise ValueError(f"slot {slot} cannot be aborted: it holds {self._describe(slot)}")
+        return self._with(slot, Slot())
+
+    def _move(self, slot: int, expected: ArenaState, new: ArenaState) -> Slots:
+        if self.held[slot].state is not expected:
+            raise ValueError(
+                f"slot {slot} cannot become {new}: it holds {self._describe(slot)}, not {expected}"
+            )
+        return self._with(slot, Slot(new, self.held[slot].label))
+
+    def _with(self, slot: int, new: Slot) -> Slots:
+        return replace(self, held=(*self.held[:slot], new, *self.held[slot + 1 :]))
+
+    def _age(self, slot: int) -> Label:
+        return self.held[slot].label or NONE_YET
+
+    def _describe(self, slot: int) -> str:
+        if slot in dict(self.frozen):
+            return f"{dict(self.frozen)[slot]}, which is being recovered"
+        return f"{self.held[slot].label or 'nothing'}, {self.held[slot].state}"
+
 
 # -- one rank -------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgpack
 
@@ -105,25 +106,13 @@ class Votes:
             self._given_up = ()
         self._incarnation, self.newest_step = version.incarnation, version.step
 
-    def cast(
-        self,
-        version: Label,
-        *,
-        ok: bool,
-        relayout: bool = False,
-        holds_up: bool = False,
-        order: int = 0,
-        level: int = 0,
-    ) -> Ballot:
+    def cast(self, version: Label, mine: Ballot) -> Ballot:
         """Vote on a version. Collective.
 
         Args:
             version: which.
-            ok: it is in order here.
-            relayout: its state has another shape than planned.
-            holds_up: before the next vote, this rank has more to do than seal the version.
-            order: number of the newest order to switch protection that this rank knows of.
-            level: how far it would degrade the protection for want of memory.
+            mine: what this rank says of it; ``late``: before the next vote, it has more to do than seal the
+                version. The rest is filled in here.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
@@ -131,22 +120,17 @@ class Votes:
         step, interval_steps = version.step, self._wanted(self._advised_interval, self._interval[1])
         persist_steps = self._wanted(self._wanted_persist_interval, self.persist_steps)
         unheard = self._complaints.unheard()
-        verdict = self._control.vote(
-            Ballot(
-                ok=ok,
-                stop_after_step=named_step(
-                    self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
-                ),
-                relayout=relayout,
-                interval_steps=interval_steps,
-                order=order,
-                late=may_lag(holds_up, step=step, newest_step=self.newest_step, late=self.late),
-                level=level,
-                persist_steps=persist_steps,
-                complains=bool(unheard),
+        ballot = replace(
+            mine,
+            stop_after_step=named_step(
+                self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
             ),
-            version,
+            interval_steps=interval_steps,
+            late=may_lag(mine.late, step=step, newest_step=self.newest_step, late=self.late),
+            persist_steps=persist_steps,
+            complains=bool(unheard),
         )
+        verdict = self._control.vote(ballot, version)
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step
         if verdict.interval_steps != self._interval[1]:

@@ -6,8 +6,9 @@ for every version that goes there, so that a chunk costs the copying thread a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ import torch
 
 from reft.memory.arena import Arena
 from reft.memory.stream import CutRanges, Range
-from reft.protect.backend import Backend, backend_for, combine_ragged
+from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
-from reft.snapshot.copying.engine import CheckedPieces, Piece, host_bytes
+from reft.snapshot.copying.engine import CheckedPieces, Encode, Piece, host_bytes
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.plan import Block, PlacedBlock
@@ -44,11 +45,10 @@ class ParityEncoder:
         """Of a chunk of one source."""
         self._scratch: dict[int, torch.Tensor] = {}
         self._out: torch.Tensor | None = None
-        self._backend: Backend | None = None
 
     def cut(
         self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
-    ) -> Iterator[tuple[int, int, Encoding]]:
+    ) -> Iterator[tuple[int, int, Encode]]:
         """The chunks of one parity block.
 
         Args:
@@ -57,7 +57,8 @@ class ParityEncoder:
             target: its bytes in the arena, 1-D uint8.
 
         Yields:
-            ``(start, stop, encoding)`` within the block.
+            ``(start, stop, encode)`` within the block; ``encode`` encodes, on the current stream of a
+            device, and returns what is to be copied to the host.
         """
         row = tuple(coefficient for _, coefficient in terms)
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
@@ -71,7 +72,7 @@ class ParityEncoder:
                 block = self._blocks[key]
                 begin, end = (block.start_bytes + min(x, block.nbytes) for x in (at, stop))
                 ranges.append((begin, end))
-            yield at, stop, Encoding(self, row, tuple(ranges), target[at:stop])
+            yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
         """Where a source that does not lie together is gathered; chunks share it: they run one by one."""
@@ -83,7 +84,7 @@ class ParityEncoder:
     def _memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def source(self, number: int, begin: int, end: int) -> torch.Tensor:
+    def _source(self, number: int, begin: int, end: int) -> torch.Tensor:
         """``image[begin:end]``: in place where it lies together, else gathered."""
         out = self._room(number, end - begin)
         pieces = self._image.pieces_into(begin, out)
@@ -93,43 +94,21 @@ class ParityEncoder:
             part.copy_(live)
         return out
 
-    def combine(self, row: tuple[int, ...], sources: list[torch.Tensor], target: torch.Tensor) -> list[Piece]:
-        """Write the combination to ``target``, or queue it; returns what is left to be copied."""
+    def _encode(
+        self, row: tuple[int, ...], ranges: Sequence[tuple[int, int]], target: torch.Tensor
+    ) -> Sequence[Piece]:
+        """Write the combination of those ranges of the image to ``target``, or queue it; shorter ones count
+        as padded with zeros."""
+        sources: list[Any] = [self._source(n, begin, end) for n, (begin, end) in enumerate(ranges)]
         if self._device.type == "cpu":
-            return self._combine([row], [np.asarray(host_bytes(s)) for s in sources], target.numpy())
+            out: Any = target.numpy()
+            combine_ragged(backend_for(out), [row], [np.asarray(host_bytes(s)) for s in sources], [out])
+            return ()
         if self._out is None or len(self._out) < len(target):
             self._out = self._memory(self._most_bytes)
         out = self._out[: len(target)]
-        self._combine([row], sources, out)
+        combine_ragged(backend_for(out), [row], sources, [out])
         return [(out, target)]
-
-    def _combine(self, rows: list[tuple[int, ...]], sources: list[Any], out: Any) -> list[Piece]:
-        if self._backend is None:
-            self._backend = backend_for(out)
-        combine_ragged(self._backend, rows, sources, [out])
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How one chunk of a parity block is made.
-
-    Attributes:
-        encoder: does it.
-        row: coefficients of the sources.
-        ranges: ``[begin, end)`` of each in the replicated image; shorter ones count as padded with zeros.
-        target: where it goes in the arena.
-    """
-
-    encoder: ParityEncoder
-    row: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-    target: torch.Tensor
-
-    def __call__(self) -> list[Piece]:
-        """Encode, on the current stream of a device; returns what is to be copied to the host."""
-        sources = [self.encoder.source(n, begin, end) for n, (begin, end) in enumerate(self.ranges)]
-        return self.encoder.combine(self.row, sources, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +131,7 @@ class Chunk:
     pieces: CheckedPieces
     stored: Range
     last: bool
-    encode: Encoding | None = None
+    encode: Encode | None = None
     cut: CutRanges | None = None
     number: int = 0
 

@@ -13,7 +13,7 @@ from reft.memory.stream import CutRanges, hashing_copier, ranges_of
 from reft.protect.blocks import Section
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece
+from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
@@ -104,7 +104,13 @@ class Copier:
             reach(FaultPoint.DURING_COPY)
         stages = self._stages(chunks, may_stage)
         if self.engine.asynchronous:
-            queued = self._queue(chunks, filling, gate, stages)
+
+            def hand_over(number: int, mark: Mark | None) -> CopyTicket:
+                return self.engine.copy(chunks[number].pieces, mark, chunks[number].encode)
+
+            queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
+            if len(queued) < len(chunks):
+                self._stage(chunks, len(queued))
             handed_over()
             self.engine.synchronize()
             records = _settled(queued)
@@ -123,7 +129,14 @@ class Copier:
         """
         staged, self.staged = self.staged, ()
         if self.engine.asynchronous:
-            queued = self._queue_staged(staged, filling, gate)
+            pieces = {item.number: item.pieces for item in staged}
+            queued = self._queue(
+                [(item.number, item.chunk) for item in staged],
+                filling,
+                gate,
+                lambda number, mark: self.engine.drain(pieces[number], mark),
+                lambda number, permit: False,
+            )
             self.engine.synchronize()
             records = _settled(queued)
         else:
@@ -220,7 +233,7 @@ class Copier:
                     if hashes:
                         self._hasher.copy(ranges_of([chunk.stored]))
             if hashes and chunks[copied - 1].last:
-                filling.set_checksum(first.placed, self._hasher.take())
+                filling.checksums[first.placed] = self._hasher.take()
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
@@ -238,36 +251,25 @@ class Copier:
 
     def _queue(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Iterable[tuple[int, Chunk]],
         filling: Filling,
         gate: Gate,
+        hand_over: Callable[[int, Mark | None], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
-        """Hand chunks to the device, a window's worth at a time; they are waited for behind the fence."""
+        """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited
+        for behind the fence."""
         queued: _Queued = []
         permit, left = Permit(0), 0
-        for number, chunk in enumerate(chunks):
+        for number, chunk in chunks:
             self._reach(number)
             while left <= 0:
                 permit, left = _next(gate, left)
             if stages(number, permit):
-                self._stage(chunks, number)
                 break
-            queued.append((chunk, permit, self.engine.copy(chunk.pieces, permit.mark, chunk.encode)))
+            queued.append((chunk, permit, hand_over(number, permit.mark)))
             filling.traffic.to_host[chunk.kind] += chunk.nbytes
             left -= chunk.nbytes
-        return queued
-
-    def _queue_staged(self, staged: Sequence[StagedChunk], filling: Filling, gate: Gate) -> _Queued:
-        queued: _Queued = []
-        permit, left = Permit(0), 0
-        for item in staged:
-            self._reach(item.number)
-            while left <= 0:
-                permit, left = _next(gate, left)
-            queued.append((item.chunk, permit, self.engine.drain(item.pieces, permit.mark)))
-            filling.traffic.to_host[item.chunk.kind] += item.chunk.nbytes
-            left -= item.chunk.nbytes
         return queued
 
     def _reach(self, number: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,8 +18,8 @@ from reft.errors import CopyError, CopyOrderError, StagingMemoryError
 from reft.memory.free_memory import cgroup_free_bytes
 from reft.memory.stream import CutRanges, HashingCopier, copier
 from reft.snapshot.copying.engine import (
-    CallOrder,
     CheckedPieces,
+    CopyEngine,
     CopyTicket,
     Encode,
     Mark,
@@ -54,20 +53,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
         copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 
 
-class _Copied(NamedTuple):
-    """A copy that has ended."""
-
-    nbytes: int
-    secs: tuple[float, float] | None
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class CpuCopyEngine:
+class CpuCopyEngine(CopyEngine):
     """The copy engine of training on CPUs. See :mod:`reft.snapshot.copying.engine`."""
 
     name = "cpu"
@@ -75,33 +61,16 @@ class CpuCopyEngine:
     least_chunk_bytes = 64 * 2**10
 
     def __init__(self) -> None:
-        self._order = CallOrder()
+        super().__init__()
         self._version = 0
         self._bytes = 0
         self._secs = 0.0
-        self._bandwidth: float | None = None
-
-    @property
-    def bytes_per_sec(self) -> float | None:
-        return self._bandwidth
-
-    def register(self, memory: memoryview | torch.Tensor) -> bool:
-        return True
-
-    def unregister(self, memory: memoryview | torch.Tensor) -> None:
-        pass
 
     def stamp(self) -> float:
         return time.perf_counter()
 
     def secs_of(self, stamps: Sequence[float]) -> list[float]:
         return list(stamps)
-
-    def begin(self) -> None:
-        self._order.begin()
-
-    def mark(self) -> Mark:
-        return Mark(self._order.mark())
 
     def copy(
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
@@ -114,7 +83,7 @@ class CpuCopyEngine:
                 nbytes += self._copy(_on_host(encode()))
             ended = time.perf_counter()
         self._count(version, nbytes, ended - began)
-        return _Copied(nbytes, (began, ended))
+        return CopyTicket(nbytes, (began, ended))
 
     def copy_hashed(
         self,
@@ -161,26 +130,23 @@ class CpuCopyEngine:
             encoded = _on_host(encode()) if encode is not None else ()
             placed = into_buffer([*checked, *encoded], buffer)
             for (source, _), place in placed:
-                copy_on_host(source, place, self._is_closed)
+                copy_on_host(source, place, self._closed)
         return [(place, target) for (_, target), place in placed]
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         with self._order.draining():
             began = time.perf_counter()
             for source, target in staged:
-                copy_on_host(source, target, self._is_closed)
-            return _Copied(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+                copy_on_host(source, target, self._closed)
+            return CopyTicket(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
 
     def _copy(self, pieces: CheckedPieces) -> int:
         """Returns the bytes."""
         total = 0
         for target, source, nbytes in pieces.addresses:
-            _copy_range(target, source, nbytes, self._is_closed)
+            _copy_range(target, source, nbytes, self._closed)
             total += nbytes
         return total
-
-    def _is_closed(self) -> bool:
-        return self._order.closed
 
     def _count(self, version: int, nbytes: int, secs: float) -> None:
         if version != self._version:
@@ -188,15 +154,9 @@ class CpuCopyEngine:
         self._bytes += nbytes
         self._secs += secs
 
-    def fence(self) -> None:
-        self._order.fence()
-
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
-        self._bandwidth = bandwidth(self._bytes, self._secs, self._bandwidth)
-
-    def close(self) -> None:
-        self._order.close()
+        self.bytes_per_sec = bandwidth(self._bytes, self._secs, self.bytes_per_sec)
 
 
 def _on_host(pieces: Sequence[Piece]) -> CheckedPieces:

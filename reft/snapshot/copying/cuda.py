@@ -4,8 +4,8 @@ The side stream waits for the compute stream's event, then DMA writes straight i
 was registered with the driver once; the fence makes the compute stream wait for the side stream. No
 thread waits for the device but the one in :meth:`CudaCopyEngine.synchronize`.
 
-Where registering fails the engine goes on through a small pinned buffer of its own, and where that
-cannot be had, through the driver's (P6): slower, one more host copy, and the copying thread waits.
+Where registering fails copies go through the driver's own buffers (P6): slower, one more host copy, and the
+copying thread waits.
 
 Sources need no ``record_stream``: tickets hold them until the side stream is done with them, and
 memory that nothing has freed is not given to anybody else.
@@ -17,8 +17,8 @@ import ctypes
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ import torch
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
 from reft.snapshot.copying.cpu import MARGIN_PART, CpuCopyEngine, copy_on_host
 from reft.snapshot.copying.engine import (
-    CallOrder,
     CopyEngine,
     CopyTicket,
     Encode,
@@ -43,89 +42,8 @@ from reft.snapshot.copying.pinning import CHUNK_BYTES, PinnedRanges
 logger = logging.getLogger(__name__)
 
 
-class BounceBuffers:
-    """Two buffers, one filled by the device while the other is emptied.
-
-    Made when first needed. Where they cannot be had, copies go through the driver's own.
-
-    Args:
-        nbytes: size of each.
-        make: makes one, pinned.
-        dma: queues a copy from the device on the current stream.
-        event: makes an event that a thread can wait for.
-        closed: whether the engine was closed.
-        warn: called once with what the driver said, if there are none.
-    """
-
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        make: Callable[[], torch.Tensor],
-        dma: Callable[[torch.Tensor, torch.Tensor], None],
-        event: Callable[[], Any],
-        closed: Callable[[], bool],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._nbytes = nbytes
-        self._make = make
-        self._dma = dma
-        self._event = event
-        self._closed = closed
-        self._warn = warn
-        self._buffers: list[torch.Tensor] | None = None
-        self._lock = threading.Lock()
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        """Copy ``source`` on the device to ``target``, both 1-D uint8, by ``stream``, the current one;
-        returns when the bytes have arrived."""
-        with self._lock:
-            buffers = self._ready()
-            if not buffers:
-                self._dma(source, target)
-                stream.synchronize()
-                return
-            landing: deque[Callable[[], None]] = deque()
-            for number, at in enumerate(range(0, source.numel(), self._nbytes)):
-                if len(landing) == len(buffers):
-                    landing.popleft()()
-                stop = min(at + self._nbytes, source.numel())
-                buffer = buffers[number % len(buffers)][: stop - at]
-                self._dma(source[at:stop], buffer)
-                landing.append(self._land(buffer, target[at:stop], stream))
-            while landing:
-                landing.popleft()()
-
-    def _land(self, buffer: torch.Tensor, target: torch.Tensor, stream: Any) -> Callable[[], None]:
-        arrived = self._event()
-        arrived.record(stream)
-
-        def land() -> None:
-            arrived.synchronize()
-            copy_on_host(buffer, target, self._closed)
-
-        return land
-
-    def _ready(self) -> list[torch.Tensor]:
-        if self._buffers is None:
-            try:
-                self._buffers = [self._make() for _ in range(2)]
-            except RuntimeError as error:
-                self._buffers = []
-                self._warn(str(error))
-        return self._buffers
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._buffers = None
-
-
 cuda: Any = torch.cuda
 """Much of it has no types."""
-
-BOUNCE_BYTES = 32 * 2**20
-"""Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
-rounds pinned memory up to one (trap 9)."""
 
 _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING`` and ``hipStreamNonBlocking``, as torch's: others wait for the default stream."""
@@ -150,14 +68,13 @@ class _CudaMark(Mark):
         return bool(self.event.query())
 
 
-class _CudaTicket:
+class _CudaTicket(CopyTicket):
     """One copy: events around it on the side stream, and the tensors that it needs."""
 
     def __init__(self, pieces: Sequence[Piece], *, drains: bool = False) -> None:
+        super().__init__(sum(target.numel() for _, target in pieces))
         self.drains = drains
         """Whether it belongs to a version that was fenced."""
-        self.nbytes = sum(target.numel() for _, target in pieces)
-        self.secs: tuple[float, float] | None = None
         self.began = cuda.Event(enable_timing=True)
         self.ended = cuda.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
@@ -182,21 +99,19 @@ class _CudaTicket:
         self.keep_alive = ()
 
 
-class CudaCopyEngine:
+class CudaCopyEngine(CopyEngine):
     """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying.engine`.
 
     Args:
         device: the device that trains.
-        bounce_bytes: size of each of the two pinned buffers, where they are needed.
         chunk_bytes: most bytes registered by one call of the driver.
     """
 
     asynchronous = True
     least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
 
-    def __init__(
-        self, device: torch.device, *, bounce_bytes: int = BOUNCE_BYTES, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
+    def __init__(self, device: torch.device, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
         index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.name = "rocm" if torch.version.hip else "cuda"
@@ -206,22 +121,11 @@ class CudaCopyEngine:
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
         self._staged: torch.cuda.Event | None = None
-        self._order = CallOrder()
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
         self._begun: torch.cuda.Event | None = None
         self._copied_version = 0
         self._tickets: list[_CudaTicket] = []
         self._lock = threading.Lock()
-        self._bandwidth: float | None = None
-        self._bounce_bytes = bounce_bytes
-        self._bounce = BounceBuffers(
-            bounce_bytes,
-            make=self._pinned_buffer,
-            dma=self._dma,
-            event=lambda: cuda.Event(blocking=True),
-            closed=lambda: self._order.closed,
-            warn=self._warn_no_buffers,
-        )
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -245,10 +149,6 @@ class CudaCopyEngine:
     def _driver(self) -> Driver:
         return Driver.of(_loaded_driver())
 
-    @property
-    def bytes_per_sec(self) -> float | None:
-        return self._bandwidth
-
     # -- memory ----------------------------------------------------------------------------------
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
@@ -258,9 +158,9 @@ class CudaCopyEngine:
         except (RuntimeError, ValueError, OSError) as error:
             self._warn_once(
                 "register",
-                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through a buffer of "
-                f"{2 * self._bounce_bytes / 2**20:.0f} MiB with one more copy on the host, slower and "
-                f"with more load; raise the limit of locked memory (ulimit -l) and see the driver's log",
+                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through the driver's buffers "
+                f"with one more copy on the host, slower and with more load; raise the limit of locked "
+                f"memory (ulimit -l) and see the driver's log",
             )
             return False
         return True
@@ -281,13 +181,6 @@ class CudaCopyEngine:
         except RuntimeError as error:
             self._warn_once("unregister", f"{self.device}: memory could not be unpinned: {error}")
 
-    def _warn_no_buffers(self, cause: str) -> None:
-        self._warn_once(
-            "bounce",
-            f"{self.device}: no pinned buffer for snapshots: {cause}. Copies go through the driver's own; "
-            f"free host memory or raise the limit of locked memory (ulimit -l)",
-        )
-
     def _warn_once(self, cause: str, message: str) -> None:
         if cause not in self._warned:
             self._warned.add(cause)
@@ -297,7 +190,7 @@ class CudaCopyEngine:
 
     def begin(self) -> None:
         event = self._record()
-        self._order.begin()
+        super().begin()
         self._begun = event
 
     def mark(self) -> Mark:
@@ -321,18 +214,13 @@ class CudaCopyEngine:
     # -- copying thread --------------------------------------------------------------------------
 
     def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
-        return self._hand_over(pieces, after, encode)
-
-    def _hand_over(
         self,
         pieces: Sequence[Piece],
-        after: Mark | None,
-        encode: Encode | None,
+        after: Mark | None = None,
+        encode: Encode | None = None,
         buffer: torch.Tensor | None = None,
     ) -> _CudaTicket:
-        """Queue copies on the side stream: to the targets, or into a staging buffer."""
+        """See :meth:`CopyEngine.copy`; with ``buffer`` into that, see :meth:`CopyEngine.stage`."""
         views = byte_views(pieces)
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
@@ -345,23 +233,16 @@ class CudaCopyEngine:
                     self._open(version)
                 if isinstance(after, _CudaMark):
                     self._side.wait_event(after.event)
-            ticket.began.record(self._side)
-            try:
-                with cuda.stream(self._side):
-                    if encode is not None:
-                        encoded = byte_views(encode())
-                        ticket.keep(encoded)
-                        views += encoded
-                    if buffer is not None:
-                        ticket.staged = self._into_buffer(views, buffer)
-                    else:
-                        for source, target in views:
-                            self._copy_piece(source, target, self._side)
-            finally:
-                # What failed half way is waited for too.
-                ticket.ended.record(self._side)
-                with self._lock:
-                    self._tickets.append(ticket)
+            with self._recorded(ticket, self._side):
+                if encode is not None:
+                    encoded = byte_views(encode())
+                    ticket.keep(encoded)
+                    views += encoded
+                if buffer is not None:
+                    ticket.staged = self._into_buffer(views, buffer)
+                else:
+                    for source, target in views:
+                        self._copy_piece(source, target, self._side)
         return ticket
 
     # -- staging ---------------------------------------------------------------------------------
@@ -391,7 +272,7 @@ class CudaCopyEngine:
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
-        ticket = self._hand_over(pieces, None, encode, buffer)
+        ticket = self.copy(pieces, None, encode, buffer)
         staged = cuda.Event()
         staged.record(self._side)
         self._staged = staged
@@ -406,16 +287,22 @@ class CudaCopyEngine:
                 self._staged = None
             if isinstance(after, _CudaMark):
                 self.drain_stream.wait_event(after.event)
-            ticket.began.record(self.drain_stream)
-            try:
-                with cuda.stream(self.drain_stream):
-                    for source, target in staged:
-                        self._copy_piece(source, target, self.drain_stream)
-            finally:
-                ticket.ended.record(self.drain_stream)
-                with self._lock:
-                    self._tickets.append(ticket)
+            with self._recorded(ticket, self.drain_stream):
+                for source, target in staged:
+                    self._copy_piece(source, target, self.drain_stream)
         return ticket
+
+    @contextmanager
+    def _recorded(self, ticket: _CudaTicket, stream: Any) -> Iterator[None]:
+        """Queue what belongs to a ticket on a stream; what failed half way is waited for too."""
+        ticket.began.record(stream)
+        try:
+            with cuda.stream(stream):
+                yield
+        finally:
+            ticket.ended.record(stream)
+            with self._lock:
+                self._tickets.append(ticket)
 
     # -- inside a copy ---------------------------------------------------------------------------
 
@@ -438,7 +325,7 @@ class CudaCopyEngine:
             self._duplicate(source, place)
         for source, target in views:
             if not self._on_device(source):
-                copy_on_host(source, target, lambda: self._order.closed)
+                copy_on_host(source, target, self._closed)
         return [(place, target) for (_, target), place in placed]
 
     def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
@@ -447,7 +334,7 @@ class CudaCopyEngine:
 
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         if not self._on_device(source):
-            copy_on_host(source, target, lambda: self._order.closed)
+            copy_on_host(source, target, self._closed)
             return
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
@@ -455,7 +342,8 @@ class CudaCopyEngine:
             if pinned:
                 self._dma(source[part], target[part])
             else:
-                self._bounce.copy(source[part], target[part], stream)
+                self._dma(source[part], target[part])
+                stream.synchronize()
             at += nbytes
 
     def _on_device(self, source: torch.Tensor) -> bool:
@@ -464,9 +352,6 @@ class CudaCopyEngine:
     def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Queue one transfer on the current stream. Only into pinned memory does it return at once."""
         target.copy_(source, non_blocking=True)
-
-    def _pinned_buffer(self) -> torch.Tensor:
-        return torch.empty(self._bounce_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
@@ -482,7 +367,7 @@ class CudaCopyEngine:
             ticket.settle(anchor, anchor_secs)
         linked = [t for t in tickets if not t.staged]  # what was staged did not pass the link
         busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
-        self._bandwidth = bandwidth(sum(t.nbytes for t in linked), busy_secs, self._bandwidth)
+        self.bytes_per_sec = bandwidth(sum(t.nbytes for t in linked), busy_secs, self.bytes_per_sec)
 
     def secs_of(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
         self._use_device()
@@ -510,7 +395,6 @@ class CudaCopyEngine:
             self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
         self._pinned.clear()
         self._tickets.clear()
-        self._bounce.clear()
         for destroy in self._destroy:
             destroy()
 

@@ -37,10 +37,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -76,20 +77,22 @@ class Mark:
         return True
 
 
-class CopyTicket(Protocol):
-    """What became of one :meth:`CopyEngine.copy`."""
+class CopyTicket:
+    """What became of one :meth:`CopyEngine.copy`.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces together."""
+    Attributes:
+        nbytes: bytes of all pieces together.
+        secs: when the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it
+            within some ten microseconds. None until the engine's ``synchronize`` has returned.
+    """
 
-    @property
-    def secs(self) -> tuple[float, float] | None:
-        """When the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it
-        within some ten microseconds. None until the engine's ``synchronize`` has returned."""
+    def __init__(self, nbytes: int, secs: tuple[float, float] | None = None) -> None:
+        self.nbytes = nbytes
+        self.secs = secs
 
     def done(self) -> bool:
         """Whether all bytes are in host memory. Does not wait."""
+        return True
 
     def wait(self) -> None:
         """Wait for that. Not on the training thread."""
@@ -110,26 +113,36 @@ class ComputeClock(Protocol):
         """
 
 
-class CopyEngine(ComputeClock, Protocol):
-    """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
+class CopyEngine(ABC):
+    """Copies pieces of live tensors into host memory; see the module docstring for the contract.
 
-    @property
-    def name(self) -> str:
-        """For messages and results: ``cpu``, ``cuda`` or ``rocm``."""
+    Attributes:
+        name: for messages and results: ``cpu``, ``cuda`` or ``rocm``.
+        asynchronous: whether :meth:`copy` returns before the bytes have arrived (while memory is pinned).
+        least_chunk_bytes: handing over takes the host as long as the link takes for about so many bytes: with
+            smaller pieces or calls the link idles between them.
+        bytes_per_sec: bandwidth of the newest synchronized version with at least 1 MiB, over the time in
+            which the engine did copy; None before. Taking it costs nothing.
+    """
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether :meth:`copy` returns before the bytes have arrived (while memory is pinned)."""
+    name: str
+    asynchronous: bool
+    least_chunk_bytes: int
+    bytes_per_sec: float | None = None
 
-    @property
-    def least_chunk_bytes(self) -> int:
-        """Handing over takes the host as long as the link takes for about so many bytes: with smaller
-        pieces or calls the link idles between them."""
+    def __init__(self) -> None:
+        self._order = CallOrder()
 
-    @property
-    def bytes_per_sec(self) -> float | None:
-        """Bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the
-        engine did copy; None before. Taking it costs nothing."""
+    def _closed(self) -> bool:
+        return self._order.closed
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """See :class:`ComputeClock`."""
+
+    @abstractmethod
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
+        """See :class:`ComputeClock`."""
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
         """Tell the engine about an arena's data region, once, when it was made; takes seconds for
@@ -138,8 +151,9 @@ class CopyEngine(ComputeClock, Protocol):
         Returns:
             Whether copies go straight there. False costs speed only; it was logged why.
         """
+        return True
 
-    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027
         """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
         Memory that is not registered is fine."""
 
@@ -149,6 +163,7 @@ class CopyEngine(ComputeClock, Protocol):
         Raises:
             CopyOrderError: the version before was not fenced, or the engine is closed.
         """
+        self._order.begin()
 
     def mark(self) -> Mark:
         """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
@@ -157,7 +172,9 @@ class CopyEngine(ComputeClock, Protocol):
         Raises:
             CopyOrderError: the engine is closed.
         """
+        return Mark(self._order.mark())
 
+    @abstractmethod
     def copy(
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
@@ -178,9 +195,11 @@ class CopyEngine(ComputeClock, Protocol):
         """
 
     @property
+    @abstractmethod
     def free_bytes(self) -> int:
         """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
 
+    @abstractmethod
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """A staging buffer, 1-D uint8, on the device. Not on the training thread.
 
@@ -188,6 +207,7 @@ class CopyEngine(ComputeClock, Protocol):
             StagingMemoryError: there is not so much left beside the margin, or the device refused.
         """
 
+    @abstractmethod
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
@@ -205,6 +225,7 @@ class CopyEngine(ComputeClock, Protocol):
             CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a buffer that is too small.
         """
 
+    @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         """Copy what was staged to its targets; also while no version is open.
 
@@ -220,7 +241,9 @@ class CopyEngine(ComputeClock, Protocol):
     def fence(self) -> None:
         """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
         that does not return is waited for :data:`STUCK_SECS`, once: its version was given up."""
+        self._order.fence()
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything handed over is in host memory. Not on the training thread.
 
@@ -232,6 +255,7 @@ class CopyEngine(ComputeClock, Protocol):
     def close(self) -> None:
         """Wait for copies in flight, unregister all memory. May be called again, from any thread. Where a
         call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still written to."""
+        self._order.close()
 
 
 # --- shared by the engines -------------------------------------------------------------------------
@@ -320,9 +344,9 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
 
 
 class _Phase(Enum):
-    IDLE = "not begun"
-    OPEN = "open"
-    CLOSED = "closed"
+    IDLE = auto()
+    OPEN = auto()
+    CLOSED = auto()
 
 
 class _Copying(AbstractContextManager[int]):
@@ -357,31 +381,18 @@ class CallOrder:
     def closed(self) -> bool:
         return self._phase is _Phase.CLOSED
 
-    def begin(self) -> int:
-        """Returns the number of the version that is open now."""
+    def begin(self) -> None:
         with self._changed:
             if self._phase is not _Phase.IDLE:
                 what = "the engine is closed" if self.closed else "the version before was not fenced"
                 raise CopyOrderError(f"begin: {what}; expected fence() before every optimizer step")
             self._phase = _Phase.OPEN
             self._version += 1
-            return self._version
 
     def mark(self) -> int:
         """The open version's number; 0 where none is open."""
         self.check_not_closed("mark")
         return self._version if self._phase is _Phase.OPEN else 0
-
-    def open_version(self, what: str) -> int:
-        """The open version's number.
-
-        Raises:
-            CopyOrderError: none is open.
-        """
-        if self._phase is not _Phase.OPEN:
-            state = "the engine is closed" if self.closed else "no version is open"
-            raise CopyOrderError(f"{what}: {state}; expected it between begin() and fence()")
-        return self._version
 
     def copying(self, after: Mark | None) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
@@ -390,14 +401,16 @@ class CallOrder:
     def enter(self, after: Mark | None) -> int:
         """A copy begins. Returns the version's number."""
         with self._changed:
-            version = self.open_version("copy")
-            if after is not None and after.version != version:
+            if self._phase is not _Phase.OPEN:
+                state = "the engine is closed" if self.closed else "no version is open"
+                raise CopyOrderError(f"copy: {state}; expected it between begin() and fence()")
+            if after is not None and after.version != self._version:
                 raise CopyOrderError(
-                    f"copy: the mark is of version {after.version}, version {version} is open; expected a "
-                    f"mark taken since its begin()"
+                    f"copy: the mark is of version {after.version}, version {self._version} is open; "
+                    f"expected a mark taken since its begin()"
                 )
             self._active += 1
-        return version
+            return self._version
 
     def leave(self) -> None:
         """A copy has ended."""

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from reft.snapshot.copying.engine import Mark
 
@@ -64,15 +63,13 @@ class Permit:
 _HURRY = Permit(0, nbytes=UNLIMITED)
 
 
-class Gate(Protocol):
-    """What the training thread and the copying thread share."""
+class Gate:
+    """What the training thread (T) and the copying thread (W) share."""
 
-    patience_secs: float
+    patience_secs = 0.0
     """How long training may be silent before copies go on without a window."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a version is to be copied, or being copied, through this gate."""
+    wanted = False
+    """Whether a version is to be copied, or being copied, through this gate."""
 
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
@@ -80,6 +77,7 @@ class Gate(Protocol):
     def close(self) -> float:
         """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not waited for
         any more once it has lasted too long."""
+        return 0.0
 
     def hurry(self) -> None:
         """T: let everything through until :meth:`relax`; the fence waits."""
@@ -108,12 +106,13 @@ class Gate(Protocol):
 
     def admit(self) -> Permit:
         """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
+        raise NotImplementedError
 
     def release(self, permit: Permit, secs: float) -> None:
         """W: the chunk was copied and took ``secs``."""
 
 
-class HostGate:
+class HostGate(Gate):
     """For engines whose copies are done when the call returns (CPU). See :class:`Gate`.
 
     In a window the training thread's core is idle, and no other may be: so the copying thread goes
@@ -136,10 +135,10 @@ class HostGate:
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
-        self._open: Permit | None = None
+        self.opened: Permit | None = None
+        """What chunks may run with now; None while the gate is closed."""
         self._hurrying = False
         self._share = 0.0
-        self._wanted = False
         self._begun = False
         self._next_beside = 0.0
         self._burst_secs = 0.0
@@ -148,26 +147,12 @@ class HostGate:
         self._permits: dict[int, Permit] = {}
         """By window, to be made once."""
 
-    @property
-    def wanted(self) -> bool:
-        return self._wanted
-
-    @property
-    def opened(self) -> Permit | None:
-        """What chunks may run with now; None while the gate is closed."""
-        return self._open
-
-    @property
-    def asks(self) -> bool:
-        """Whether the copying thread has something to copy, and follows training to its core."""
-        return self._core.active
-
     # -- training thread: every line here is paid by training ---------------------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         if window is None:
-            self._open = self._communication
-            if self._wanted:
+            self.opened = self._communication
+            if self.wanted:
                 self._changed.set()  # the core is at work: it moves the data
             return
         if not (nbytes or self._begun):
@@ -175,17 +160,17 @@ class HostGate:
         permit = self._permits.get(window)
         if permit is None:
             permit = self._permits[window] = Permit(1, window)
-        self._open = permit
-        if self._wanted:
+        self.opened = permit
+        if self.wanted:
             self._core.follow()
             self._changed.set()
 
     def close(self) -> float:
-        if self._open is None:
+        if self.opened is None:
             return 0.0
-        self._open = None
+        self.opened = None
         self.alive_at = time.perf_counter()
-        if not self._wanted:
+        if not self.wanted:
             return 0.0
         if not self._hurrying:
             self._changed.clear()
@@ -210,7 +195,7 @@ class HostGate:
         self._changed.set()
 
     def relax(self) -> None:
-        self._hurrying = self._wanted = False
+        self._hurrying = self.wanted = False
         self.alive_at = time.perf_counter()
         self._changed.clear()
 
@@ -218,16 +203,14 @@ class HostGate:
         self._share = part
 
     def enter(self, draining: bool = False) -> None:
-        self._wanted = True
+        self.wanted = True
         self._next_beside = 0.0
         self.alive_at = time.perf_counter()
-
-    def begin(self) -> None: ...
 
     # -- copying thread ------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        self._wanted = self._begun = False
+        self.wanted = self._begun = False
         self._core.release()
 
     def admit(self) -> Permit:
@@ -238,7 +221,7 @@ class HostGate:
             self._in_flight.acquire()
             if self._hurrying:
                 return _HURRY
-            permit = self._open
+            permit = self.opened
             if permit is not None:
                 if permit is self._communication:
                     self._core.release()  # training's core is at work then
@@ -350,7 +333,7 @@ _yield_core = _yielder()
 _current_core = _core_getter()
 
 
-class StreamGate:
+class StreamGate(Gate):
     """For engines that queue copies on a device. See :class:`Gate`.
 
     What is planned beside computation begins in windows, as part of their bytes, and runs on behind them.
@@ -363,24 +346,16 @@ class StreamGate:
         self._windows: deque[Permit | None] = deque()
         """None: a version was handed over here."""
         self._hurrying = False
-        self._wanted = False
         self.alive_at = time.perf_counter()
         self._beside_bytes, self._beside_rate = 0, math.inf
         self._beside_left, self._next_beside = 0, 0.0
 
-    @property
-    def wanted(self) -> bool:
-        return self._wanted
-
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         self.alive_at = time.perf_counter()
-        if nbytes and mark is not None and self._wanted:
+        if nbytes and mark is not None and self.wanted:
             with self._changed:
                 self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
                 self._changed.notify()
-
-    def close(self) -> float:
-        return 0.0
 
     def hurry(self) -> None:
         with self._changed:
@@ -389,7 +364,7 @@ class StreamGate:
 
     def relax(self) -> None:
         with self._changed:
-            self._hurrying = self._wanted = False
+            self._hurrying = self.wanted = False
             self._windows.clear()
             self.alive_at = time.perf_counter()
 
@@ -404,7 +379,7 @@ class StreamGate:
             else:
                 self._windows.clear()
             self._beside_left, self._next_beside = self._beside_bytes, 0.0
-            self._wanted = True
+            self.wanted = True
             self._changed.notify()
 
     def begin(self) -> None:
@@ -414,7 +389,6 @@ class StreamGate:
 
     def leave(self) -> None:
         with self._changed:
-            self._wanted = False
             self._windows.clear()
 
     def admit(self) -> Permit:
@@ -443,11 +417,8 @@ class StreamGate:
         self._next_beside = now + nbytes / self._beside_rate
         return Permit(2, nbytes=nbytes)
 
-    def release(self, permit: Permit, secs: float) -> None:
-        pass
 
-
-class OpenGate:
+class OpenGate(Gate):
     """Lets everything through at once: for versions that are not paced, and for the baselines.
 
     Args:
@@ -456,32 +427,8 @@ class OpenGate:
     """
 
     def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
-        self.patience_secs = 0.0
         self._permit = Permit(tier, nbytes=UNLIMITED)
         self._hurried = hurried
 
-    @property
-    def wanted(self) -> bool:
-        return False
-
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None: ...
-
-    def close(self) -> float:
-        return 0.0
-
-    def hurry(self) -> None: ...
-
-    def relax(self) -> None: ...
-
-    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None: ...
-
-    def enter(self, draining: bool = False) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def leave(self) -> None: ...
-
     def admit(self) -> Permit:
         return _HURRY if self._hurried() else self._permit
-
-    def release(self, permit: Permit, secs: float) -> None: ...

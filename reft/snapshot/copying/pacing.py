@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reft.errors import ConfigError
 from reft.snapshot.copying.engine import ComputeClock, Mark
 from reft.snapshot.copying.gate import Gate
 from reft.snapshot.scheduling.has import (
@@ -27,11 +26,10 @@ from reft.snapshot.scheduling.has import (
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import (
     AnalyticEstimator,
-    PaperEstimator,
-    ProfiledEstimator,
     Window,
     WindowKind,
     one_f_one_b_names,
+    paper_windows,
 )
 
 logger = logging.getLogger(__name__)
@@ -526,16 +524,17 @@ class Pacer:
         )
         known = meter.forward_secs > 0 and meter.backward_secs > 0
         if options.estimator == "profiled" or not known or not self._is_of_formulas(meter):
-            return ProfiledEstimator.of({options.stage_id: measured}).windows(options.stage_id)
-        kind = {"analytic": AnalyticEstimator, "paper": PaperEstimator}.get(options.estimator)
-        if kind is None:
-            raise ConfigError(f"windows are {options.estimator!r}; write profiled, analytic or paper")
-        formula = kind(options.stages, options.micro_batches, meter.forward_secs, meter.backward_secs)
+            return tuple(w for w in measured if w.length_secs > 0)
+        pipeline = AnalyticEstimator(
+            options.stages, options.micro_batches, meter.forward_secs, meter.backward_secs
+        )
+        paper = options.estimator == "paper"
+        formula = paper_windows(pipeline, options.stage_id) if paper else pipeline.windows(options.stage_id)
         # The formulas end a step with the reductions; the engine waits for the other stages after them.
         ends = len(meter.names)
         return tuple(
             Window(w.kind, w.start_secs, w.stop_secs, ends if w.kind is WindowKind.DRAIN else w.position)
-            for w in formula.windows(options.stage_id)
+            for w in formula
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:

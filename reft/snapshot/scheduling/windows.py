@@ -1,7 +1,7 @@
 """Windows: when, within a training step, the device of a pipeline stage waits.
 
 Copies that run inside a window cost nothing (REFT, hierarchical asynchronous snapshotting). Three
-estimators answer the same question, all pure:
+ways to find them, all pure:
 
 - ``paper``: the length that Algorithm 1 prints, laid over the places where the stage really waits;
 - ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's order;
@@ -13,10 +13,9 @@ discrete-event simulator finds, window by window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any
 
 from reft.errors import ConfigError
@@ -119,10 +118,18 @@ class AnalyticEstimator:
     micro_batches: int
     forward_secs: float
     backward_secs: float
-    name: str = "analytic"
 
     def __post_init__(self) -> None:
-        _check_pipeline(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
+        if self.stages < 1 or self.micro_batches < 1:
+            raise ConfigError(
+                f"a pipeline has at least one stage and one micro-batch; got {self.stages} and "
+                f"{self.micro_batches}"
+            )
+        if not (self.forward_secs > 0 and self.backward_secs > 0):
+            raise ConfigError(
+                f"forward and backward seconds must be positive; got {self.forward_secs} and "
+                f"{self.backward_secs}"
+            )
 
     @property
     def step_secs(self) -> float:
@@ -130,12 +137,15 @@ class AnalyticEstimator:
         return (self.micro_batches + self.stages - 1) * (self.forward_secs + self.backward_secs)
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        _check_stage(stage_id, self.stages)
+        if not 0 <= stage_id < self.stages:
+            raise ConfigError(f"stage {stage_id} is not one of the pipeline's stages 0 to {self.stages - 1}")
         return tuple(w for w in self._all_windows(stage_id) if w.length_secs > 0)
 
     def _all_windows(self, p: int) -> Iterator[Window]:
         stages, m, t_f, t_b = self.stages, self.micro_batches, self.forward_secs, self.backward_secs
-        receives = grad_receive_positions(stages, m, p)
+        schedule = list(instructions(stages, m, p))
+        receives = {j: at for at, (name, j) in enumerate(schedule) if name == "RecvGrad"}
+        tail = schedule.index(("ReduceTiedGrads", None))
 
         def backward_begins(j: int) -> float:
             return stages * t_f + j * (t_f + t_b) + (stages - 1 - p) * t_b
@@ -147,121 +157,34 @@ class AnalyticEstimator:
         for j in range(m - min(stages - 1 - p, m - 1), m):
             yield Window(WindowKind.COOL_DOWN, backward_begins(j) - t_f, backward_begins(j), receives[j])
         last_ends = backward_begins(m - 1) + t_b
-        yield Window(WindowKind.DRAIN, last_ends, last_ends + p * t_b, tail_position(stages, m, p))
+        yield Window(WindowKind.DRAIN, last_ends, last_ends + p * t_b, tail)
 
 
-LITERAL = "literal"
-FITTED = "fitted"
-
-
-@dataclass(frozen=True)
-class PaperEstimator:
+def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, ...]:
     """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
 
     As printed the formula holds P and \\|P\\|, which are both the number of stages, and gives a
-    length only, no places. The two readings of ``T_fw,bw``:
-
-    - ``literal``: t_f + t_b. 1.85 to 3.6 times the true idle time (P = 2 to 16), so copies run on
-      into computation;
-    - ``fitted``: t_f. With t_b = 1.8 t_f this is the true idle time without the leading fill, plus
-      0.8 t_f, for every P and p.
+    length only, no places. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle time (P = 2 to
+    16), so that copies run on into computation; with t_f alone, and t_b = 1.8 t_f, it would be the true idle
+    time without the leading fill, plus 0.8 t_f.
 
     The length is laid over the places where the stage really waits (those of
     :class:`AnalyticEstimator`, without the fill) in their order and in proportion to their true
     lengths; a stretched window pushes the next one back. The last may end after the step does.
     A pipeline of one stage waits nowhere and has no windows, whatever the formula says.
-
-    Attributes:
-        stages, micro_batches, forward_secs, backward_secs: as in :class:`AnalyticEstimator`.
-        reading: ``literal`` or ``fitted``.
     """
-
-    stages: int
-    micro_batches: int
-    forward_secs: float
-    backward_secs: float
-    reading: str = LITERAL
-    name: str = "paper"
-
-    def __post_init__(self) -> None:
-        _check_pipeline(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
-        if self.reading not in (LITERAL, FITTED):
-            raise ConfigError(
-                f"reading of T_fw,bw is {self.reading!r}; write '{LITERAL}' (t_f + t_b) or '{FITTED}' (t_f)"
-            )
-
-    def bubble_secs(self, stage_id: int) -> float:
-        """T_bubble of a stage."""
-        _check_stage(stage_id, self.stages)
-        unit = self.forward_secs + (self.backward_secs if self.reading == LITERAL else 0.0)
-        return (2.8 * self.stages - stage_id - 2) * unit
-
-    def windows(self, stage_id: int) -> tuple[Window, ...]:
-        total_secs = self.bubble_secs(stage_id)
-        true = AnalyticEstimator(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
-        places = [w for w in true.windows(stage_id) if w.kind is not WindowKind.FILL]
-        true_secs = sum(w.length_secs for w in places)
-        laid: list[Window] = []
-        for place in places:
-            start = max(place.start_secs, laid[-1].stop_secs if laid else 0.0)
-            stop = start + place.length_secs / true_secs * total_secs
-            laid.append(Window(place.kind, start, stop, place.position))
-        return tuple(laid)
-
-
-@dataclass(frozen=True)
-class ProfiledEstimator:
-    """Windows that were measured.
-
-    Attributes:
-        measured: the windows of each stage that was measured, in order of time.
-    """
-
-    measured: Mapping[int, tuple[Window, ...]]
-    name: str = "profiled"
-
-    def __post_init__(self) -> None:
-        for stage_id, windows in self.measured.items():
-            for before, after in pairwise(windows):
-                if after.start_secs < before.stop_secs:
-                    raise ConfigError(
-                        f"measured windows of stage {stage_id} overlap or are out of order: "
-                        f"{before}, then {after}"
-                    )
-
-    @classmethod
-    def of(cls, measured: Mapping[int, Sequence[Window]]) -> ProfiledEstimator:
-        """From sequences in any order; empty windows are left out."""
-        return cls(
-            {
-                stage_id: tuple(sorted((w for w in ws if w.length_secs > 0), key=lambda w: w.start_secs))
-                for stage_id, ws in measured.items()
-            }
-        )
-
-    def windows(self, stage_id: int) -> tuple[Window, ...]:
-        if stage_id not in self.measured:
-            known = ", ".join(map(str, sorted(self.measured))) or "none"
-            raise ConfigError(f"stage {stage_id} was not measured; measured stages: {known}")
-        return self.measured[stage_id]
+    places = [w for w in pipeline.windows(stage_id) if w.kind is not WindowKind.FILL]
+    total_secs = (2.8 * pipeline.stages - stage_id - 2) * (pipeline.forward_secs + pipeline.backward_secs)
+    true_secs = sum(w.length_secs for w in places)
+    laid: list[Window] = []
+    for place in places:
+        start = max(place.start_secs, laid[-1].stop_secs if laid else 0.0)
+        stop = start + place.length_secs / true_secs * total_secs
+        laid.append(Window(place.kind, start, stop, place.position))
+    return tuple(laid)
 
 
 # ---- positions in DeepSpeed's TrainSchedule ----
-
-
-def grad_receive_positions(stages: int, micro_batches: int, stage_id: int) -> dict[int, int]:
-    """Position of ``RecvGrad`` of each micro-batch in ``TrainSchedule``; empty on the last stage."""
-    return {
-        micro_batch: position
-        for position, name, micro_batch in _train_schedule(stages, micro_batches, stage_id)
-        if name == "RecvGrad" and micro_batch is not None
-    }
-
-
-def tail_position(stages: int, micro_batches: int, stage_id: int) -> int:
-    """Position of ``ReduceTiedGrads``, the first of the reductions that end a ``TrainSchedule``."""
-    schedule = _train_schedule(stages, micro_batches, stage_id)
-    return next(position for position, name, _ in schedule if name == "ReduceTiedGrads")
 
 
 def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
@@ -269,12 +192,8 @@ def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[s
     return tuple(name for name, _ in instructions(stages, micro_batches, stage_id))
 
 
-def _train_schedule(stages: int, m: int, stage_id: int) -> Iterator[tuple[int, str, int | None]]:
-    """(position, class name, micro-batch) of every instruction, as DeepSpeed's TrainSchedule has it."""
-    return ((i, *instruction) for i, instruction in enumerate(instructions(stages, m, stage_id)))
-
-
 def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
+    """Class name and micro-batch of every instruction of ``TrainSchedule``, in order."""
     before, after, previous = s > 0, s < stages - 1, -1
     for step in range(2 * (m + stages - 1)):
         is_forward = (step + s) % 2 == 0
@@ -290,19 +209,3 @@ def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]
         yield from [("ForwardPass" if is_forward else "BackwardPass", current)] * valid
         previous = current
     yield from ((name, None) for name in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep"))
-
-
-def _check_pipeline(stages: int, micro_batches: int, forward_secs: float, backward_secs: float) -> None:
-    if stages < 1 or micro_batches < 1:
-        raise ConfigError(
-            f"a pipeline has at least one stage and one micro-batch; got {stages} and {micro_batches}"
-        )
-    if not (forward_secs > 0 and backward_secs > 0):
-        raise ConfigError(
-            f"forward and backward seconds must be positive; got {forward_secs} and {backward_secs}"
-        )
-
-
-def _check_stage(stage_id: int, stages: int) -> None:
-    if not 0 <= stage_id < stages:
-        raise ConfigError(f"stage {stage_id} is not one of the pipeline's stages 0 to {stages - 1}")

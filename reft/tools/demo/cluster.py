@@ -182,16 +182,8 @@ class LocalCluster:
 
     def _rendezvous_arguments(self, port: int) -> list[str]:
         """Of the interpreter: it prints one line of JSON with the ``endpoint``."""
-        return [
-            "-m",
-            "reft.job.rendezvous.server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--json",
-            *self.rendezvous_options,
-        ]
+        server = ("-m", "reft.job.rendezvous.server", "--host", "127.0.0.1")
+        return [*server, "--port", str(port), "--json", *self.rendezvous_options]
 
     def _arguments(self, name: str, memory_dir: Path) -> list[str]:
         """Of the interpreter: a node's launcher."""
@@ -243,10 +235,6 @@ class LocalCluster:
             if node.index == index and node.killed:
                 self._signal(node.node_id, signal.SIGCONT)
                 return
-
-    def replace_node(self, index: int) -> LocalNode:
-        """Start a fresh node, with empty memory, in the place of one that failed."""
-        return self.start_node(index)
 
     def signal_node(self, index: int, number: signal.Signals) -> None:
         """Send a signal to the launcher alone, as a batch system or a keyboard does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,8 +28,7 @@ from reft.node.history import describe_parts
 from reft.refusal import Parser
 from reft.tools.demo.cluster import KillKind, LocalCluster
 from reft.tools.demo.history import History
-from reft.tools.demo.job import Job, Kill
-from reft.tools.demo.report import Recovery, Report, make_report
+from reft.tools.demo.job import Job, Kill, make_report
 
 EXIT_INTERRUPTED = 130
 LAYERS = 4
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             console.print("stopped; all processes are killed and their memory is removed", style="yellow")
             return EXIT_INTERRUPTED
-    return 0 if report.good else 1
+    return 0 if report["good"] else 1
 
 
 # -- options --------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 # -- the runs ---------------------------------------------------------------------------------------------
 
 
-def _run(options: argparse.Namespace, console: Console) -> Report:
+def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it failed or if
     that was asked for."""
     began = time.monotonic()
@@ -213,35 +213,46 @@ def _run(options: argparse.Namespace, console: Console) -> Report:
                 try:
                     cluster = _cluster(options, name, directory / name, memory)
                     kills_here = options.kills if name == "training" else ()
-                    job = Job(
-                        cluster, options.steps, began + options.timeout, say, kills_here, options.kill_kind
-                    )
+                    deadline, kind = began + options.timeout, options.kill_kind
+                    job = Job(cluster, options.steps, deadline, say, kills=kills_here, kind=kind)
                     jobs[name], problem = job, job.run()
                 finally:
                     shutil.rmtree(memory, ignore_errors=True)
-        report = make_report(
-            {key: getattr(options, key) for key in ("nodes", "pp", "dp", "zero", "dtype", "protection")},
-            options.steps,
-            History.of(directory / "training" / "events"),
-            History.of(directory / "reference" / "events"),
-            jobs["training"].failures,
-            problem=problem,
-            total_secs=time.monotonic() - began,
-        )
+        report = {
+            "layout": {
+                key: getattr(options, key) for key in ("nodes", "pp", "dp", "zero", "dtype", "protection")
+            },
+            **make_report(
+                options.steps,
+                History.of(directory / "training" / "events"),
+                History.of(directory / "reference" / "events"),
+                jobs["training"].failures,
+                problem,
+            ),
+            "total_secs": time.monotonic() - began,
+        }
         _show(console, report)
-        if not report.good:
+        if not report["good"]:
             kept = True
             _show_log(console, [*jobs.values()][-1])
         if kept:
             console.print(f"logs and events: {directory}", highlight=False, markup=False)
-        if options.json == "-":
-            sys.stdout.write(report.to_json() + "\n")
-        elif options.json is not None:
-            Path(options.json).write_text(report.to_json() + "\n")
+        if options.json is not None:
+            text = json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
+            sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
         return report
     finally:
         if not kept:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON does not know are null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _log_directory(wanted: Path | None) -> Path:
@@ -288,48 +299,48 @@ def _show_log(console: Console, job: Job) -> None:
         console.print("\n".join(lines), markup=False, highlight=False)
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: dict[str, Any]) -> None:
     console.print()
-    for recovery in report.recoveries:
+    for recovery in report["recoveries"]:
         console.print(Text(_recovery_text(recovery)))
-    s = report.snapshots
-    stall = "" if s.stall_secs_median is None else f", {s.stall_secs_median * 1e3:.1f} ms each"
+    s = report["snapshots"]
+    stall = "" if s["stall_secs_median"] is None else f", {s['stall_secs_median'] * 1e3:.1f} ms each"
     console.print(
-        f"snapshots: {s.committed} committed, {s.skipped} skipped{stall} of the training thread, "
-        f"{s.bytes_per_rank / 2**20:.1f} MiB per rank and version, of which it sends "
-        f"{s.sent_bytes / 2**20:.2f} to other nodes",
+        f"snapshots: {s['committed']} committed, {s['skipped']} skipped{stall} of the training thread, "
+        f"{s['bytes_per_rank'] / 2**20:.1f} MiB per rank and version, of which it sends "
+        f"{s['sent_bytes'] / 2**20:.2f} to other nodes",
         highlight=False,
     )
-    console.print(Text(_verdict(report), style="bold green" if report.good else "bold red"))
+    console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
 
 
-def _recovery_text(recovery: Recovery) -> str:
-    resumed = f"resumed from {recovery.source} at step {recovery.version}"
-    if recovery.source == "none":
+def _recovery_text(recovery: dict[str, Any]) -> str:
+    resumed = f"resumed from {recovery['source']} at step {recovery['version']}"
+    if recovery["source"] == "none":
         resumed = "began again: nothing had been committed"
     after = "NO failure had been made"
-    if recovery.failure_to_step_secs is not None:
-        after = f"the next step was done {recovery.failure_to_step_secs:.1f} s after the failure"
-    parts = f" ({describe_parts(recovery.failure_to_step)})" if recovery.failure_to_step else ""
+    if recovery["failure_to_step_secs"] is not None:
+        after = f"the next step was done {recovery['failure_to_step_secs']:.1f} s after the failure"
+    parts = f" ({describe_parts(recovery['failure_to_step'])})" if recovery["failure_to_step"] else ""
     return (
-        f"recovery: {resumed}, {recovery.lost_steps} step(s) lost, loaded in {recovery.load_secs:.2f} s; "
-        f"{after}{parts}"
+        f"recovery: {resumed}, {recovery['lost_steps']} step(s) lost, "
+        f"loaded in {recovery['load_secs']:.2f} s; {after}{parts}"
     )
 
 
-def _verdict(report: Report) -> str:
-    if report.problem is not None:
-        return f"FAILED: {report.problem}"
-    difference = report.max_abs_loss_difference
+def _verdict(report: dict[str, Any]) -> str:
+    difference = report["max_abs_loss_difference"]
+    if report["problem"] is not None:
+        return f"FAILED: {report['problem']}"
     if difference is None:
         return "FAILED: some losses are missing"
     if difference:
-        pairs = enumerate(zip(report.losses, report.reference_losses, strict=True), 1)
+        pairs = enumerate(zip(report["losses"], report["reference_losses"], strict=True), 1)
         wrong = next((str(step) for step, (a, b) in pairs if a != b), "?")
         return f"FAILED: losses differ by up to {difference:.3g}; first at step {wrong}"
     return (
-        f"all {report.steps} losses equal those of the undisturbed run without reft, to the last bit "
-        f"({len(report.failures)} failure(s), {report.total_secs:.0f} s in all)"
+        f"all {report['steps']} losses equal those of the undisturbed run without reft, to the last bit "
+        f"({len(report['failures'])} failure(s), {report['total_secs']:.0f} s in all)"
     )
 
 

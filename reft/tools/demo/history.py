@@ -166,3 +166,15 @@ class History:
             life.skipped[fields["step"]] = fields["cause"]
         if event.kind in ("commit", "closed") and "taken" in fields:
             life.counters[event.rank] = fields
+
+
+def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
+    """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
+    ``detection`` (until its launcher saw that a trainer had failed) and those of
+    :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
+    seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
+    if not seen:
+        return {}
+    last = max(seen, key=lambda event: event.time)
+    detection = max(0.0, float(last.fields["failed_unix_secs"]) - failed_at)
+    return {"detection": detection, **{name: float(secs) for name, secs in last.fields["secs"].items()}}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from reft.data.order import ResumableSampler
+from reft.data.order import Order
 from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
 from reft.log import EventLog
@@ -68,26 +68,33 @@ class MicroBatches:
     """Endless ``(bytes, the bytes that follow)`` of one rank, both of shape (micro-batch, length)."""
 
     position_of_job = True
+    """Its state is the same on all replicas, and right at every degree."""
 
-    def __init__(self, sampler: ResumableSampler) -> None:
+    def __init__(self, micro_batch: int, dp_rank: int, dp_size: int) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
         self._text = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-        self.sampler = sampler
+        self._order = Order((_CORPUS_BYTES - 1) // _LENGTH, _SEED, shuffle=True)
+        self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
+        self.consumed = 0
+        """Samples, by the whole job."""
 
     def __iter__(self) -> MicroBatches:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [int(index) * _LENGTH for index in next(self.sampler)]
+        first = self.consumed + self._dp_rank * self._micro_batch
+        self.consumed += self._dp_size * self._micro_batch
+        mine = np.arange(first, first + self._micro_batch, dtype=np.int64)
+        starts = [int(index) * _LENGTH for index in self._order.samples(mine)]
         text = torch.from_numpy(np.stack([self._text[at : at + _LENGTH + 1] for at in starts]))
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
+        return {"consumed": self.consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
+        self.consumed = state["consumed"]
 
 
 def loss_of(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -142,17 +149,15 @@ def train(options: dict[str, Any]) -> None:
     parameters = list(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=options["deepspeed"])
     _seed(_SEED + 1 + engine.global_rank)
-    sampler = ResumableSampler(
-        (_CORPUS_BYTES - 1) // _LENGTH,
-        seed=_SEED,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        dp_rank=engine.grid.get_data_parallel_rank(),
-        dp_size=engine.grid.get_data_parallel_world_size(),
+    data = MicroBatches(
+        engine.train_micro_batch_size_per_gpu(),
+        engine.grid.get_data_parallel_rank(),
+        engine.grid.get_data_parallel_world_size(),
     )
     engine.load_checkpoint(options["save_dir"])
     # The engine counts consumed samples on every rank, also where no data is read.
-    sampler.seek(engine.global_samples)
-    data, events = MicroBatches(sampler), EventLog(engine.global_rank, writer="rank")
+    data.consumed = engine.global_samples
+    events = EventLog(engine.global_rank, writer="rank")
     events.write("ready", step=engine.global_steps)
     while engine.global_steps < options["steps"]:
         loss = float(engine.train_batch(data))

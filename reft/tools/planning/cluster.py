@@ -174,7 +174,7 @@ H100 = Machine(
     devices_per_host_link=2,  # assumed, as in DGX A100
     network_bytes_per_sec=8 * 400 * GBIT,  # DGX H100: eight NDR interfaces
 )
-MACHINES = {machine.name.lower(): machine for machine in (V100, MI250X, A100, H100)}
+MACHINES = {"v100": V100, "frontier": MI250X, "a100": A100, "h100": H100}
 
 _A100_FAILURES = Failure(
     mtbf_days=1000 / 6.5, source="Kokolis et al. 2025: 6.5 failures in 1,000 node-days of a cluster of A100"

@@ -1,4 +1,4 @@
-"""A job that hangs as it is told: one rank stops, loops for ever, or loses its link.
+"""A job that hangs as it is told: one rank stops, or loops for ever.
 
 ARGS: DeepSpeed's JSON, and KIND@STEP:RANK: in the first life rank RANK hangs within the step after STEP.
 "slow": nothing hangs, but much takes TEST_SLOW_SECS.
@@ -42,32 +42,12 @@ class Model(nn.Module):
             os.kill(os.getpid(), signal.SIGSTOP)
         while self.due and KIND == "loop":
             pass
-        if self.due and KIND == "link":
-            cut_links()
         if self.pause_secs:
             with reft.pause_watch():  # within a step, whose limit is the shortest
                 time.sleep(self.pause_secs)
             self.pause_secs = 0.0
         time.sleep(0.02)
         return nn.functional.mse_loss(self.inner(x), x.flip(0))
-
-
-def cut_links() -> None:
-    """Nothing comes through any more: every connection to another trainer is another one's from now on, whose
-    other end nobody reads."""
-    import socket
-
-    import psutil
-
-    own = psutil.Process()
-    for connection in own.net_connections("tcp"):
-        if connection.status == psutil.CONN_ESTABLISHED:
-            ours, theirs = socket.socketpair()
-            LOST.append((ours, theirs, os.dup(connection.fd)))
-            os.dup2(ours.fileno(), connection.fd)
-
-
-LOST: list[object] = []
 
 
 def pause_after(engine: object, model: Model, step: int) -> None:

@@ -1,16 +1,14 @@
 """A plain DeepSpeed job that writes down what it trains on before it does.
 
-ARGS: DeepSpeed's JSON, worker processes, steps, order of the data; TEST_SLOW is a rank that is slow. Every rank writes, for each micro-batch, the step that trains on
-it, the digests of its samples, and the digest of every random state; a version that holds the step holds them.
+ARGS: DeepSpeed's JSON, worker processes, steps. Every rank writes, for each micro-batch, the step that trains on it,
+the digests of its samples, and the digest of every random state; a version that holds the step holds them.
 """
 
 import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import numpy as np
@@ -20,11 +18,9 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from tests.job.ledger import BATCH, SEED, STEP, Samples, digest, seed_rank, state_digest
+from tests.job.ledger import BATCH, SEED, Samples, digest, seed_rank, state_digest
 
 CONFIG, WORKERS, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-DYNAMIC: dict[str, Any] = {"order": "dynamic", "step_samples": STEP} if sys.argv[4] == "dynamic" else {}
-SLOW_SECS = 0.2
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -35,7 +31,7 @@ def main() -> None:
     width = Samples.width
     model = nn.Sequential(nn.Linear(width, 9), nn.Tanh(), nn.Linear(9, width))
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
-    loader = reft.data.loader(Samples(), BATCH, shuffle=True, seed=SEED, num_workers=WORKERS, **DYNAMIC)
+    loader = reft.data.loader(Samples(), BATCH, shuffle=True, seed=SEED, num_workers=WORKERS)
     engine.load_checkpoint(str(Path(os.environ["TEST_EVENTS"]) / "checkpoints"))
     if engine.global_steps == 0:
         seed_rank(RANK)
@@ -55,10 +51,6 @@ def main() -> None:
             step = engine.global_steps + 1
             write(step=step, samples=[digest(x) for x in batch], rng=state_digest())
             # A step draws numbers of each kind; what became of them shows in the next one's states.
-            if os.environ.get("TEST_SLOW") == str(RANK):
-                time.sleep(SLOW_SECS)
-            if loader.ends_step is not None:
-                engine.set_gradient_accumulation_boundary(loader.ends_step)
             noise = torch.rand(()) + random.random() + float(np.random.rand())
             engine.backward(nn.functional.mse_loss(engine(batch), batch.flip(1)) * (1 + 0 * noise))
             engine.step()

@@ -1,0 +1,145 @@
+"""What training and peers are spared where one rank's worker is slow, has no slot, or breaks off (P6)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from reft.config import Variant
+from reft.errors import TransferError
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.naming import Label
+from reft.snapshot.committing.version import Cause
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.worker import SnapshotRequest
+from reft.state.catalogue import SectionImage
+from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
+
+
+class SlowToPin(CpuCopyEngine):
+    """Pins an arena for as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinning, self.pinned = threading.Event(), threading.Event()
+        self.pinned.set()
+
+    def register(self, data: memoryview) -> None:
+        self.pinning.set()
+        assert self.pinned.wait(WAIT_SECS)
+        super().register(data)
+
+
+class Alone:
+    """A job of one rank, which takes versions of a tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine, self.gate = SlowToPin(), HostGate()
+        self.gate.patience_secs = 10 * WAIT_SECS
+        pacer: Any = SimpleNamespace(plan=None, gate=self.gate, version_done=lambda sections, chunks: None)
+        self.worker = make_worker(folder, Copier(self.engine, 65536), pacer)
+        self.images = LiveImages(SectionImage([("state", torch.ones(100_000))]), SectionImage([]), "layout")
+
+    def submit(self, step: int, **options: Any) -> SnapshotRequest:
+        self.worker.fence()
+        request = SnapshotRequest(Label(1, step), self.images, b"host", **options)
+        self.worker.submit(request)
+        return request
+
+    def take(self, step: int) -> SnapshotRequest:
+        request = self.submit(step, must=True)
+        assert request.done.wait(WAIT_SECS), "nothing became of the version"
+        return request
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    with group_of_one():
+        job = Alone(tmp_path)
+        yield job
+        job.worker.close(10)
+
+
+def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone, tmp_path: Path) -> None:
+    """Training waits where a window closes for whoever has the permit. Somebody has removed the file that the
+    next version goes to: it is made, touched and pinned anew, by nobody who has it."""
+    assert alone.take(1).committed
+    for path in tmp_path.glob("*.arena"):
+        path.unlink()
+    alone.engine.pinning.clear()
+    alone.engine.pinned.clear()
+    second = alone.submit(2, variant=Variant.HAS)
+    alone.gate.open(0, 64, None)
+    try:
+        assert alone.engine.pinning.wait(WAIT_SECS), "no arena was made"
+        closing = threading.Thread(target=alone.gate.close, daemon=True)
+        closing.start()
+        closing.join(3.0)  # less than the bound of a chunk
+        assert not closing.is_alive(), "a window waits while an arena is made"
+    finally:
+        alone.engine.pinned.set()
+    alone.worker.fence()
+    assert second.done.wait(WAIT_SECS)
+    assert second.committed
+
+
+def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone, tmp_path: Path) -> None:
+    """As for one that a daemon writes to storage: it lets go at the end, or the version is given up."""
+    assert alone.take(1).committed
+    assert alone.take(2).committed
+    readers = [arena for _, arena in scan(tmp_path, SECRET) if isinstance(arena, Arena)]
+    assert all(reader.lock_shared() for reader in readers)
+    alone.worker.arenas.pin_secs = 0.1
+    refused = alone.take(3)
+    assert "all slots are in use" in str(refused.given_up)
+    alone.worker.arenas.pin_secs = WAIT_SECS
+    waiting = alone.submit(4, must=True)
+    for reader in readers:
+        reader.close()
+    assert waiting.done.wait(WAIT_SECS)
+    assert waiting.committed
+
+
+def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_path: Path) -> None:
+    control = mock.Mock(rank=0, world_size=1)
+    control.vote.side_effect = TransferError("a peer votes on another step")
+    control.rejoin.side_effect = TransferError("nobody came")
+    skips: list[tuple[int, str]] = []
+    worker = make_worker(
+        tmp_path,
+        Copier(CpuCopyEngine(), 65536),
+        control=control,
+        on_skip=lambda step, cause: skips.append((step, cause)),
+    )
+    requests = [SnapshotRequest(Label(1, n), None, cause=Cause("nothing to show")) for n in (1, 2)]
+    for request in requests:
+        worker.submit(request)
+        assert request.done.wait(WAIT_SECS)
+    worker.close(10)
+    assert worker.broken == "a peer votes on another step"
+    assert requests[0].given_up == Cause("interrupted", "a peer votes on another step")
+    assert skips[0] == (1, "interrupted")
+
+
+def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -> None:
+    """Its peers wait for it in the exchange."""
+    label = Label(1, 7)
+    placement = mock.Mock(kept_by=mock.Mock(return_value=(0, 1)))
+    layout = SimpleNamespace(member=0, plan=SimpleNamespace(placement=placement))
+    filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
+    peers = PeerOptimizers(mock.Mock())
+    peers.replicas[1] = mock.Mock(stale="", number=label.step)
+    peers.compare(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
+    assert peers.stats.resynced == {"KeyError": 1}
