@@ -23,12 +23,7 @@ from reft.recover.inventory import ArenaRecord
 
 
 def arenas_to_tell(
-    records: Iterable[ArenaRecord],
-    topology: Topology,
-    rank: int,
-    *,
-    job_id: str,
-    any_dp: bool = False,
+    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_dp: bool = False
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
     that it reads for, as the first of the node to do so; the first rank of the node also speaks for

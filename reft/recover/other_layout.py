@@ -25,13 +25,7 @@ from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
-from reft.recover.inventory import (
-    ArenaRecord,
-    Inventory,
-    find_corrupt,
-    opened_arenas,
-    take_inventory,
-)
+from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.recover.rebuild import Decoder
 from reft.recover.stages import Exchange, pack_sources, unpack_sources

@@ -40,24 +40,9 @@ from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.storage import fence
 from reft.storage.assemble import Assembler, read_part
-from reft.storage.persisted import (
-    FileRecord,
-    PersistedInfo,
-    check_files,
-    job_directory,
-    read_marker,
-    tag_of,
-)
+from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
 from reft.storage.publish import publish, refuse_stale, remove_debris
-from reft.storage.staging import (
-    LEADER,
-    Part,
-    SourceBlock,
-    WorkDir,
-    read_record,
-    stage_image,
-    write_record,
-)
+from reft.storage.staging import LEADER, Part, SourceBlock, WorkDir, read_record, stage_image, write_record
 
 logger = logging.getLogger(__name__)
 

@@ -100,8 +100,7 @@ def survey(found, topology, bad):
         for group, peers in parts.items():
             sent = [
                 Inventory(
-                    topology.nodes[peer],
-                    tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group]),
+                    topology.nodes[peer], tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group])
                 )
                 for peer in peers
             ]

@@ -16,15 +16,7 @@ from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
 from reft.recover.findings import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.reshape import (
-    OwnedTensor,
-    Resize,
-    Scatter,
-    cut,
-    decode_pieces,
-    encode_pieces,
-    padding,
-)
+from reft.recover.reshape import OwnedTensor, Resize, Scatter, cut, decode_pieces, encode_pieces, padding
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place

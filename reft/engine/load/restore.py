@@ -130,10 +130,7 @@ def host_state_of_replica(
     return state
 
 
-_BASE_ONLY = (
-    ("load_module_only", True),
-    ("load_optimizer_states", False),
-)
+_BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
 """Options by which DeepSpeed loads less than a training state: the start of a job, never its resumption."""
 
 
