@@ -17,7 +17,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
-from reft.recover.findings import Findings, Group, listing, put_together, summarize
+from reft.recover.findings import Findings, Group, listing, put_together, summarize, tables_of
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
@@ -190,15 +190,10 @@ def plan_recovery(
     The ranks of a job decide the same from summaries, and each plans for its own group alone
     (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
     empty, and coordinates may have moved to other nodes (P7)."""
-    summaries = [
-        summarize(i.node, i.arenas, topology, job_id=job_id, problems=i.problems) for i in inventories
-    ]
+    summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
     findings = put_together(summaries, topology, job_id=job_id)
-    fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
-    records: dict[Group, list[ArenaRecord]] = {group: [] for group in topology.groups()}
-    for record in chain.from_iterable(i.arenas for i in inventories):
-        if (record.node, record.path) in fitting:
-            records[record.header.coordinate.pp, record.header.coordinate.tp].append(record)
+    every = chain.from_iterable(i.arenas for i in inventories)
+    records = tables_of(every, topology.groups(), topology, job_id=job_id)
     sources = {group: judge(group, records[group], findings.sizes, bad) for group in records}
     verdicts = {
         group: {label: Verdict.of(found) for label, found in of_group.items()}
