@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import msgpack
@@ -68,7 +69,11 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
     own = at.pp, at.tp
     reads = [g for g in topology.groups() if g != own and topology.readers(node, *g) == (rank,)]
     parts: dict[Group, tuple[int, ...]] = {}
-    for group, nodes in findings.nodes_with([own, *reads]).items():
+    holders: dict[Group, set[str]] = {group: set() for group in (own, *reads)}
+    for head in chain.from_iterable(findings.by_label.values()):
+        if (nodes := holders.get((head.coordinate.pp, head.coordinate.tp))) is not None:
+            nodes.add(head.node)
+    for group, nodes in holders.items():
         if group == own or node in nodes:
             readers = {reader for holder in nodes for reader in topology.readers(holder, *group)}
             parts[group] = tuple(sorted(readers.union(topology.group(*group))))
@@ -173,16 +178,6 @@ class Findings:
     def committed(self, label: Label) -> bool:
         """Whether some arena marks ``label`` committed."""
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
-
-    def nodes_with(self, groups: Iterable[tuple[int, int]]) -> dict[tuple[int, int], frozenset[str]]:
-        """Nodes that hold whole versions of each of the sharding groups (pp, tp)."""
-        found: dict[tuple[int, int], set[str]] = {group: set() for group in groups}
-        for heads in self.by_label.values():
-            for head in heads:
-                nodes = found.get((head.coordinate.pp, head.coordinate.tp))
-                if nodes is not None:
-                    nodes.add(head.node)
-        return {group: frozenset(nodes) for group, nodes in found.items()}
 
     def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
         """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
