@@ -418,11 +418,6 @@ class _Writing:
         self._poll(look)
 
     def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
-        """
-        Raises:
-            PersistError: if nothing has appeared for ``timeout_secs``, another node gave up, a newer
-                version is being written, or it was told to stop.
-        """
         poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0

@@ -160,10 +160,6 @@ class LoadCall:
 
     @classmethod
     def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
-        """
-        Raises:
-            TypeError: DeepSpeed's method does not take these arguments.
-        """
         named = bind(original, args, kwargs)
         return cls(named.pop("load_dir"), named.pop("tag", None), named)
 
