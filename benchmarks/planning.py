@@ -129,7 +129,7 @@ class Job:
             node = self.topology.nodes[rank]
             records = [] if node == "new" else self._pair(at, ())
             mine = arenas_to_tell(records, self.topology, rank, job_id=JOB)
-            told.append(summarize(node, mine, self.topology, job_id=JOB).encode())
+            told.append(summarize(node, mine).encode())
         return told
 
 

@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
         "recover/findings.py",
-        "if header.job_id != job_id:",
+        "if head.job_id != job_id:",
         "if False:",
         ("tests/recover/test_recovery_plan.py",),
     ),

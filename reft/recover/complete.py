@@ -70,10 +70,7 @@ class Completing:
 
 
 def plan_kept(
-    group: tuple[int, int],
-    sources: GroupSources,
-    records: Sequence[ArenaRecord],
-    topology: Topology,
+    group: tuple[int, int], sources: GroupSources, records: Sequence[ArenaRecord], topology: Topology
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
     newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""

@@ -17,11 +17,11 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
-from reft.recover.findings import Findings, Group, listing, put_together, summarize
+from reft.recover.findings import Findings, Group, listing, put_together, summarize, tables_of
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
-from reft.recover.sources import GroupSources, collect_group, plan_group
+from reft.recover.sources import GroupSources, choose_decoders, collect_group, plan_fetches
 
 
 def preferred_label(
@@ -62,7 +62,7 @@ class Verdict:
 
     @classmethod
     def of(cls, sources: GroupSources) -> Verdict:
-        return cls(len(sources.gaps), tuple(map(str, sources.gaps[:_MOST_GAPS])), bool(sources.lost))
+        return cls(len(sources.gaps), sources.gaps[:_MOST_GAPS], bool(sources.lost))
 
 
 Verdicts = Mapping[Label, Verdict]
@@ -164,18 +164,17 @@ def plan_decided(
         for dp in range(resize.new)
     }
     layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
-    fetches, rebuilds = plan_group(needs, sources, topology, layout)
     return RecoveryPlan(
         label=decision.label,
         committed=findings.committed(decision.label),
         degrees=topology.degrees,
         written_dp=written,
-        fetches=fetches,
+        fetches=plan_fetches(needs, topology),
         newest_committed=findings.newest_committed,
         rejected=decision.rejected,
         notes=sources.divergences + findings.notes,
         job_id=findings.job_id,
-        rebuilds=rebuilds,
+        rebuilds=choose_decoders([*needs], sources, topology, layout),
     )
 
 
@@ -191,15 +190,10 @@ def plan_recovery(
     The ranks of a job decide the same from summaries, and each plans for its own group alone
     (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
     empty, and coordinates may have moved to other nodes (P7)."""
-    summaries = [
-        summarize(i.node, i.arenas, topology, job_id=job_id, problems=i.problems) for i in inventories
-    ]
+    summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
     findings = put_together(summaries, topology, job_id=job_id)
-    fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
-    records: dict[Group, list[ArenaRecord]] = {group: [] for group in topology.groups()}
-    for record in chain.from_iterable(i.arenas for i in inventories):
-        if (record.node, record.path) in fitting:
-            records[record.header.coordinate.pp, record.header.coordinate.tp].append(record)
+    every = chain.from_iterable(i.arenas for i in inventories)
+    records = tables_of(every, topology.groups(), topology, job_id=job_id)
     sources = {group: judge(group, records[group], findings.sizes, bad) for group in records}
     verdicts = {
         group: {label: Verdict.of(found) for label, found in of_group.items()}

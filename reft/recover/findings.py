@@ -11,24 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import msgpack
 
-from reft.grid import Coordinate, Topology
+from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.arena_files import is_decoded
-from reft.memory.header import ArenaState
+from reft.memory.header import ArenaHeader, ArenaState
 from reft.naming import Label
 from reft.recover.inventory import ArenaRecord
 
 
 def arenas_to_tell(
-    records: Iterable[ArenaRecord],
-    topology: Topology,
-    rank: int,
-    *,
-    job_id: str,
-    any_dp: bool = False,
+    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_dp: bool = False
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
     that it reads for, as the first of the node to do so; the first rank of the node also speaks for
@@ -37,7 +33,7 @@ def arenas_to_tell(
 
     def speaker(record: ArenaRecord) -> int:
         at = record.header.coordinate
-        if not _fits(record, topology, job_id, any_dp):
+        if not _fits(record.header, topology, job_id, any_dp):
             return topology.local_ranks(node)[0]
         return topology.readers(node, at.pp, at.tp)[0]
 
@@ -57,13 +53,13 @@ def tables_of(
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
-        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, any_dp):
+        if record.usable and (at.pp, at.tp) in tables and _fits(record.header, topology, job_id, any_dp):
             tables[at.pp, at.tp].append(record)
     return tables
 
 
-def _fits(record: ArenaRecord, topology: Topology, job_id: str, any_dp: bool) -> bool:
-    return record.header.job_id == job_id and not _misfit(record, topology, any_dp=any_dp)
+def _fits(header: ArenaHeader, topology: Topology, job_id: str, any_dp: bool) -> bool:
+    return header.job_id == job_id and not _misfit(header, topology, any_dp=any_dp)
 
 
 def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
@@ -73,7 +69,11 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
     own = at.pp, at.tp
     reads = [g for g in topology.groups() if g != own and topology.readers(node, *g) == (rank,)]
     parts: dict[Group, tuple[int, ...]] = {}
-    for group, nodes in findings.nodes_with([own, *reads]).items():
+    holders: dict[Group, set[str]] = {group: set() for group in (own, *reads)}
+    for head in chain.from_iterable(findings.by_label.values()):
+        if (nodes := holders.get((head.coordinate.pp, head.coordinate.tp))) is not None:
+            nodes.add(head.node)
+    for group, nodes in holders.items():
         if group == own or node in nodes:
             readers = {reader for holder in nodes for reader in topology.readers(holder, *group)}
             parts[group] = tuple(sorted(readers.union(topology.group(*group))))
@@ -86,14 +86,15 @@ _MOST_NAMED = 6
 
 
 class Head(NamedTuple):
-    """An arena of this job without its block table: whose bytes of which version lie where."""
+    """An arena without its block table: whose bytes of which version lie where."""
 
     label: Label
     state: ArenaState
     coordinate: Coordinate
     node: str
     path: str
-    dp: int  # data-parallel degree of the job that wrote it
+    degrees: Degrees  # of the job that wrote it
+    job_id: str
 
     @property
     def place(self) -> tuple[str, str]:
@@ -104,56 +105,40 @@ class Head(NamedTuple):
         return f"{self.label} of {self.coordinate}, {self.state}, in {self.path} on node {self.node}"
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """What one rank found, or one node."""
 
-    node: str  # where
-    heads: tuple[Head, ...]  # arenas of the right job, degrees and layout
-    # what other degrees or layouts were found, in words, with their newest label
-    misfits: Mapping[str, Label]
-    ignored: Mapping[str, Sequence[str]]  # why arenas are left aside, in words, and which
+    node: str
+    heads: tuple[Head, ...]
     problems: tuple[str, ...]  # why files could not be read
-    newest_committed: Label | None  # newest label marked committed in an arena of this job, misfits included
 
     def encode(self) -> bytes:
         """Bytes to send: about 40 per arena."""
-        heads = [
-            [*_pack(h.label), str(h.state), h.coordinate.pp, h.coordinate.dp, h.coordinate.tp, h.path, h.dp]
-            for h in self.heads
-        ]
-        misfits = {what: _pack(label) for what, label in self.misfits.items()}
-        newest = None if self.newest_committed is None else _pack(self.newest_committed)
-        body: bytes = msgpack.packb(
-            [self.node, heads, misfits, dict(self.ignored), list(self.problems), newest]
-        )
+        jobs = list(dict.fromkeys((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp) for h in self.heads))
+        rows = []
+        for h in self.heads:
+            job = jobs.index((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp))
+            at = h.coordinate
+            rows.append([h.label.incarnation, h.label.step, str(h.state), at.pp, at.dp, at.tp, h.path, job])
+        body: bytes = msgpack.packb([self.node, jobs, rows, self.problems])
         return body
 
     @classmethod
     def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
         """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a job."""
-        node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
+        node, jobs, rows, problems = msgpack.unpackb(body)
+        written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
         heads = []
-        for incarnation, step, state, pp, dp, tp, path, size in rows:
+        for incarnation, step, state, pp, dp, tp, path, job in rows:
             label = known.get((incarnation, step))
             if label is None:
                 label = known[incarnation, step] = Label(incarnation, step)
-            heads.append(Head(label, _STATES[state], topology.coordinate_at(pp, dp, tp), node, path, size))
-        return cls(
-            node=node,
-            heads=tuple(heads),
-            misfits={what: Label(*label) for what, label in misfits.items()},
-            ignored=ignored,
-            problems=tuple(problems),
-            newest_committed=None if newest is None else Label(*newest),
-        )
+            at = topology.coordinate_at(pp, dp, tp)
+            heads.append(Head(label, _STATES[state], at, node, path, *written[job]))
+        return cls(node, tuple(heads), tuple(problems))
 
 
 _STATES = {str(state): state for state in ArenaState}
-
-
-def _pack(label: Label) -> tuple[int, int]:
-    return label.incarnation, label.step
 
 
 @dataclass(frozen=True)
@@ -188,21 +173,11 @@ class Findings:
     @property
     def sizes(self) -> dict[Label, int]:
         """Per label the members of every sharding group when it was written."""
-        return {label: heads[0].dp for label, heads in self.by_label.items()}
+        return {label: heads[0].degrees.dp for label, heads in self.by_label.items()}
 
     def committed(self, label: Label) -> bool:
         """Whether some arena marks ``label`` committed."""
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
-
-    def nodes_with(self, groups: Iterable[tuple[int, int]]) -> dict[tuple[int, int], frozenset[str]]:
-        """Nodes that hold whole versions of each of the sharding groups (pp, tp)."""
-        found: dict[tuple[int, int], set[str]] = {group: set() for group in groups}
-        for heads in self.by_label.values():
-            for head in heads:
-                nodes = found.get((head.coordinate.pp, head.coordinate.tp))
-                if nodes is not None:
-                    nodes.add(head.node)
-        return {group: frozenset(nodes) for group, nodes in found.items()}
 
     def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
         """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
@@ -260,62 +235,50 @@ def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None 
     return ", ".join(every) or "none"
 
 
-def summarize(
-    node: str,
-    records: Iterable[ArenaRecord],
-    topology: Topology,
-    *,
-    job_id: str,
-    problems: Sequence[str] = (),
-    any_dp: bool = False,
-) -> Summary:
-    """Sum up arenas of one node; see :class:`Summary`."""
-    heads: list[Head] = []
-    misfits: dict[str, Label] = {}
-    ignored: dict[str, list[str]] = {}
-    committed: list[Label] = []
-    for record in records:
-        header = record.header
-        place = f"{record.path} on node {record.node}"
-        if header.job_id != job_id:
-            ignored.setdefault(f"of another job, {header.job_id!r} instead of {job_id!r}", []).append(place)
-            continue
-        if record.committed:
-            committed.append(header.label)
-        if what := _misfit(record, topology, any_dp=any_dp):
-            misfits[what] = max(misfits.get(what, header.label), header.label)
-            ignored.setdefault(f"of another layout, {what}", []).append(place)
-            continue
-        place_in_job = header.label, header.state, header.coordinate
-        heads.append(Head(*place_in_job, record.node, record.path, header.degrees.dp))
-        if not record.usable:
-            ignored.setdefault(f"not finished ({header.label} {header.state})", []).append(place)
-    return Summary(node, tuple(heads), misfits, ignored, tuple(problems), max(committed, default=None))
+def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str] = ()) -> Summary:
+    """Sum up arenas of one node."""
+    heads = (
+        Head(h.label, h.state, h.coordinate, r.node, r.path, h.degrees, h.job_id)
+        for r in records
+        for h in (r.header,)
+    )
+    return Summary(node, tuple(heads), tuple(problems))
 
 
-def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Findings:
-    """Put the summaries of all nodes together; see :class:`Findings`."""
+def put_together(
+    summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_dp: bool = False
+) -> Findings:
+    """Put the summaries of all nodes together; see :class:`Findings` and :func:`_misfit`."""
     by_label: dict[Label, list[Head]] = {}
     unfinished: list[Head] = []
     misfits: dict[str, Label] = {}
     ignored: dict[str, list[str]] = {}
-    for summary in summaries:
-        for head in summary.heads:
-            if head.state.whole:
-                by_label.setdefault(head.label, []).append(head)
-            else:
-                unfinished.append(head)
-        for what, label in summary.misfits.items():
-            misfits[what] = max(misfits.get(what, label), label)
-        for why, places in summary.ignored.items():
-            ignored.setdefault(why, []).extend(places)
+    committed: list[Label] = []
+    with_memory: set[str] = set()
+
+    def leave_aside(head: Head, why: str) -> None:
+        ignored.setdefault(why, []).append(f"{head.path} on node {head.node}")
+
+    for head in (head for summary in summaries for head in summary.heads):
+        if head.job_id != job_id:
+            leave_aside(head, f"of another job, {head.job_id!r} instead of {job_id!r}")
+            continue
+        with_memory.add(head.node)
+        if head.state is ArenaState.COMMITTED:
+            committed.append(head.label)
+        if what := _misfit(head, topology, any_dp=any_dp):
+            misfits[what] = max(misfits.get(what, head.label), head.label)
+            leave_aside(head, f"of another layout, {what}")
+        elif head.state.whole:
+            by_label.setdefault(head.label, []).append(head)
+        else:
+            unfinished.append(head)
+            leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
         by_label[label], others = _of_one_dp(heads, topology.degrees.dp)
-        if others:
-            why = f"of another data-parallel degree under the same name, {label}"
-            ignored[why] = [f"{head.path} on node {head.node}" for head in others]
+        for head in others:
+            leave_aside(head, f"of another data-parallel degree under the same name, {label}")
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
-    with_memory = {s.node for s in summaries if s.heads or s.misfits}
     notes = [
         f"left aside, {why}: {listing(sorted(places), count=len(places))}"
         for why, places in sorted(ignored.items())
@@ -327,7 +290,7 @@ def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: st
         unfinished=tuple(sorted(unfinished, key=lambda head: (head.node, head.path))),
         misfits=tuple(f"{what} (newest {label})" for what, label in sorted(misfits.items())),
         notes=(*notes, *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems})),
-        newest_committed=max((s.newest_committed for s in summaries if s.newest_committed), default=None),
+        newest_committed=max(committed, default=None),
         present=present,
         bare=tuple(node for node in present if node not in with_memory),
     )
@@ -336,22 +299,19 @@ def put_together(summaries: Sequence[Summary], topology: Topology, *, job_id: st
 def _of_one_dp(heads: Sequence[Head], dp: int) -> tuple[list[Head], list[Head]]:
     """Arenas of one label that belong together, and the others: where two degrees gave versions one name,
     those of the running job's degree, else those of the largest."""
-    sizes = {head.dp for head in heads}
+    sizes = {head.degrees.dp for head in heads}
     size = dp if dp in sizes else max(sizes)
-    return [h for h in heads if h.dp == size], [h for h in heads if h.dp != size]
+    return [h for h in heads if h.degrees.dp == size], [h for h in heads if h.degrees.dp != size]
 
 
-def _misfit(record: ArenaRecord, topology: Topology, *, any_dp: bool) -> str | None:
+def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_dp: bool) -> str | None:
     """Why an arena of this job cannot serve the running one, in words. ``any_dp``: one that was written at
     another data-parallel degree may (:mod:`reft.recover.reshape`)."""
-    header = record.header
-    written = header.degrees
+    written, at = arena.degrees, arena.coordinate
     if written != topology.degrees and not (
         any_dp and (written.pp, written.tp) == (topology.degrees.pp, topology.degrees.tp)
     ):
         return f"{written} instead of {topology.degrees}"
-    at = header.coordinate
-    limits = (written.pp, written.dp, written.tp)
-    if not all(0 <= i < limit for i, limit in zip((at.pp, at.dp, at.tp), limits, strict=True)):
+    if not (0 <= at.pp < written.pp and 0 <= at.dp < written.dp and 0 <= at.tp < written.tp):
         return f"coordinate {at} outside {written}"
     return None

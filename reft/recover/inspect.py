@@ -207,7 +207,10 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
                     problems.append(f"node {node}: {found}")
                 else:
                     arenas.append(_report_arena(node, path, stack.enter_context(found), verify))
-    inventories = [_inventory(node, arenas) for node in nodes]
+    inventories = [
+        Inventory(n, tuple(ArenaRecord(n, a.path.name, a.header) for a in arenas if a.node == n and a.header))
+        for n in nodes
+    ]
     bad = [(a.node, a.path.name, key) for a in arenas for key in a.bad_blocks or ()]
     restores, why = _judge(inventories, job_id, bad)
     return JobReport(
@@ -234,11 +237,6 @@ def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaRep
     if bad and not pinned and arena.header() != header:
         return replace(report, header=arena.header())
     return replace(report, bad_blocks=bad)
-
-
-def _inventory(node: str, arenas: Sequence[ArenaReport]) -> Inventory:
-    records = (ArenaRecord(node, a.path.name, a.header) for a in arenas if a.node == node and a.header)
-    return Inventory(node, tuple(records))
 
 
 def _report_versions(

@@ -17,12 +17,7 @@ from reft.recover.inventory import ArenaSet, Inventory, open_job, opened_arenas,
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence
-from reft.storage.persist import (
-    PersistOptions,
-    PersistProgress,
-    VersionSource,
-    write_version,
-)
+from reft.storage.persist import PersistOptions, PersistProgress, VersionSource, write_version
 from reft.storage.persisted import PersistedInfo, job_directory
 from reft.storage.staging import SourceBlock
 

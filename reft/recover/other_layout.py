@@ -25,13 +25,7 @@ from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
-from reft.recover.inventory import (
-    ArenaRecord,
-    Inventory,
-    find_corrupt,
-    opened_arenas,
-    take_inventory,
-)
+from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.recover.rebuild import Decoder
 from reft.recover.stages import Exchange, pack_sources, unpack_sources
@@ -129,8 +123,18 @@ class OtherMemory:
     # -- what there is ----------------------------------------------------------------------------
 
     def _look(self, beyond: Label | None) -> None:
+        now = self._topology.degrees
+
         def is_wanted(record: ArenaRecord) -> bool:
-            return self._is_other(record) and (beyond is None or record.header.label > beyond)
+            """Another data-parallel degree alone is taken up in :mod:`reft.recover.recover`."""
+            header, was = record.header, record.header.degrees
+            return (
+                record.usable
+                and header.job_id == self._job_id
+                and (was.pp, was.tp) != (now.pp, now.tp)
+                and header.coordinate in was.coordinates()
+                and (beyond is None or header.label > beyond)
+            )
 
         def mine() -> bytes:
             if self._topology.local_ranks(self._node)[0] != self._control.rank:
@@ -141,16 +145,6 @@ class OtherMemory:
         told = self._exchange.gather(mine, "taking inventory of another layout")
         self._inventories = [Inventory.unpack(body) for body in told if body]
         self._here = next(i for i in self._inventories if i.node == self._node)
-
-    def _is_other(self, record: ArenaRecord) -> bool:
-        """Another data-parallel degree alone is taken up in :mod:`reft.recover.recover`."""
-        was, now = record.header.degrees, self._topology.degrees
-        return (
-            record.usable
-            and record.header.job_id == self._job_id
-            and (was.pp, was.tp) != (now.pp, now.tp)
-            and record.header.coordinate in was.coordinates()
-        )
 
     def _planned(self) -> RecoveryPlan | NotRecoverable | None:
         """Pure; the newest version of all layouts that is whole."""

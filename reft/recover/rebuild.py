@@ -156,9 +156,7 @@ class Stripe:
         return tuple(t[: lost.nbytes] for lost, t in zip(self.blocks, self._targets, strict=True))
 
 
-def equations(
-    blocks: Sequence[LostBlock],
-) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
+def equations(blocks: Sequence[LostBlock]) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
     """The system behind the blocks of a stripe, as sparse and plain as the parities have it: ``matrix ·
     blocks = rows · terms``. Returns the keys of the terms, ``rows`` and ``matrix``."""
     parities = sorted({key for lost in blocks for key in lost.parities})

@@ -318,17 +318,12 @@ class Recovery:
             )
             is_first = self._topology.local_ranks(self._node)[0] == self._rank
             problems = inventory.problems if is_first else ()
-            return summarize(
-                *(self._node, mine, self._topology),
-                job_id=self._job_id,
-                problems=problems,
-                any_dp=self._resizable,
-            ).encode()
+            return summarize(self._node, mine, problems).encode()
 
         labels: dict[tuple[int, int], Label] = {}
         told = self._exchange.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
-        findings = put_together(summaries, self._topology, job_id=self._job_id)
+        findings = put_together(summaries, self._topology, job_id=self._job_id, any_dp=self._resizable)
         parts = parts_of(findings, self._rank)
         self._found = _Found(findings, parts, self._swap_tables(mine, parts))
 

@@ -18,67 +18,34 @@ from reft.recover.inventory import ArenaRecord
 from reft.recover.plan import Fetch, LostBlock, Rebuild, SourceKind, find_lost, stripes_of
 
 
-def plan_group(
-    needs: Mapping[Coordinate, Sequence[SourceBlock]],
-    sources: GroupSources,
-    topology: Topology,
-    layout: str,
-) -> tuple[dict[Coordinate, tuple[Fetch, ...]], dict[Coordinate, Rebuild]]:
-    """What every member of one sharding group fetches, and what some of them decode before. ``sources``: what
-    the group has of the version, without gaps."""
-    return plan_fetches(needs, topology), _choose_decoders([*needs], sources, topology, layout)
-
-
-def _choose_decoders(
+def choose_decoders(
     members: Sequence[Coordinate], sources: GroupSources, topology: Topology, layout: str
 ) -> dict[Coordinate, Rebuild]:
     """Give the lost blocks of every stripe, decoded from the same others, to a member whose node holds a
     parity of it; of those to the one that decodes the fewest bytes so far."""
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
-    stripes = [
-        (_members_near(stripe, sources, topology, members), stripe) for stripe in stripes_of(sources.lost)
-    ]
+    choices = []
+    for stripe in stripes_of(sources.lost):
+        parities = {node for b in stripe for key in b.parities for node in sources.stored[key].nodes}
+        near = [c for c in members if topology.node_of(c) in parities] or list(members)
+        choices.append((near, stripe))
     # Those with the fewest choices first, so that the others even out the load.
-    for near, stripe in sorted(stripes, key=lambda choice: len(choice[0])):
+    for near, stripe in sorted(choices, key=lambda choice: len(choice[0])):
         chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
         work[chosen] += stripe
-    image_bytes = _replicated_bytes(sources)
-    return {
-        coordinate: Rebuild(
-            tuple(blocks),
-            image_bytes,
-            layout,
-            _rebuild_fetches(sources, blocks, coordinate, topology.node_of(coordinate)),
-        )
-        for coordinate, blocks in work.items()
-        if blocks
-    }
-
-
-def _members_near(
-    stripe: Sequence[LostBlock], group: GroupSources, topology: Topology, members: Sequence[Coordinate]
-) -> list[Coordinate]:
-    """Those whose node holds a parity of the stripe; all of them where there is none."""
-    parities = {node for lost in stripe for key in lost.parities for node in group.stored[key].nodes}
-    return [c for c in members if topology.node_of(c) in parities] or list(members)
-
-
-def _replicated_bytes(group: GroupSources) -> int:
-    """Size of the group's replicated image, lost blocks included."""
-    stored = [b.start_bytes + b.nbytes for b in group.images[Section.REPLICATED, -1]]
-    return max(stored + [b.start_bytes + b.nbytes for b in group.lost], default=0)
-
-
-def _rebuild_fetches(
-    group: GroupSources, blocks: Sequence[LostBlock], coordinate: Coordinate, node: str
-) -> tuple[Fetch, ...]:
-    keys = dict.fromkeys(BlockKey(Section.CHECKSUMS, b.key.member, 0) for b in blocks)
-    keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
-    fetches = []
-    for key in keys:
-        kind, nodes = _best_source(group.stored[key], node)
-        fetches.append(_fetch(group.stored[key], coordinate, kind, nodes[0]))
-    return tuple(fetches)
+    ends = [b.start_bytes + b.nbytes for b in sources.images[_REPLICATED]]
+    image_bytes = max(ends + [b.start_bytes + b.nbytes for b in sources.lost], default=0)
+    rebuilds = {}
+    for at, blocks in work.items():
+        keys = dict.fromkeys(BlockKey(Section.CHECKSUMS, b.key.member, 0) for b in blocks)
+        keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
+        fetches = []
+        for key in keys:
+            kind, nodes = _best_source(sources.stored[key], topology.node_of(at))
+            fetches.append(_fetch(sources.stored[key], at, kind, nodes[0]))
+        if blocks:
+            rebuilds[at] = Rebuild(tuple(blocks), image_bytes, layout, tuple(fetches))
+    return rebuilds
 
 
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
@@ -171,32 +138,12 @@ class SourceBlock:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Why an image of a version is not whole."""
-
-    pp: int  # pipeline stage
-    tp: int  # tensor slice
-    # dp index of the owner of what is missing; None where only the replicated image has a hole that no entry
-    # explains
-    member: int | None
-    what: str  # the finding in words
-    # no entry of this member is stored anywhere (its node and its copies' nodes are gone)
-    absent: bool = False
-
-    def __str__(self) -> str:
-        where = (
-            f"pp{self.pp}.tp{self.tp}" if self.member is None else Coordinate(self.pp, self.member, self.tp)
-        )
-        return f"{where} {self.what}"
-
-
-@dataclass(frozen=True)
 class GroupSources:
     """Usable sources of one sharding group for one version; whole if ``gaps`` is empty."""
 
     # sources of every image; the replicated one lacks the ``lost`` blocks
     images: Mapping[Image, tuple[SourceBlock, ...]]
-    gaps: tuple[Gap, ...]  # why an image is not whole, and cannot be made whole
+    gaps: tuple[str, ...]  # why an image is not whole, and cannot be made whole, in words
     divergences: tuple[str, ...]  # copies that differ, in words
     lost: tuple[LostBlock, ...] = ()  # replicated blocks to be decoded first
     # sources by key, of what decoding reads: replicated, parity and checksum blocks
@@ -237,35 +184,29 @@ def _collect_layout(
     # Host state is never empty, and whoever holds a member's host state holds all its blocks. So a
     # member without host entries is lost, and an image without entries is one of zero bytes.
     lost = [member for member in range(size) if (Section.HOST, member) not in stored]
-    gaps = [Gap(pp, tp, m, "is not stored on any node that is present", absent=True) for m in lost]
+    gaps = [f"{Coordinate(pp, m, tp)} is not stored on any node that is present" for m in lost]
     images: dict[Image, tuple[SourceBlock, ...]] = {}
     divergences: list[str] = []
-    to_decode = Decoding()
-    for image in _images_of(size):
+    own = [(section, member) for section in (Section.OWNED, Section.HOST) for member in range(size)]
+    decoded: tuple[LostBlock, ...] = ()
+    read: Mapping[BlockKey, SourceBlock] = {}
+    for image in (_REPLICATED, *own):
+        section, member = image
         blocks, unusable, diverged = _usable_blocks(stored.get(image, {}), bad)
         images[image] = blocks
         divergences += [f"pp{pp}.tp{tp} {what}" for what in diverged]
-        if image[0] is Section.REPLICATED:
-            to_decode = _decoding(records, stored, blocks, bad)
-            if to_decode.lost:
+        why = None
+        if image == _REPLICATED:
+            decoded, read, why = _decoding(records, stored, blocks, bad)
+            if decoded:
                 continue
-        gaps += [Gap(pp, tp, key.member, what) for key, what in unusable]
+        gaps += [f"{Coordinate(pp, key.member, tp)} {what}" for key, what in unusable]
         hole = _find_hole(blocks, stored.get(image, {}))
-        explained = unusable or (image[1] in lost if image[1] >= 0 else bool(lost))
+        explained = unusable or (member in lost if member >= 0 else bool(lost))
         if hole and not explained:
-            member = image[1] if image[1] >= 0 else None
-            why = f" ({to_decode.failure})" if to_decode.failure and image[0] is Section.REPLICATED else ""
-            gaps.append(Gap(pp, tp, member, f"{image[0]} image: {hole}{why}"))
-    return GroupSources(images, tuple(gaps), tuple(divergences), to_decode.lost, to_decode.stored)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """What has to be decoded in a group, from what, or why it cannot be."""
-
-    lost: tuple[LostBlock, ...] = ()
-    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
-    failure: str | None = None
+            where = Coordinate(pp, member, tp) if member >= 0 else f"pp{pp}.tp{tp}"
+            gaps.append(f"{where} {section} image: {hole}{f' ({why})' if why else ''}")
+    return GroupSources(images, tuple(gaps), tuple(divergences), decoded, read)
 
 
 def _decoding(
@@ -273,12 +214,13 @@ def _decoding(
     stored: Mapping[Image, Mapping[BlockKey, Sequence[_Stored]]],
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
-) -> Decoding:
-    """Decode the replicated blocks that are stored nowhere, where the group has a code."""
+) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
+    """The replicated blocks that are stored nowhere, where the group has a code; what they are decoded from;
+    or why they cannot be."""
     coding = next((r.header.coding for r in records if r.header.coding), "")
     sizes = [s.entry.image_bytes for keys in stored.get(_REPLICATED, {}).values() for s in keys]
     if not coding or not sizes:
-        return Decoding()
+        return (), {}, None
     code = parse_block_code(coding, sizes[0])
     usable = {block.key: block for block in replicated}
     for section in (Section.PARITY, Section.CHECKSUMS):
@@ -288,13 +230,8 @@ def _decoding(
     lost, failure = find_lost(code, usable)
     unknown = {b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable}
     if unknown:
-        return Decoding(failure=f"nobody holds the checksums of members {sorted(unknown)}")
-    return Decoding(lost, usable, failure)
-
-
-def _images_of(size: int) -> list[Image]:
-    own = [(section, member) for section in (Section.OWNED, Section.HOST) for member in range(size)]
-    return [(Section.REPLICATED, -1), *own]
+        return (), {}, f"nobody holds the checksums of members {sorted(unknown)}"
+    return lost, usable, failure
 
 
 def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[BlockKey, list[_Stored]]]:

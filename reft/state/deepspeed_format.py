@@ -358,12 +358,7 @@ def rebuild(template: Template, read: ReadSection, host_state: HostState) -> Ite
         yield name, state_dict
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """Length and xxh3_64 of a file, computed while it was written."""
-
-    nbytes: int
-    checksum: int
+WrittenFile = tuple[int, int]  # length and xxh3_64 of a file, computed while it was written
 
 
 def write_checkpoint(
@@ -403,7 +398,7 @@ def _write_file(path: Path, write: Any) -> WrittenFile:
     with whole_file(path, buffering=2**20) as file:
         hashing = _HashingFile(file)
         write(hashing)
-    return WrittenFile(hashing.nbytes, hashing.digest.intdigest())
+    return hashing.nbytes, hashing.digest.intdigest()
 
 
 def write_recovery_scripts(directory: Path) -> None:

@@ -43,12 +43,7 @@ class GradientCapture:
             optimizer cannot be repeated; says what to change.
     """
 
-    def __init__(
-        self,
-        adapter: StateAdapter,
-        members: Sequence[int],
-        fence: Callable[[], None],
-    ) -> None:
+    def __init__(self, adapter: StateAdapter, members: Sequence[int], fence: Callable[[], None]) -> None:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper

@@ -14,11 +14,7 @@ import torch
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state.codec import class_path
 
-_MEGATRON = (
-    "megatron.core.tensor_parallel.random",
-    "megatron.core.mpu.random",
-    "megatron.mpu.random",
-)
+_MEGATRON = ("megatron.core.tensor_parallel.random", "megatron.core.mpu.random", "megatron.mpu.random")
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 

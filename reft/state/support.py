@@ -69,47 +69,38 @@ def refuse_class(value: Any) -> UnsupportedStateError:
 
 def check_engine(engine: Any) -> None:
     """Refuse engine features whose state would be missing from a snapshot."""
-    own = vars(
-        engine
-    )  # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer
+    # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer.
+    own = vars(engine)
+    hybrid = type(engine).__name__ == "DeepSpeedHybridEngine"
+    scaled = own.get("torch_autocast_z0_gradscaler") is not None
+    sharded = own.get("optimized_linear_base_weight_sharding")
     parts = int(own.get("sequence_parallel_size", 1))
-    compression = getattr(own.get("compression_scheduler"), "compression_config", None)
+    scheduler = own.get("compression_scheduler")
+    methods = getattr(scheduler, "different_compression_methods", {}).values()
+    compresses = getattr(scheduler, "compression_config", None) and any(
+        m.get("enabled", m.get("technique_enabled", False)) for m in methods
+    )
     facts: tuple[tuple[Any, str, str], ...] = (
-        (
-            type(engine).__name__ == "DeepSpeedHybridEngine",
-            f"the engine {class_path(engine)}",
-            "disable hybrid_engine",
-        ),
+        (hybrid, f"the engine {class_path(engine)}", "disable hybrid_engine"),
         (engine.optimizer is None, "an engine without an optimizer", "give deepspeed.initialize one"),
         (own.get("has_moe_layers"), "mixture-of-experts layers", "disable reft for this model"),
         (parts > 1, f"sequence parallel groups of {parts}", "set the sequence parallel size to 1"),
-        (
-            own.get("torch_autocast_z0_gradscaler") is not None,
-            "torch.amp.GradScaler (torch_autocast in fp16)",
-            "use bf16 autocast, or fp16.enabled",
-        ),
+        (scaled, "torch.amp.GradScaler (torch_autocast in fp16)", "use bf16 autocast, or fp16.enabled"),
         (_call(engine, "amp_enabled"), "apex amp", "use fp16 or bf16 instead of amp"),
         (own.get("quantizer") is not None, "quantize_training (MoQ)", "remove quantize_training"),
         (_call(engine, "is_deepcompile_enabled"), "DeepCompile", "set compile.deepcompile to false"),
-        (
-            own.get("optimized_linear_base_weight_sharding"),
-            "OptimizedLinear with base weights sharded over ranks",
-            "set base_weight_sharding to 1",
-        ),
-        (
-            compression and _compresses(own["compression_scheduler"]),
-            "compression_training",
-            "remove compression_training",
-        ),
+        (sharded, "OptimizedLinear with base weights over ranks", "set base_weight_sharding to 1"),
+        (compresses, "compression_training", "remove compression_training"),
     )
     for is_so, found, change in facts:
         if is_so:
             raise refuse(found, change)
-    scheduler = engine.lr_scheduler
-    methods = (getattr(scheduler, name, None) for name in ("state_dict", "load_state_dict"))
-    if scheduler is not None and not all(map(callable, methods)):
+    rates = engine.lr_scheduler
+    if rates is not None and not all(
+        callable(getattr(rates, name, None)) for name in ("state_dict", "load_state_dict")
+    ):
         raise UnsupportedStateError(
-            f"the learning-rate scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add "
+            f"the learning-rate scheduler {class_path(rates)} has no state_dict and load_state_dict; add "
             f"them, so that a snapshot holds its position"
         )
 
@@ -117,11 +108,6 @@ def check_engine(engine: Any) -> None:
 def _call(engine: Any, name: str) -> Any:
     method = getattr(type(engine), name, None)
     return method(engine) if method is not None else None
-
-
-def _compresses(scheduler: Any) -> bool:
-    methods = getattr(scheduler, "different_compression_methods", {})
-    return any(m.get("enabled", m.get("technique_enabled", False)) for m in methods.values())
 
 
 def check_optimizer(optimizer: Any) -> None:

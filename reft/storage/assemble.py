@@ -191,7 +191,7 @@ def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) ->
         write_record(work.done(coordinate), content, secret)
 
 
-def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) -> dict[str, list[int]]:
+def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) -> dict[str, tuple[int, int]]:
     from reft.state.blob import DecodedBlob
     from reft.state.deepspeed_format import (
         TRACKER_NAME,
@@ -209,8 +209,7 @@ def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) ->
     if coordinate == LEADER and tracker is not None:
         work.pointers.mkdir(exist_ok=True)
         (work.pointers / TRACKER_NAME).write_bytes(tracker)
-    written = write_checkpoint(template, images.read, blob.state, work.root, coordinate)
-    return {name: [file.nbytes, file.checksum] for name, file in written.items()}
+    return write_checkpoint(template, images.read, blob.state, work.root, coordinate)
 
 
 def read_part(work: WorkDir, coordinate: Coordinate, secret: bytes) -> Part:

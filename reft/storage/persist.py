@@ -40,24 +40,9 @@ from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.storage import fence
 from reft.storage.assemble import Assembler, read_part
-from reft.storage.persisted import (
-    FileRecord,
-    PersistedInfo,
-    check_files,
-    job_directory,
-    read_marker,
-    tag_of,
-)
+from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
 from reft.storage.publish import publish, refuse_stale, remove_debris
-from reft.storage.staging import (
-    LEADER,
-    Part,
-    SourceBlock,
-    WorkDir,
-    read_record,
-    stage_image,
-    write_record,
-)
+from reft.storage.staging import LEADER, Part, SourceBlock, WorkDir, read_record, stage_image, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -433,11 +418,6 @@ class _Writing:
         self._poll(look)
 
     def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
-        """
-        Raises:
-            PersistError: if nothing has appeared for ``timeout_secs``, another node gave up, a newer
-                version is being written, or it was told to stop.
-        """
         poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0

@@ -96,8 +96,7 @@ class Persister:
             self._changed.notify()
         directory = config.persist.dir
         self.status.update(
-            dir=str(directory) if directory is not None else None,
-            interval_steps=config.persist.fixed_steps,
+            dir=str(directory) if directory is not None else None, interval_steps=config.persist.fixed_steps
         )
 
     def start(self) -> None:
@@ -308,8 +307,7 @@ class Persister:
                 self._due = None
             if self._due is not None and self._due <= label:
                 self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due != label,
-                    timeout=self._backoff.failed(),
+                    lambda: self._closing or self._asked or self._due != label, timeout=self._backoff.failed()
                 )
 
     def _fail(self, label: Label, message: str, since: Label) -> None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from reft.control.mac import is_same, mac
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
@@ -130,28 +132,15 @@ class Part:
     image_bytes: Mapping[Section, int]
     blocks: tuple[StagedBlock, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "coordinate": [self.coordinate.pp, self.coordinate.dp, self.coordinate.tp],
-            "degrees": [self.degrees.pp, self.degrees.dp, self.degrees.tp],
-            "label": [self.label.incarnation, self.label.step],
-            "layout": self.layout,
-            "image_bytes": {str(s): n for s, n in self.image_bytes.items()},
-            "blocks": [
-                [str(b.section), b.start_bytes, b.nbytes, b.checksum, b.file_offset] for b in self.blocks
-            ],
-        }
+    def to_json(self) -> Any:
+        return _PART.dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Part:
-        return cls(
-            coordinate=Coordinate(*content["coordinate"]),
-            degrees=Degrees(*content["degrees"]),
-            label=Label(*content["label"]),
-            layout=content["layout"],
-            image_bytes={Section(s): n for s, n in content["image_bytes"].items()},
-            blocks=tuple(StagedBlock(Section(b[0]), *b[1:]) for b in content["blocks"]),
-        )
+        return _PART.validate_python(content)
+
+
+_PART = TypeAdapter(Part)
 
 
 def stage_image(

@@ -107,24 +107,3 @@ def test_p12_a_script_that_does_not_load_is_told_and_stopped_at_its_restart(
         code, log = job.start({})
         assert code == 0, log
         assert job.losses() == undisturbed, "the script's own test has found what was written"
-
-
-@pytest.mark.process
-def test_p12_strict_stops_before_the_first_step(run: Callable[[str], Run]) -> None:
-    job = run("never_loads.py")
-    code, log = job.start({"strict": True})
-    assert code == 2, log
-    assert 'says "strict": true' in log
-    assert not (job.out / "losses").exists()
-
-
-@pytest.mark.integration
-def test_a_dry_run_says_what_is_kept_and_trains_nothing(run: Callable[[str], Run]) -> None:
-    job = run("resumes.py")
-    code, log = job.start({}, "--dry-run")
-    assert code == 0, log
-    assert "dry run: PP1xDP1xTP1 on 1 node(s), DeepSpeedEngine" in log
-    assert "survives 0 lost node(s)" in log
-    assert "memory of " in log
-    assert not (job.out / "losses").exists()
-    assert not list(job.memory.glob("*/*.arena"))

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry
+from reft.memory.arena import Arena, ArenaHeader, Entry
 from reft.memory.header import Geometry
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
@@ -65,32 +64,6 @@ def stored(job_dir: Path, *, whole: bool = True) -> list[Stored]:
             if header is not None and (header.state.whole or not whole):
                 found.append(Stored(path, header, geometry))
     return sorted(found, key=lambda s: s.label, reverse=True)
-
-
-def newest_common(job_dirs: list[Path]) -> list[Label]:
-    """Versions that every node holds, newest first."""
-    held = [{s.label for s in stored(job_dir)} for job_dir in job_dirs]
-    return sorted(set.intersection(*held), reverse=True)
-
-
-def plant_strangers(job_dir: Path) -> None:
-    """Files that do not belong here: an arena under another secret, and one that is none at all."""
-    with Arena.create(job_dir / "rank0-slot6.arena", 4096, 4, secret=bytes(32)) as arena:
-        arena.begin(
-            ArenaHeader(
-                job_id="somebody-elses",
-                node="elsewhere",
-                degrees=Degrees(1, 2, 1),
-                coordinate=Coordinate(0, 0, 0),
-                label=Label(99, 99999),
-                state=ArenaState.EMPTY,
-            )
-        )
-        arena.seal([])
-        arena.commit()
-    path = job_dir / "rank0-slot7.arena"
-    path.write_bytes(bytes(range(256)) * 64)
-    path.chmod(0o600)
 
 
 @contextmanager

@@ -29,11 +29,7 @@ def test_two_nodes_at_once(scratch: Scratch) -> None:
     optimizer = OPTIMIZERS[0]
     reference = scratch.reference(DP3, optimizer, STEPS)
     persist_dir = scratch.root / "beyond-persisted"
-    block = {
-        "enabled": True,
-        "block_bytes": 16384,
-        "persist": {"dir": str(persist_dir), "interval_steps": 4},
-    }
+    block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 4}}
     # Never reaches its last step: it is ended by what is tested.
     with FaultJob(scratch, "beyond", DP3, optimizer, steps=10**6, block=block) as job:
         written = persist_dir / job.cluster.job_id

@@ -210,8 +210,7 @@ def _kill_daemon(job: Watched) -> None:
     os.kill(old, signal.SIGKILL)
     job.wait_for("the next daemon", lambda: job.status().get("pid", old) != old)
     job.wait_for(
-        "a commit that it was told of",
-        lambda: (job.status().get("last_committed") or {}).get("step", 0) > 0,
+        "a commit that it was told of", lambda: (job.status().get("last_committed") or {}).get("step", 0) > 0
     )
     job.trains_on()
     assert [process.pid for process in job.cluster.trainers(0)] == trainers

@@ -41,11 +41,9 @@ class RankImages:
     host: bytes
 
     def of(self, section: Section) -> bytes:
-        return {
-            Section.REPLICATED: self.replicated,
-            Section.OWNED: self.owned,
-            Section.HOST: self.host,
-        }[section]
+        return {Section.REPLICATED: self.replicated, Section.OWNED: self.owned, Section.HOST: self.host}[
+            section
+        ]
 
 
 @dataclass(frozen=True)

@@ -124,22 +124,12 @@ def test_killed_while_a_later_incarnation_replaces_the_same_step(tmp_path: Path,
 
 def test_where_directories_cannot_be_exchanged_the_one_set_aside_is_found(tmp_path: Path) -> None:
     write(tmp_path, Label(1, 4))
-    work, _ = prepare(tmp_path, Label(2, 4))
+    work, info = prepare(tmp_path, Label(2, 4))
     # Killed between the two renames that replace the exchange.
     (tmp_path / "global_step4").rename(tmp_path / ".global_step4.1234.replaced")
     assert "incarnation 1" in state_of(latest_persisted(tmp_path))
-    work.root.joinpath(".staging", "scripts", "zero_to_fp32.py").unlink()
-    publish(work, prepare_info(work), 2)
+    publish(work, info, 2)
     assert "incarnation 2" in state_of(latest_persisted(tmp_path))
-
-
-def prepare_info(work: WorkDir) -> PersistedInfo:
-    files = {
-        p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
-    }
-    return PersistedInfo(
-        work.root.parent, tag_of(work.label), JOB, work.label, Degrees(1, 1, 1), time.time(), {}, files
-    )
 
 
 def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:

@@ -190,9 +190,7 @@ def place(degrees: Degrees, kind: str) -> Topology:
 def without(topology: Topology, lost: Collection[str]) -> Topology:
     """The placement after lost nodes were replaced by new, empty ones."""
     return Topology(
-        topology.degrees,
-        topology.coordinates,
-        tuple(f"new-{n}" if n in lost else n for n in topology.nodes),
+        topology.degrees, topology.coordinates, tuple(f"new-{n}" if n in lost else n for n in topology.nodes)
     )
 
 

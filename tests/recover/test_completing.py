@@ -4,8 +4,6 @@ the functions that decide in production, on real arenas."""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from reft.errors import ArenaError, LayoutError, OutOfMemoryError
+from reft.errors import ArenaError, LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
 from reft.protect.blocks import Section
 from reft.recover import complete
 from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_kept
 from reft.recover.decide import judge, plan_recovery
 from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
-from reft.recover.plan import Fetch, RecoveryPlan
+from reft.recover.plan import RecoveryPlan
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
 
@@ -96,6 +93,8 @@ def test_p3_cut_off_after_any_block_the_newcomer_holds_nothing_that_is_read(memo
         with closing(completion(memory, plan, path)) as newcomer:
             newcomer.begin()
             fill(memory, plan, newcomer, blocks)
+            if blocks < every:
+                newcomer.seal()  # it lacks a block
         assert left(path, memory) is ArenaState.WRITING
         again = planned(memory)  # and the next attempt comes as far as this one
         assert all(f.node != NODE for fs in again.with_kept().fetches.values() for f in fs)
@@ -121,16 +120,6 @@ def test_p3_once_sealed_any_node_may_be_lost_next(memory: Path, committed: bool)
     assert {fetch.node for fetch in own} == {NODE}
 
 
-def test_p3_a_version_that_lacks_a_block_is_not_sealed(memory: Path) -> None:
-    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
-    for missing in range(len(plan.with_kept().fetches[AT])):
-        with closing(completion(memory, plan, path)) as newcomer:
-            newcomer.begin()
-            fill(memory, plan, newcomer, missing)
-            newcomer.seal()
-        assert left(path, memory) is ArenaState.WRITING
-
-
 @pytest.mark.parametrize("step", ["create", "begin", "write", "allocate", "seal", "commit", "blueprint"])
 def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
     memory: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -153,35 +142,3 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
     monkeypatch.undo()
     assert left(path, memory) in ((ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING))
     assert planned(memory).label == NEW
-
-
-@pytest.mark.parametrize("whole", [0, 1, 5])
-def test_p6_where_memory_ends_while_blocks_arrive_the_version_is_not_sealed(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, whole: int
-) -> None:
-    """Several threads bring blocks at once."""
-    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
-    blocks = plan.with_kept().fetches[AT]
-    all_come, write, lock, written = threading.Barrier(len(blocks)), Arena.write, threading.Lock(), []
-
-    def write_some(arena: Arena, offset: int, data: memoryview) -> None:
-        with lock:
-            written.append(offset)
-            room = len(written) <= whole
-        if not room:
-            raise OutOfMemoryError("no room")
-        write(arena, offset, data)
-
-    monkeypatch.setattr(complete.Arena, "write", write_some)
-    with closing(completion(memory, plan, path)) as newcomer, ThreadPoolExecutor(len(blocks)) as pool:
-
-        def come(fetch: Fetch) -> None:
-            all_come.wait(DEADLINE_SECS)
-            newcomer.take(fetch, torch.zeros(fetch.nbytes, dtype=torch.uint8))
-
-        newcomer.begin()
-        for each in [pool.submit(come, fetch) for fetch in blocks]:
-            each.result(DEADLINE_SECS)
-        assert len(written) > whole
-        newcomer.seal()
-    assert left(path, memory) in (None, ArenaState.WRITING)

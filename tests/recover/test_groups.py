@@ -89,7 +89,7 @@ def survey(found, topology, bad):
         node = topology.nodes[rank]
         first = topology.local_ranks(node)[0] == rank
         problems = next(i for i in found if i.node == node).problems if first else ()
-        summary = summarize(node, share, topology, job_id=JOB, problems=problems)
+        summary = summarize(node, share, problems)
         summaries.append(Summary.decode(summary.encode(), topology, {}))
         assert summaries[-1] == summary
     findings = put_together(summaries, topology, job_id=JOB)
@@ -100,8 +100,7 @@ def survey(found, topology, bad):
         for group, peers in parts.items():
             sent = [
                 Inventory(
-                    topology.nodes[peer],
-                    tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group]),
+                    topology.nodes[peer], tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group])
                 )
                 for peer in peers
             ]

@@ -122,18 +122,6 @@ def test_p3_write_hole_newer_version_is_used_only_if_whole_and_never_mixed(copie
                 assert str(NEW) in plan.rejected[0]
 
 
-def test_torn_arenas_are_never_read():
-    fleet = Fleet(place(Degrees(1, 3, 1), "single"), copies=1)
-    for torn in subsets(fleet.topology.coordinates):
-        states = {c: WRITING if c in torn else COMMITTED for c in fleet.topology.coordinates}
-        records = fleet.records(NEW, states)
-        plan = run(fleet, records)
-        assert isinstance(plan, RecoveryPlan) == oracle(fleet, records, NEW) == (len(torn) <= 1)
-        if len(torn) == 3:
-            assert not plan.empty
-            assert "only unfinished versions" in str(plan)
-
-
 def test_p7_identity_is_the_coordinate_not_the_rank_nor_the_node():
     """After a restart every coordinate runs somewhere else, on every permutation of nodes and ranks."""
     fleet = Fleet(place(Degrees(2, 2, 1), "single"), copies=1)
@@ -142,25 +130,6 @@ def test_p7_identity_is_the_coordinate_not_the_rank_nor_the_node():
     for order in list(product(range(4), repeat=4))[::7]:
         moved = Topology(fleet.topology.degrees, coordinates[::-1], tuple(f"n{i}" for i in order))
         assert isinstance(run(fleet, records, topology=moved), RecoveryPlan)
-
-
-def test_replacement_of_one_node_by_the_ladder():
-    """The lost node's own bytes come from copies, the other shards from their owners."""
-    fleet = Fleet(place(Degrees(1, 4, 1), "single"), copies=1)
-    plan = run(fleet, fleet.records(NEW), lost=("n2",))
-    lost = Coordinate(0, 2, 0)
-    assert plan.bytes_from_at(lost)["local"] == 0
-    for fetch in plan.fetches[lost]:
-        assert fetch.kind == ("copy" if fetch.key.member == 2 else "peer")
-    mine = plan.bytes_from_at(Coordinate(0, 1, 0))  # keeps copies of its ring successor: member 2
-    assert mine["copy"] == 0
-    assert mine["peer"] > 0
-    assert mine["local"] > 0
-    assert set(plan.bytes_from) == {"local", "peer", "copy", "parity"}
-    text = str(plan)
-    assert str(NEW) in text
-    assert "committed" in text
-    assert "pp0.dp2.tp0: peer" in text
 
 
 def test_refusal_names_what_is_missing_and_whose_loss_explains_it():

@@ -16,15 +16,7 @@ from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
 from reft.recover.findings import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.reshape import (
-    OwnedTensor,
-    Resize,
-    Scatter,
-    cut,
-    decode_pieces,
-    encode_pieces,
-    padding,
-)
+from reft.recover.reshape import OwnedTensor, Resize, Scatter, cut, decode_pieces, encode_pieces, padding
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
@@ -163,8 +155,8 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     """What every group plans for a version of another degree: first for the host state, then for all of it."""
     found = inventories(records, lost, also=topology.nodes)
     records = [record for inventory in found for record in inventory.arenas]
-    summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
-    findings = put_together(summaries, topology, job_id=JOB)
+    summaries = [summarize(i.node, i.arenas) for i in found]
+    findings = put_together(summaries, topology, job_id=JOB, any_dp=True)
     tables = {
         group: [r for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == group]
         for group in topology.groups()
@@ -275,9 +267,7 @@ def test_p3_the_newest_version_counts_whatever_its_degree() -> None:
         records = [*first.records(OLD), *second.records(NEW, slot=1)]
         found = inventories(records, ("n3",))
         findings = put_together(
-            [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found],
-            topology,
-            job_id=JOB,
+            [summarize(i.node, i.arenas) for i in found], topology, job_id=JOB, any_dp=True
         )
         assert findings.sizes[NEW] == expected
         plans = resized(second, records, ("n3",), topology)
@@ -293,8 +283,8 @@ def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
         degrees = Degrees(1, dp, 1)
         topology = Topology(degrees, degrees.coordinates(), tuple(f"n{d}" for d in range(dp)))
         found = inventories(records)
-        summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
-        findings = put_together(summaries, topology, job_id=JOB)
+        summaries = [summarize(i.node, i.arenas) for i in found]
+        findings = put_together(summaries, topology, job_id=JOB, any_dp=True)
         assert findings.sizes == {NEW: expected}
         assert any("another data-parallel degree under the same name" in note for note in findings.notes)
         (table,) = judge((0, 0), records, findings.sizes).values()

@@ -63,10 +63,7 @@ CASES: dict[str, Case] = {
     },
     "disk_fp32_z0": {"client": adamw, "scheduler": lambda_lr, "disk": True},
     "disk_fp16_z0_fused": {"config": {"fp16": FP16}, "client": fused, "disk": True},
-    "disk_bf16_z1": {
-        "config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, **ZERO1),
-        "disk": True,
-    },
+    "disk_bf16_z1": {"config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, **ZERO1), "disk": True},
     # A stand-in for apex's FusedAdam, with the documented arithmetic.
     "apex_fp32_z0": {"client": apex_adam},
     "apex_bf16_z1": {

@@ -278,10 +278,7 @@ class MemorySource:
         """The same on all replicas."""
         manifest = DecodedBlob(self._hosts[at]).manifest
         found: dict[str, _Stored] = {}
-        for section, specs in (
-            (Section.REPLICATED, manifest.replicated),
-            (Section.OWNED, manifest.owned),
-        ):
+        for section, specs in ((Section.REPLICATED, manifest.replicated), (Section.OWNED, manifest.owned)):
             starts, _ = end_to_end(spec.nbytes for spec in specs)
             found |= {s.name: _Stored(section, start, s) for s, start in zip(specs, starts, strict=True)}
         return found

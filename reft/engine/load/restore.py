@@ -130,10 +130,7 @@ def host_state_of_replica(
     return state
 
 
-_BASE_ONLY = (
-    ("load_module_only", True),
-    ("load_optimizer_states", False),
-)
+_BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
 """Options by which DeepSpeed loads less than a training state: the start of a job, never its resumption."""
 
 
@@ -163,10 +160,6 @@ class LoadCall:
 
     @classmethod
     def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
-        """
-        Raises:
-            TypeError: DeepSpeed's method does not take these arguments.
-        """
         named = bind(original, args, kwargs)
         return cls(named.pop("load_dir"), named.pop("tag", None), named)
 
