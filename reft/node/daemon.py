@@ -112,9 +112,9 @@ class NodeStatus:
         with self._lock:
             self._facts.update(facts)
 
-    def trainer(self, local_rank: int, **fields: Any) -> None:
+    def trainer(self, local_rank: int, stats: Mapping[str, Any]) -> None:
         with self._lock:
-            self._trainers.setdefault(str(local_rank), {}).update(fields)
+            self._trainers[str(local_rank)] = {"stats": dict(stats)}
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
@@ -187,7 +187,6 @@ class Daemon:
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "ping": lambda _: os.getpid(),
             "status": lambda _: self.status.snapshot(),
-            "hello": self._hello,
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
             "trainers": lambda _: [w.to_json() for w in self._waiting],
@@ -379,9 +378,6 @@ class Daemon:
                 f"refused, as it was replaced"
             )
 
-    def _hello(self, message: Mapping[str, Any]) -> None:
-        self.status.trainer(int(message["local_rank"]), pid=int(message["pid"]))
-
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
         self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
@@ -427,7 +423,7 @@ class Daemon:
         self._note_stats(message)
 
     def _note_stats(self, message: Mapping[str, Any]) -> None:
-        self.status.trainer(int(message["local_rank"]), stats=dict(message["stats"]))
+        self.status.trainer(int(message["local_rank"]), message["stats"])
 
     def _persist(self, message: Mapping[str, Any]) -> str:
         label = Label(*map(int, message["label"]))
