@@ -195,13 +195,17 @@ class Daemon:
             "skipped": self._skipped,
             "persist": self._persist,
             "flush": self._flush,
-            "shutdown": self._shutdown,
+            # The answer is sent before the main thread looks again.
+            "shutdown": lambda _: threading.Timer(0.05, self.end).start(),
         }
 
     def run(self) -> int:
         """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
         self._listen()
-        self._recall_config()
+        # In the place of a killed one, it knows what to persist before a trainer says so.
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._job_dir.path / CONFIG_FILE).read_text()
+            self._follow(ReftConfig.model_validate_json(text))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
@@ -399,12 +403,6 @@ class Daemon:
         self.persister.configure(config)
         self.metrics.configure(config.metrics)
 
-    def _recall_config(self) -> None:
-        """A daemon started in place of a killed one knows what to persist before a trainer says so."""
-        with contextlib.suppress(OSError, ValueError):
-            text = (self._job_dir.path / CONFIG_FILE).read_text()
-            self._follow(ReftConfig.model_validate_json(text))
-
     def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
         label = Label(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
@@ -435,10 +433,6 @@ class Daemon:
         if newest is None or not self.persister.wants(newest):
             return None
         return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
-
-    def _shutdown(self, _: Mapping[str, Any]) -> None:
-        # The answer is sent before the main thread looks again.
-        threading.Timer(0.05, self.end).start()
 
     def _kill_orphans(self) -> None:
         for pid, create_time in self._workers.items():
