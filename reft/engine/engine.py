@@ -58,10 +58,7 @@ class TrainingEngine(Protocol):
         """Optimizer steps made so far, those left out on overflow too."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """
-        Raises:
-            LayoutError: the ranks are split in a way that reft does not know.
-        """
+        """A LayoutError where the ranks are split in a way that reft does not know."""
 
     def settings(self) -> dict[str, Fact]:
         """What would change the numbers, for the fingerprint; rank 0's counts."""
@@ -77,10 +74,7 @@ class TrainingEngine(Protocol):
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
         """By which a checkpoint can be written from memory (:mod:`reft.state.deepspeed_format`); empty: none.
-
-        Raises:
-            ReftError: it cannot be described.
-        """
+        A ReftError where it cannot be described."""
 
 
 logger = logging.getLogger(__name__)
@@ -169,11 +163,9 @@ class EngineState:
 
 
 class Recomputing:
-    """AOR in one session: nothing, unless it was asked for and there are partitions.
-
-    Args:
-        scheme: the one in force: it decides whose partitions this rank keeps.
-        fence: waits until nobody copies what was captured before.
+    """AOR in one session: nothing, unless it was asked for and there are partitions. ``scheme``: the one in
+    force, which decides whose partitions this rank keeps; ``fence`` waits until nobody copies what was
+    captured before.
 
     Raises:
         UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to

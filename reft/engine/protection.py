@@ -103,12 +103,9 @@ def usable_memory_bytes(config: ReftConfig, job_dir: Path) -> int:
 
 
 class Protection:
-    """The protection that is in force, the same on all ranks. Made collectively. ``chosen``: whether the
-    scheme was chosen (``auto``), not named by the block.
-
-    Raises:
-        ConfigError: the groups are too small for the scheme.
-    """
+    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
+    groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
+    the block."""
 
     def __init__(self, session: Session, *, chosen: bool) -> None:
         config = session.config

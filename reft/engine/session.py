@@ -253,19 +253,20 @@ class Tracer:
             logger.warning("%s cannot be profiled, only a pipeline engine", name)
             return
         from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler, RankFacts
+        from reft.profile.profiler import Profiler
 
-        facts = RankFacts(
+        # On a device calls return before their work is done; its own clock is read, without waiting.
+        clock = DeviceClock() if session.copying.engine.asynchronous else None
+        self.weaver.mark = None if clock is None else clock.mark
+        self.profiler = Profiler(
+            config,
+            clock,
             job_id=session.job_id,
-            coordinate=session.coordinate,
+            at=session.coordinate,
             degrees=session.topology.degrees,
             secret=session.memory.job_dir.secret,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
-        # On a device calls return before their work is done; its own clock is read, without waiting.
-        clock = DeviceClock() if session.copying.engine.asynchronous else None
-        self.weaver.mark = None if clock is None else clock.mark
-        self.profiler = Profiler(config, facts, clock)
 
     def add(self, step: int, rank: int, stage_id: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
         """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
@@ -569,11 +570,7 @@ class Session:
             self.rates.begun(self.submit(must=False))
 
     def after_step(self) -> None:
-        """A step has returned.
-
-        Raises:
-            SystemExit: the job stops here, as it was told to.
-        """
+        """A step has returned; exits where the job stops here, as it was told to."""
         self.boundary()
         self.progress.end_step(self._last_step)
         self.device_memory.after_step()

@@ -38,8 +38,7 @@ _NODES_SHOWN = 8
 
 def check_start(session: Session) -> None:
     """Called on all ranks when everything is known that the ranks agree on at the start, before any state is
-    restored or copied. An error that is raised here, on all ranks alike, ends the start and leaves the job's
-    memory as it was.
+    restored or copied. An error, on all ranks alike, ends the start and leaves the job's memory as it was.
 
     Raises:
         ConfigError: on several nodes fewer losses are survived than wished, and the block does not allow it.
@@ -129,11 +128,8 @@ def what_is_missing(persists: bool) -> str | None:
 
 
 def check_orders(session: Session, orders: Orders) -> None:
-    """Called on all ranks before the first step, when the script has made its loaders.
-
-    Raises:
-        ConfigError: ranks read one thing in different orders. On all ranks alike.
-    """
+    """Called on all ranks before the first step, when the script has made its loaders: a ConfigError on all
+    ranks alike where they read one thing in different orders."""
     ranks = [
         json.loads(told) for told in session.control.gather_bytes(json.dumps(orders, default=str).encode())
     ]
@@ -180,11 +176,8 @@ def _persist_dir_lacks(wanted: Path | None) -> str | None:
 
 
 def warn(session: Session, text: str, *, strict: bool = True) -> None:
-    """Say what would make a recovery impossible or different (P12). On all ranks alike.
-
-    Raises:
-        ConfigError: ``strict``, and the block is.
-    """
+    """Say what would make a recovery impossible or different (P12), by a ConfigError where ``strict`` and the
+    block is. On all ranks alike."""
     if strict and session.config.strict:
         raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
     if session.is_rank_zero:
@@ -192,11 +185,8 @@ def warn(session: Session, text: str, *, strict: bool = True) -> None:
 
 
 def require_first_version(session: Session) -> None:
-    """A strict job goes on only if the first version of its state could be taken: no later one would be.
-
-    Raises:
-        ConfigError: it was given up; the ranks have agreed on that.
-    """
+    """A strict job goes on only if the first version of its state could be taken: no later one would be. The
+    ranks have agreed on that."""
     request = session.first_request
     if not session.config.strict or request is None:
         return
@@ -286,12 +276,8 @@ def _shortfall(session: Session) -> str | None:
 
 
 def _end_dry_run(session: Session) -> None:
-    """Say on rank 0 what the job would keep and copy. Collective.
-
-    Raises:
-        SystemExit: with code 0.
-        ConfigError: a node has less memory to spare than the job would reserve (P9).
-    """
+    """Say on rank 0 what the job would keep and copy, and exit; a ConfigError where a node has less memory to
+    spare than the job would reserve (P9). Collective."""
     config, topology = session.config, session.topology
     loads = _loads(session)
     mine = usable_memory_bytes(config, session.memory.job_dir.path)
