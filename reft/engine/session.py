@@ -16,7 +16,7 @@ from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.engine.checks.start import check_start, warn
 from reft.engine.copying import Copying, OptimizerFence
-from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
+from reft.engine.engine import ClientState, EngineState, TrainingEngine
 from reft.engine.identity import Identity, local_rank, name_job, note_session
 from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
 from reft.engine.protection import Protection, choose_protection
@@ -31,7 +31,6 @@ from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.protect.backend import backend_for
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
@@ -375,15 +374,7 @@ class Session:
         if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
             backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
-        recomputing = Recomputing(
-            self.config,
-            adapter=self.engine.adapter,
-            at=self.coordinate,
-            topology=self.topology,
-            scheme=lambda: Scheme.parse(self.protection.record.in_force),
-            fence=self.fence.hold,
-        )
-        self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
+        self.state = EngineState(self, client_state)
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
         watched = self.engine if self.is_rank_zero else None
