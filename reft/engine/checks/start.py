@@ -21,12 +21,12 @@ from reft.data.batches import shares_store
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference
 from reft.engine.identity import declared_on_one_host
-from reft.engine.protection import usable_memory_bytes
+from reft.engine.protection import situation_of
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
-from reft.grid import ring_order
 from reft.node.hangs import LEAST_OTHER_SECS
-from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
+from reft.policy.choose import node_bytes, rank_loads
+from reft.policy.loads import OwnedBy
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -279,23 +279,18 @@ def _end_dry_run(session: Session) -> None:
     """Say on rank 0 what the job would keep and copy, and exit; a ConfigError where a node has less memory to
     spare than the job would reserve (P9). Collective."""
     config, topology = session.config, session.topology
-    loads = _loads(session)
-    mine = usable_memory_bytes(config, session.memory.job_dir.path)
-    usable = [value for (value,) in session.control.gather_ints([mine])]
+    situation = situation_of(session)
+    owned_by = OwnedBy.AOR if config.recompute else OwnedBy.PEER
+    loads = rank_loads(situation, session.protection.record.parsed, owned_by)
     nodes = []
-    for node in dict.fromkeys(topology.nodes):
-        ranks = topology.local_ranks(node)
-        needs = sum(loads[rank].memory_bytes for rank in ranks)
-        has = min(usable[rank] for rank in ranks)
-        nodes.append(
-            (
-                has - needs,
-                f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used",
-            )
-        )
+    assert situation.memory_bytes is not None
+    for node, needs in node_bytes(topology, loads).items():
+        has = situation.memory_bytes[node]
+        said = f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used"
+        nodes.append((has - needs, said))
     nodes.sort()
     copied, sent = max(x.to_host_bytes for x in loads.values()), max(x.sent_bytes for x in loads.values())
-    said = [
+    lines = [
         f"dry run: {topology.degrees} on {len(set(topology.failure_domains))} node(s), {session.engine.name}",
         f"protection: {session.protection.record.scheme}, survives {session.tolerance} lost node(s) per "
         f"sharding group",
@@ -310,7 +305,7 @@ def _end_dry_run(session: Session) -> None:
         "nothing was trained, and the job's own memory was not touched",
     ]
     if session.is_rank_zero:
-        print("\n".join(said), flush=True)
+        print("\n".join(lines), flush=True)
     if lacking := [text for spare, text in nodes if spare < 0]:
         raise ConfigError(
             f"{len(lacking)} of {len(nodes)} node(s) have too little memory for reft: {lacking[0]}. The job "
@@ -319,26 +314,6 @@ def _end_dry_run(session: Session) -> None:
             f"nodes"
         )
     raise SystemExit(0)
-
-
-def _loads(session: Session) -> dict[int, Load]:
-    """What each rank keeps and copies. Collective."""
-    config, topology = session.config, session.topology
-    mine = [*session.state.adapter.expected_bytes(), config.host_state_bytes]
-    sections = [RankSections(*nbytes) for nbytes in session.control.gather_ints(mine)]
-    found: dict[int, Load] = {}
-    for pp, tp in topology.groups():
-        members = topology.group(pp, tp)
-        loads = group_loads(
-            [sections[rank] for rank in members],
-            ring_order(topology.group_nodes(pp, tp)),
-            session.protection.record.parsed,
-            OwnedBy.AOR if config.recompute else OwnedBy.PEER,
-            arenas=config.arena_count,
-            block_bytes=config.block_bytes,
-        )
-        found |= dict(zip(members, loads, strict=True))
-    return found
 
 
 def _mib(nbytes: int) -> str:
