@@ -182,8 +182,7 @@ class TierRate:
         seen = self._pairs.cost()
         if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
             return
-        found = frequency(self._costs(seen), self._max_overhead)
-        self.rate = Rate(self._bounded(found.interval_steps))
+        self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
         self._judge(seen)
 
     def _costs(self, seen: Cost) -> Costs:
