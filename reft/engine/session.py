@@ -30,6 +30,7 @@ from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
+from reft.protect.backend import backend_for
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
@@ -370,6 +371,8 @@ class Session:
         if chosen := self.config.chooses:
             self.config = choose_protection(self)
         self.protection = Protection(self, chosen=chosen)
+        if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
+            backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
         self.state = EngineState(self, client_state)
         memory = self.memory

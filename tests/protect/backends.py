@@ -1,0 +1,137 @@
+"""The backends under one contract, with what each needs to be fed and read."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reft.errors import ConfigError
+from reft.protect.backend import (
+    NAME,
+    THREADS,
+    Backend,
+    CupyBackend,
+    NumpyBackend,
+    TorchBackend,
+    kernel_source,
+    launch_of,
+)
+from reft.protect.gf256 import Row
+
+_SHIM = """
+struct uint4 { unsigned int x, y, z, w; } __attribute__((aligned(16)));
+struct Index { unsigned int x; };
+static thread_local Index blockIdx, threadIdx, gridDim, blockDim;
+#define __global__
+#define __launch_bounds__(threads)
+#define __device__
+#define __forceinline__ inline
+"""
+
+
+class HostKernel(Backend):
+    """The device kernels' own source, compiled for the host: every block and thread in turn.
+
+    It proves the arithmetic and the indices of what CuPy will run, not the launch.
+    """
+
+    name = "kernel source on the host"
+
+    def zeros(self, nbytes: int, like: np.ndarray) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
+
+    def _combine(
+        self, rows: tuple[Row, ...], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], nbytes: int
+    ) -> None:
+        buffers = [*sources, *targets]
+        width = gcd(16, *(b.ctypes.data for b in buffers))
+        launch = launch_of(rows, width, nbytes)
+        arguments = [ctypes.c_ulonglong(n) for n in launch.numbers]
+        # Fewer blocks than items, so that the loops over the grid are tried too.
+        _compiled(rows, width)(
+            min(launch.items, 3), THREADS, *arguments, *(ctypes.c_void_p(b.ctypes.data) for b in buffers)
+        )
+
+
+@cache
+def _compiled(rows: tuple[Row, ...], width: int) -> Any:
+    count = len(rows[0]) + len(rows)
+    names = ", ".join(f"p{i}" for i in range(count))
+    driver = (
+        f'extern "C" void run(unsigned grid, unsigned block, Count m, Count n, '
+        f"{', '.join(f'unsigned char* p{i}' for i in range(count))}) {{\n"
+        f"  gridDim.x = grid; blockDim.x = block;\n"
+        f"  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
+        f"    for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {NAME}(m, n, {names});\n}}\n"
+    )
+    with TemporaryDirectory(prefix="reft-kernel-") as folder:
+        source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        source.write_text(_SHIM + kernel_source(rows, width) + driver)
+        command = ["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library]
+        subprocess.run(command, check=True)
+        # What is mapped stays usable when the file is gone.
+        return ctypes.CDLL(str(library)).run
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend, how to hand it bytes, and how to read them."""
+
+    make: Callable[[], Backend]
+    put: Callable[[np.ndarray], Any]
+    get: Callable[[Any], np.ndarray]
+
+
+def _torch_case(device: str) -> Case:
+    def put(data: np.ndarray) -> torch.Tensor:
+        # Keep the misalignment of what the test made.
+        offset = data.ctypes.data % 64
+        buffer = torch.empty(len(data) + offset + 64, dtype=torch.uint8, device=device)
+        offset += -buffer.data_ptr() % 64
+        buffer[offset : offset + len(data)] = torch.from_numpy(data.copy())
+        return buffer[offset : offset + len(data)]
+
+    return Case(TorchBackend, put, lambda t: t.cpu().numpy())
+
+
+def _same(data: np.ndarray) -> np.ndarray:
+    return data
+
+
+CASES = {
+    "numpy": Case(NumpyBackend, _same, _same),
+    "torch": _torch_case("cpu"),
+    "torch-device": _torch_case("cuda"),
+    "kernel": Case(HostKernel, _same, _same),
+    "cupy": Case(CupyBackend, _torch_case("cuda").put, _torch_case("cuda").get),
+}
+
+
+def case_or_skip(name: str) -> Case:
+    """The case, or a skip that says what this machine lacks."""
+    if name == "torch-device" and not torch.cuda.is_available():
+        pytest.skip("no CUDA or ROCm device for torch")
+    if name == "cupy":
+        try:
+            CupyBackend()
+        except ConfigError as e:
+            pytest.skip(str(e))
+        if not torch.cuda.is_available():
+            pytest.skip("CuPy sees a device, this torch build does not")
+    return CASES[name]
+
+
+def has_cupy() -> bool:
+    return importlib.util.find_spec("cupy") is not None
