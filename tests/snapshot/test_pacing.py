@@ -25,15 +25,8 @@ def stream(stage: int) -> list[str]:
 def observed(
     names: list[str], waits: dict[int, tuple[float, float]], end: float, at: float = 100.0
 ) -> Observed:
-    return Observed(
-        "key",
-        names,
-        at,
-        at + end,
-        [Wait(p, at + a, at + b, 0.0, True) for p, (a, b) in waits.items()],
-        1.0,
-        2.0,
-    )
+    seen = [Wait(p, at + a, at + b, 0.0, True) for p, (a, b) in waits.items()]
+    return Observed("key", names, (at, at + end), seen)
 
 
 def test_what_is_measured_is_what_was_seen_after_a_few_steps() -> None:
@@ -48,7 +41,7 @@ def test_what_is_measured_is_what_was_seen_after_a_few_steps() -> None:
         (p, pytest.approx(a), pytest.approx(b - a)) for p, (a, b) in waits.items()
     ]
     outlier = observed(names, {**waits, 5: (3.0, 15.0)}, 32.0)
-    meter.see(replace(outlier, waits=[replace(w, overrun_secs=0.25) for w in outlier.waits]))
+    meter.see(replace(outlier, waits=[w._replace(overrun_secs=0.25) for w in outlier.waits]))
     first, second, _ = (w.length_secs for w in meter.windows())
     assert 2.0 < second < 6.0, "an outlier moves a window by its weight only"
     assert 0.75 < first < 1.0, "a wait for a chunk is no idle time"
