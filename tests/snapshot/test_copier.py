@@ -162,7 +162,7 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
     """At its sources there are other bytes by the time it is drained."""
     engine = CpuCopyEngine()
     tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
-    with filling_of(tmp_path, tensors, copies=1, parities=0, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (filling, images):
         area = StagingArea(engine)
         assert area.reserve(30_000)
         copier = Copier(engine, 4096, area)
