@@ -44,19 +44,21 @@ def make_worker(
     topology: Topology = TOPOLOGY,
     rank: int = 0,
     control: WorkerControl | None = None,
+    arenas: ArenaSet | None = None,
     scheme: str = "none",
     keeping: Keeping = Keeping(),  # noqa: B008
     on_change: Callable[[ProtectionRecord], None] = lambda record: None,
     faults: tuple[FaultConfig, ...] = (),
     **watchers: Any,
 ) -> SnapshotWorker:
-    """The worker of a rank, with its arenas in ``folder``."""
+    """The worker of a rank, whose arenas and orders lie in ``folder``."""
     at = topology.coordinates[rank]
     control = control or ControlGroup(WAIT_SECS).for_worker()
     return SnapshotWorker(
         control=control,
         topology=topology,
-        arenas=ArenaSet(
+        arenas=arenas
+        or ArenaSet(
             SlotFiles(folder, 0, keeping.versions, SECRET),
             ArenaIdentity("job", topology.nodes[rank], topology.degrees, at),
             frozen={},
