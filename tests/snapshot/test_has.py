@@ -101,8 +101,6 @@ def test_the_rest_is_visible_with_its_policy() -> None:
     stall, staged = plan(Overflow.STALL), plan(Overflow.STAGING, 10_000)
     assert (stall.left_over_bytes, stall.left_over_secs) == (900, 9.0)
     assert stall.advised_interval_steps == 9
-    assert "it waits" in str(stall)
-    assert "less often" in str(plan(Overflow.INTERVAL))
     # 900 bytes leave the device at 100 a step: the next staging copy has room after ten steps.
     assert staged.staged_bytes == 900
     assert staged.advised_interval_steps == 10
