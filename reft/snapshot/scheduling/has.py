@@ -202,14 +202,14 @@ def plan_schedule(
         raise ConfigError(
             "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
         )
-    scale = model.factor if model is not None else _no_scale
+    factor = (lambda position: 1.0) if model is None else model.factor
     tier_1, rest = _fill(
         1,
         [
             (
                 w.start_secs,
                 w.stop_secs,
-                w.length_secs * bandwidth.window * scale(w.position),
+                w.length_secs * bandwidth.window * factor(w.position),
                 w.position,
                 w.kind,
             )
@@ -298,10 +298,6 @@ def _fill(
         for (start, stop, _, position, kind), n, capacity in zip(rooms, taken, capacities, strict=True)
     )
     return planned, rest
-
-
-def _no_scale(position: int) -> float:
-    return 1.0
 
 
 @dataclass
