@@ -33,7 +33,7 @@ from common import (
     write_result,
 )
 from neighbour import measure
-from results import estimate, facts, run_lines
+from results import estimate, facts, plan_text, run_lines
 from training import build_engine
 from units import KEEP_FREED_MEMORY, Units, run_unit
 
@@ -118,10 +118,10 @@ def run_rank(options: argparse.Namespace) -> None:
             "plan": None
             if plan is None
             else {
-                "text": str(plan),
+                "text": plan_text(plan),
                 "tier_bytes": {str(t): n for t, n in plan.tier_bytes.items()},
                 "bubble_capacity_bytes": sum(p.capacity_bytes for p in plan.windows),
-                "fits_bubbles": plan.fits_bubbles,
+                "fits_bubbles": plan.tier_bytes[1] == plan.total_bytes,
                 "left_over_bytes": plan.left_over_bytes,
                 "advised_interval_steps": plan.advised_interval_steps,
             },

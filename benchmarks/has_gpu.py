@@ -48,7 +48,7 @@ from replay_stage import (
     measure_times,
 )
 from replay_worker import WARM_UP_STEPS, Production, WorkerSaver
-from results import estimate, machine
+from results import estimate, machine, plan_text
 
 from examples.llama.model_config import LlamaConfig, load_model
 from reft.config import Variant
@@ -196,10 +196,10 @@ def measure_model(
         "optimizer_secs": times.optimizer_secs,
         "windows": [w.to_json() for w in windows],
         "idle_secs": sum(w.length_secs for w in windows),
-        "plan": {"text": str(plan), "tier_bytes": plan.tier_bytes},
+        "plan": {"text": plan_text(plan), "tier_bytes": plan.tier_bytes},
         "measured_plan": None
         if measured is None
-        else {"text": str(measured), "tier_bytes": measured.tier_bytes},
+        else {"text": plan_text(measured), "tier_bytes": measured.tier_bytes},
         "given_up": {s.name: s.given_up for s in savers if isinstance(s, WorkerSaver)},
         "peak_device_bytes": device.peak_bytes(),
         "link_bytes_per_sec": link,

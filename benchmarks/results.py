@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 from training import Shape
 
+from reft.snapshot.scheduling.has import HasSchedule
+
+MIB = 2**20
+
 _BOOTSTRAPS = 4000
 _LOAD_AT_START = os.getloadavg()[0]
 """Of the machine, before the ranks are there."""
@@ -108,3 +112,25 @@ def head_lines(result: Mapping[str, Any]) -> list[str]:
         f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} (ZeRO-{model['zero']}), "
         f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} tokens a step",
     ]
+
+
+def plan_text(plan: HasSchedule) -> str:
+    """A plan of HAS for people."""
+    tiers = plan.tier_bytes
+    lines = [
+        f"HAS, {plan.estimator or 'given'} windows: {plan.total_bytes / MIB:.1f} MiB a step of "
+        f"{plan.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, {tiers[2] / MIB:.1f} beside "
+        f"computation, {tiers[3] / MIB:.1f} beside communication",
+        f"  {'tier':>4} {'kind':10} {'start ms':>9} {'ms':>8} {'MiB':>9} {'of MiB':>9}",
+    ]
+    for p in (*plan.windows, *plan.computing, *plan.communicating):
+        lines.append(
+            f"  {p.tier:>4} {p.kind:10} {p.start_secs * 1e3:9.2f} {p.length_secs * 1e3:8.2f} "
+            f"{p.nbytes / MIB:9.2f} {p.capacity_bytes / MIB:9.2f}"
+        )
+    lines.append(
+        f"  {plan.left_over_bytes / MIB:.1f} MiB do not fit before the optimizer step "
+        f"({plan.left_over_secs * 1e3:.1f} ms; {plan.overflow}): a snapshot every "
+        f"{plan.advised_interval_steps} steps would stay within the allowed overhead"
+    )
+    return "\n".join(lines)

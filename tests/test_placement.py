@@ -41,21 +41,6 @@ def test_ring_neighbours_sit_on_distinct_nodes_where_that_is_possible(nodes: lis
             assert nodes[member] != nodes[ring[(at + 1) % len(ring)]]
 
 
-@given(node_lists, st.integers(0, 3))
-def test_p4_the_tolerance_is_tight(nodes: list[str], copies: int) -> None:
-    """Every loss of that many nodes leaves a holder of each shard; some loss of one more does not."""
-    placement = place_group(nodes, copies)
-    claimed = group_tolerance(nodes, placement)
-    distinct = sorted(set(nodes))
-
-    def survives(lost: tuple[str, ...]) -> bool:
-        return all(any(nodes[h] not in lost for h in placement.holders_of(m)) for m in range(len(nodes)))
-
-    assert all(survives(lost) for lost in combinations(distinct, claimed))
-    if claimed + 1 <= len(distinct):
-        assert not all(survives(lost) for lost in combinations(distinct, claimed + 1))
-
-
 def lose_everything(nodes: Sequence[str], scheme: Scheme) -> int:
     """The tolerance, by trying every loss of nodes."""
     placement = place_group(nodes, scheme.copies, scheme.parities)

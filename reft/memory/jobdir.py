@@ -465,7 +465,10 @@ def user_secret() -> bytes:
     given = os.environ.get(ENV_SECRET)
     if given:
         return parse_secret(given, ENV_SECRET)
-    path = secret_path()
+    home = os.environ.get("HOME")
+    if not home:
+        raise ConfigError(f"HOME is not set, so there is no ~/.reft/secret: set HOME, {_HINT}")
+    path = Path(home) / ".reft" / "secret"
     try:
         if not os.path.lexists(path):
             # Whole or not at all: of several processes that try at once, on several hosts, one wins.
@@ -480,14 +483,6 @@ def user_secret() -> bytes:
             f"the secret of your jobs cannot be kept in {path}: {error.strerror or error}; make that "
             f"directory usable, {_HINT}"
         ) from error
-
-
-def secret_path() -> Path:
-    """``~/.reft/secret``."""
-    home = os.environ.get("HOME")
-    if not home:
-        raise ConfigError(f"HOME is not set, so there is no ~/.reft/secret: set HOME, {_HINT}")
-    return Path(home) / ".reft" / "secret"
 
 
 FINGERPRINT_FILE = "fingerprint.json"

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from reft.errors import ArenaError
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Code, Piece, Scheme, make_code
@@ -155,10 +157,9 @@ def parse_block_code(text: str, nbytes: int) -> BlockCode:
 
 def pack_checksums(checksums: Iterable[int]) -> bytes:
     """Content of a CHECKSUMS block: one unsigned 64-bit little-endian number per replicated block."""
-    return b"".join(value.to_bytes(8, "little") for value in checksums)
+    return np.array([*checksums], "<u8").tobytes()
 
 
 def unpack_checksums(data: bytes | memoryview) -> tuple[int, ...]:
     """Inverse of :func:`pack_checksums`."""
-    raw = bytes(data)
-    return tuple(int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8))
+    return tuple(np.frombuffer(data, "<u8").tolist())

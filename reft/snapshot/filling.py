@@ -67,20 +67,13 @@ class Filling:
         for placed in self.local_blocks:
             if placed not in self.checksums and placed.key.section is not Section.GRADIENTS:
                 self.hash(placed)
-        for placed in self.layout.mine.own:
-            if placed.key.section is Section.CHECKSUMS:
-                self._write_checksums(placed)
-                self.hash(placed)
-
-    def _replicated_checksums(self) -> list[int]:
-        """Of this member's own shard: what a peer that decodes it compares with (P5)."""
-        mine = self.layout.mine.own
-        return [self.checksums[b] for b in mine if b.key.section is Section.REPLICATED]
-
-    def _write_checksums(self, placed: PlacedBlock) -> None:
-        data = pack_checksums(self._replicated_checksums())
-        self.traffic.to_host[Kind.CHECKSUMS] += len(data)
-        self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
+        own = self.layout.mine.own
+        for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
+            # Of this member's own shard: what a peer that decodes it compares with (P5).
+            data = pack_checksums(self.checksums[b] for b in own if b.key.section is Section.REPLICATED)
+            self.traffic.to_host[Kind.CHECKSUMS] += len(data)
+            self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
+            self.hash(placed)
 
     # -- exchange with ring peers ------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from reft.memory.header import Geometry
 from reft.naming import Label
 from reft.snapshot.committing import arenas
 from tests.attack.jobs import remove_all
-from tests.attack.workers import SECRET, Rank
+from tests.attack.workers import Rank
+from tests.snapshot.one_rank import SECRET
 
 
 def _attack_files(me: Rank, kind: str, which: str) -> None:

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from reft.control.control import ControlGroup
 from reft.engine.memory import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
-from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
 from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.stream import HashingCopier
 from reft.naming import Label
-from reft.node.protection import OrderWatch, ProtectionRecord, write_order
+from reft.node.protection import write_order
 from reft.protect.blocks import Section
 from reft.snapshot import worker
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
@@ -38,12 +37,12 @@ from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 from reft.state.catalogue import SectionImage
 from tests.machine import free_port
+from tests.snapshot.one_rank import SECRET, make_worker
 from tests.spawn import spawn
 
-SECRET = b"s" * 32
 DEGREES = Degrees(1, 2, 1)
 TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B"))
 DEADLINE_SECS = 90.0
@@ -72,7 +71,6 @@ class Rank:
         self.replicated = [torch.zeros(50_003), torch.zeros(7)]
         self.owned = [torch.zeros(20_001)]
         self.shape = 0
-        self.stats = SnapshotStats()
         self.skips: list[tuple[int, str]] = []
         self.commits: list[int] = []
         self.job_dir = root / ("node" if together else f"node{rank}")
@@ -84,33 +82,21 @@ class Rank:
             limit_bytes=None,
             remake=self.make_job_dir,
         )
-        control = ControlGroup(DEADLINE_SECS).for_worker()
-        self.worker = SnapshotWorker(
-            control=control,
+        self.worker = make_worker(
+            self.job_dir,
+            Copier(CpuCopyEngine(), 2**18),
             topology=TOPOLOGY,
+            rank=rank,
             arenas=self.arenas,
-            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            copier=Copier(CpuCopyEngine(), 2**18),
-            watchers=Watchers(
-                self.stats, FaultPlan((), TOPOLOGY.coordinates[rank]), self.committed, self.skipped
-            ),
-            switch=SchemeSwitch(
-                control,
-                TOPOLOGY,
-                ProtectionRecord("arc", "arc"),
-                OrderWatch(self.job_dir),
-                keeping=Keeping(look_secs=0.0),
-            ),
+            scheme="arc",
+            keeping=Keeping(look_secs=0.0),
+            on_commit=lambda label: self.commits.append(label.step),
+            on_skip=lambda step, cause: self.skips.append((step, cause)),
         )
+        self.stats = self.worker.watchers.stats
 
     def make_job_dir(self) -> None:
         self.job_dir.mkdir(mode=0o700, exist_ok=True)
-
-    def committed(self, label: Label) -> None:
-        self.commits.append(label.step)
-
-    def skipped(self, step: int, cause: str) -> None:
-        self.skips.append((step, cause))
 
     def step(self, step: int) -> None:
         """The optimizer step: fence, then change every tensor."""

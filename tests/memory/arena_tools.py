@@ -79,7 +79,8 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
         from pathlib import Path
         from arena_tools import SECRET, fill, header
         from reft.memory.arena import Arena
-        arena = Arena.open(Path(sys.argv[1]), SECRET, writable=True)
+        path = Path(sys.argv[1])
+        arena = Arena.open(path, SECRET, writable=True)
         result = {how}
         print(result, flush=True)
         sys.stdin.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,51 +105,44 @@ def corrupt(path: Path, at: int, data: bytes) -> None:
         stream.write(data)
 
 
-def test_a_file_that_is_not_this_jobs_arena_is_refused_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: corrupt(path, 0, b"ELF"), "not an arena"),
+        (lambda path: corrupt(path, 60, b"\x00\x01\x02"), "first page is damaged"),
+        (
+            lambda path: corrupt(path, len(MAGIC), struct.pack("<I", FORMAT_VERSION + 1)),
+            f"format {FORMAT_VERSION + 1}; this reft reads format {FORMAT_VERSION}",
+        ),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "truncated"),
+        (lambda path: os.truncate(path, 0), "not an arena"),
+        (lambda path: (path.unlink(), path.symlink_to("/etc/hostname")), "cannot be opened"),
+        (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
+    ],
+)
+def test_a_file_that_is_no_whole_arena_is_refused_with_the_reason(
+    tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
     path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        write_version(arena, 1)
+    damage(path)
+    with pytest.raises(ArenaError, match=says):
+        Arena.open(path, SECRET)
 
-    def fresh() -> None:
-        path.unlink(missing_ok=True)
-        with make(path) as arena:
-            write_version(arena, 1)
 
+def test_anothers_arena_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
     with pytest.raises(FileNotFoundError):
         Arena.open(path, SECRET)
-    fresh()
+    with make(path) as arena:
+        write_version(arena, 1)
     with pytest.raises(ArenaError, match="MAC does not match"):
         Arena.open(path, bytes(32))
     with pytest.raises(ArenaError, match="version of job 'job'; expected job 'other'"):
         Arena.open(path, SECRET, job_id="other")
     with pytest.raises(ArenaError, match="without the job's secret"):
         Arena.open(path, None, writable=True)
-    corrupt(path, 0, b"ELF")
-    with pytest.raises(ArenaError, match="not an arena"):
-        Arena.open(path, SECRET)
-    fresh()
-    corrupt(path, 60, b"\x00\x01\x02")
-    with pytest.raises(ArenaError, match="first page is damaged"):
-        Arena.open(path, SECRET)
-    fresh()
-    corrupt(path, len(MAGIC), struct.pack("<I", FORMAT_VERSION + 1))
-    with pytest.raises(
-        ArenaError, match=f"format {FORMAT_VERSION + 1}; this reft reads format {FORMAT_VERSION}"
-    ):
-        Arena.open(path, SECRET)
-    fresh()
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ArenaError, match="truncated"):
-        Arena.open(path, SECRET)
-    os.truncate(path, 0)
-    with pytest.raises(ArenaError, match="not an arena"):
-        Arena.open(path, SECRET)
-    path.unlink()
-    path.symlink_to("/etc/hostname")
-    with pytest.raises(ArenaError, match="cannot be opened"):
-        Arena.open(path, SECRET)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(ArenaError, match="not a regular file"):
-        Arena.open(path, SECRET)
 
 
 def test_a_forged_header_with_right_hashes_is_refused(tmp_path: Path) -> None:

@@ -8,26 +8,56 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_memory import SECRET, JobMemory
 
 from reft.cli import main
 from reft.errors import ArenaError
-from reft.memory.arena import Arena, ArenaState
+from reft.grid import Degrees, Topology
+from reft.memory.arena import Arena, Entry
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.recover.inspect import find_job_dirs, inspect_job
+from tests.recover.fleet import SECRET, Fleet
 
-WRITING, SEALED, COMMITTED = ArenaState.WRITING, ArenaState.SEALED, ArenaState.COMMITTED
 OLD, NEW = Label(1, 7), Label(1, 8)
+DEGREES = Degrees(1, 2, 1)
+FLEET = Fleet(
+    Topology(DEGREES, DEGREES.coordinates(), ("node0", "node1")), block_bytes=4096, scale=32, job_id="job"
+)
+
+
+class JobMemory:
+    """A directory per node. Step 7 is committed, step 8 was being written when the job died."""
+
+    def __init__(self, root: Path) -> None:
+        self.memory_dirs = [root / node for node in FLEET.topology.nodes]
+        self.jobs = [JobDir.open_or_create(path, "job", path.name, SECRET) for path in self.memory_dirs]
+        for member, at in enumerate(DEGREES.coordinates()):
+            for slot, label in enumerate((OLD, NEW)):
+                written = FLEET.write_arena(root / "drafts", at, label, slot)
+                written.rename(self.path(member, slot))
+            with self.arena(member, 1) as arena:
+                arena.begin(FLEET.header(at, NEW))
+
+    def path(self, member: int, slot: int) -> Path:
+        return self.jobs[member].path / f"rank0-slot{slot}.arena"
+
+    def arena(self, member: int, slot: int) -> Arena:
+        return Arena.open(self.path(member, slot), SECRET, writable=True)
+
+    def flip(self, member: int, slot: int, entry: Entry) -> None:
+        with self.arena(member, slot) as arena:
+            arena.data[entry.arena_offset] ^= 1
+
+    def entries(self, member: int, slot: int) -> tuple[Entry, ...]:
+        with self.arena(member, slot) as arena:
+            header = arena.header()
+            assert header is not None
+            return header.entries
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> JobMemory:
-    """Step 7 is committed, step 8 was being written when the job died."""
-    memory = JobMemory(tmp_path)
-    memory.take(OLD, 0, [COMMITTED, COMMITTED])
-    memory.take(NEW, 1, [WRITING, WRITING])
-    return memory
+    return JobMemory(tmp_path)
 
 
 def dirs(memory: JobMemory) -> list[Path]:
@@ -102,7 +132,7 @@ def test_p5_every_flipped_block_is_reported_with_its_arena(memory: JobMemory) ->
 
 def test_unreadable_and_empty_arenas_are_named(memory: JobMemory) -> None:
     memory.path(0, 1).write_bytes(b"junk")
-    with Arena.open(memory.path(1, 1), SECRET, writable=True) as arena:
+    with memory.arena(1, 1) as arena:
         arena.clear()
     report = inspect_job(dirs(memory))
     assert len(report.problems) == 1

@@ -7,12 +7,11 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
 import pytest
-from arena_tools import header, make, write_version
+from arena_tools import SECRET, answer, header, holder, make, write_version
 
 from reft.errors import ArenaError, AuthenticationError
 from reft.memory.arena import Arena
@@ -173,44 +172,24 @@ def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None
     assert not is_running(identity)
 
 
-TRAINER = """
-    import sys
-    from pathlib import Path
-    from reft.memory.arena import Arena
-    from reft.memory.jobdir import JobDir
-    job = JobDir.open_or_create(Path(sys.argv[1]), "live", "node0")
-    arena = Arena.create(job.path / "rank0-slot0.arena", 4096, 4, job.secret)
-    if sys.argv[2] == "daemon":
-        arena.close()
-        job.record_daemon()
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
+DAEMON = (
+    "(arena.close(), __import__('reft.memory.jobdir').memory.jobdir.JobDir.open(path.parent).record_daemon())"
+)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("role", "why"), [("trainer", "open for writing"), ("daemon", "daemon runs")])
-def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, role: str, why: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(TRAINER), str(tmp_path), role],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+@pytest.mark.parametrize(("how", "why"), [("arena.state", "open for writing"), (DAEMON, "daemon runs")])
+def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, how: str, why: str) -> None:
+    job = JobDir.open_or_create(tmp_path, "live", "node0", SECRET)
+    make(job.path / "rank0-slot0.arena").close()
+    with holder(job.path / "rank0-slot0.arena", how) as process:
+        answer(process)
         (summary,) = list_jobs(tmp_path)
         assert summary.alive
         assert why in summary.alive_because[0]
         with pytest.raises(ArenaError, match=why):
             remove_job(summary.path)
         assert summary.path.exists()
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
     (summary,) = list_jobs(tmp_path)
     assert not summary.alive
     assert summary.arenas == 1

@@ -131,9 +131,6 @@ def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_
         ]
 
 
-# ---- bubbles ----
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 3), whole_secs, whole_secs)
 def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
@@ -146,18 +143,6 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     assert zero_bubble.bubble_fraction < plain.bubble_fraction
     even = simulate(zero_bubble_h1(stages, micro_batches), Costs.equal(stages, t_f, 2 * t_f))
     assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
-
-
-# ---- unequal stages, links, reductions ----
-
-
-# ---- schedules that cannot work ----
-
-
-F, B = ForwardPass(0), BackwardPass(0)
-
-
-# ---- what comes out ----
 
 
 def test_a_simulation_becomes_traces_as_the_hook_records_them():

@@ -39,19 +39,6 @@ def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t
     assert simulated.makespan_secs == analytic.step_secs
 
 
-def test_the_example_of_the_reference():
-    lengths = [
-        [(w.kind.value, w.length_secs) for w in AnalyticEstimator(4, 8, 1.0, 2.0).windows(p)]
-        for p in range(4)
-    ]
-    assert lengths == [
-        [("mid", 6.0), ("cool_down", 1.0), ("cool_down", 1.0), ("cool_down", 1.0)],
-        [("fill", 1.0), ("mid", 4.0), ("cool_down", 1.0), ("cool_down", 1.0), ("drain", 2.0)],
-        [("fill", 2.0), ("mid", 2.0), ("cool_down", 1.0), ("drain", 4.0)],
-        [("fill", 3.0), ("drain", 6.0)],
-    ]
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 16), st.integers(1, 40), whole_secs, whole_secs)
 def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batches, t_f, t_b):

@@ -1,21 +1,22 @@
-"""A job of one rank with the real snapshot worker, in this process."""
+"""The real snapshot worker of a rank without an engine; by default of a job of one, in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from reft.config import FaultConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena_files import SlotFiles
-from reft.node.protection import ProtectionRecord
+from reft.node.protection import OrderWatch, ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import SchemeSwitch
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker, Watchers, WorkerOptions
@@ -36,24 +37,44 @@ def group_of_one() -> Iterator[None]:
 
 
 def make_worker(
-    folder: Path, copier: Copier, pacer: Any = None, *, control: WorkerControl | None = None, **watchers: Any
+    folder: Path,
+    copier: Copier,
+    pacer: Any = None,
+    *,
+    topology: Topology = TOPOLOGY,
+    rank: int = 0,
+    control: WorkerControl | None = None,
+    arenas: ArenaSet | None = None,
+    scheme: str = "none",
+    keeping: Keeping = Keeping(),  # noqa: B008
+    on_change: Callable[[ProtectionRecord], None] = lambda record: None,
+    faults: tuple[FaultConfig, ...] = (),
+    **watchers: Any,
 ) -> SnapshotWorker:
-    """Without protection, with two arenas in ``folder``."""
-    at = TOPOLOGY.coordinates[0]
+    """The worker of a rank, whose arenas and orders lie in ``folder``."""
+    at = topology.coordinates[rank]
     control = control or ControlGroup(WAIT_SECS).for_worker()
     return SnapshotWorker(
         control=control,
-        topology=TOPOLOGY,
-        arenas=ArenaSet(
-            SlotFiles(folder, 0, 2, SECRET),
-            ArenaIdentity("job", "A", TOPOLOGY.degrees, at),
+        topology=topology,
+        arenas=arenas
+        or ArenaSet(
+            SlotFiles(folder, 0, keeping.versions, SECRET),
+            ArenaIdentity("job", topology.nodes[rank], topology.degrees, at),
             frozen={},
             limit_bytes=None,
             engine=copier.engine,
         ),
         options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-        switch=SchemeSwitch(control, TOPOLOGY, ProtectionRecord("none", "none")),
+        switch=SchemeSwitch(
+            control,
+            topology,
+            ProtectionRecord(scheme, scheme),
+            OrderWatch(folder),
+            keeping=keeping,
+            on_change=on_change,
+        ),
         copier=copier,
         pacer=pacer,
-        watchers=Watchers(SnapshotStats(), FaultPlan((), at), **watchers),
+        watchers=Watchers(SnapshotStats(), FaultPlan(faults, at), **watchers),
     )

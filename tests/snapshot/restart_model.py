@@ -24,30 +24,25 @@ file, whosever bytes the file holds, and N replaces it only when all ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import combinations_with_replacement, product
 
 from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.protect.placement import place_group
 from reft.recover.decide import preferred_label
 from reft.snapshot.committing.version import Slots
-from tests.snapshot.version_model import NOBODY, Choose
-from tests.snapshot.version_search import Explorer, newest
+from tests.snapshot.version_model import EMPTY, NOBODY, Choose, Held, describe
+from tests.snapshot.version_search import Explorer, Group, left_in, newest, restored
 
 MEMBERS = 3
-PLACEMENT = place_group([f"node{d}" for d in range(MEMBERS)], 1)
-ALL_MEMBERS = frozenset(range(MEMBERS))
 LOSSES = (NOBODY, *range(MEMBERS))
 """The node that a group loses in a crash: none, or any one, which is the tolerance of one copy."""
 
-NO_FILE = (None, ArenaState.EMPTY)
-NOTHING_WHOLE = (None, ArenaState.WRITING)
+NOTHING_WHOLE = Held(None, ArenaState.WRITING)
 """A slot whose file is there, whatever it holds."""
-Stored = tuple[Label | None, ArenaState]
-Memory = tuple[Stored, ...]
+Memory = tuple[Held, ...]
 """What a reader finds in the arenas of one rank, slot by slot."""
 GroupMemory = tuple[Memory, ...]
 JobMemory = tuple[GroupMemory, ...]
@@ -59,69 +54,18 @@ PROTECTED = ("training", "committing again")
 # ---- what a crash leaves, and what can be recovered from it ----
 
 
-def describe(stored: Stored) -> str:
-    label, state = stored
-    return "nothing" if label is None else f"{label} {state}"
-
-
 def store(memory: Memory, slot: int, label: Label, state: ArenaState) -> Memory:
-    return (*memory[:slot], (label, state), *memory[slot + 1 :])
+    return (*memory[:slot], Held(label, state), *memory[slot + 1 :])
 
 
 @cache
-def whole_on(memory: GroupMemory, lost: int) -> dict[Label, frozenset[int]]:
-    """Per version the members that hold it whole, without the lost one."""
-    found: dict[Label, set[int]] = {}
-    for member, slots in enumerate(memory):
-        for label, state in slots:
-            if member != lost and label is not None and state.whole:
-                found.setdefault(label, set()).add(member)
-    return {label: frozenset(members) for label, members in found.items()}
+def look_at(memory: GroupMemory, lost: int) -> Group:
+    """What recovery finds in one group: what is alike is the same object."""
+    found = Group.of([left_in(files) for files in memory], lost)
+    return _same.setdefault((found.held_by, found.noted, found.known), found)
 
 
-@cache
-def is_covered(members: frozenset[int]) -> bool:
-    """Whether the bytes of every member are held by ``members``."""
-    return {kept for m in members for kept in PLACEMENT.kept_by(m)} == ALL_MEMBERS
-
-
-@dataclass(frozen=True, eq=False)
-class GroupView:
-    """What recovery finds in one group: recoverable versions with the members that hold each, and the
-    newest one marked committed. Made by :func:`group_view` only: equal ones are the same object."""
-
-    held_by: tuple[tuple[Label, frozenset[int]], ...]
-    committed: Label | None
-
-
-group_view = lru_cache(maxsize=None)(GroupView)
-
-
-@cache
-def look_at(memory: GroupMemory, lost: int) -> GroupView:
-    found = whole_on(memory, lost)
-    held = tuple((label, members) for label, members in sorted(found.items()) if is_covered(members))
-    return group_view(held, newest_committed(memory, lost))
-
-
-@cache
-def newest_committed(memory: GroupMemory, lost: int = NOBODY) -> Label | None:
-    labels = [
-        label
-        for member, slots in enumerate(memory)
-        for label, state in slots
-        if member != lost and label is not None and state is ArenaState.COMMITTED
-    ]
-    return max(labels, default=None)
-
-
-def choose_version(views: Iterable[GroupView], choose: Choose = preferred_label) -> Label | None:
-    """The version that all groups can recover and that the rules would restore."""
-    views = tuple(views)
-    held = [dict(view.held_by) for view in views]
-    common = set.intersection(*(set(h) for h in held))
-    places = {label: [(g, d) for g, h in enumerate(held) for d in h[label]] for label in common}
-    return choose(places, newest(view.committed for view in views))
+_same: dict[object, Group] = {}
 
 
 @dataclass(frozen=True)
@@ -157,7 +101,7 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
     for window in explorer.windows:
         left: dict[Memory, Label | None] = {}
         for rank in window.ranks:
-            memory = tuple((h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files)
+            memory = tuple(Held(h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files)
             left[memory] = newest((left.get(memory), rank.state.slots.committed_label))
         rings = {
             min((ring[i:] + ring[:i] for i in range(MEMBERS)), key=repr)
@@ -195,8 +139,8 @@ class Restart:
     def of(cls, found: JobMemory, restored: Label, incarnation: int, *, completes: bool) -> Restart:
         members = [member for group in found for member in group]
         lacking = [member for member in members if not held_in(member, restored)]
-        committed = any((restored, ArenaState.COMMITTED) in member for member in members)
-        again = any(not completes or NO_FILE not in member for member in lacking)
+        committed = any(Held(restored, ArenaState.COMMITTED) in member for member in members)
+        again = any(not completes or EMPTY not in member for member in lacking)
         return cls(restored, incarnation, completes, committed, again)
 
     @property
@@ -208,7 +152,7 @@ class Restart:
 
 def held_in(memory: Memory, label: Label) -> dict[int, Label]:
     """The slots of one rank that hold a version whole."""
-    return {slot: held for slot, (held, state) in enumerate(memory) if held == label and state.whole}
+    return {slot: label for slot, held in enumerate(memory) if held.label == label and held.state.whole}
 
 
 @cache
@@ -217,9 +161,9 @@ def life_after_restart(memory: Memory, restart: Restart) -> tuple[tuple[Memory, 
     rules."""
     restored, incarnation = restart.restored, restart.incarnation
     stages = [(memory,), (memory,)]
-    if restart.completes and not held_in(memory, restored) and NO_FILE in memory:
+    if restart.completes and not held_in(memory, restored) and EMPTY in memory:
         writing, sealed, done = (
-            store(memory, memory.index(NO_FILE), restored, state)
+            store(memory, memory.index(EMPTY), restored, state)
             for state in (ArenaState.WRITING, ArenaState.SEALED, ArenaState.COMMITTED)
         )
         stages = [(memory, writing), (writing, sealed, *([done] if restart.committed else []))]
@@ -244,7 +188,7 @@ def life_after_restart(memory: Memory, restart: Restart) -> tuple[tuple[Memory, 
 @cache
 def comes_back(memory: GroupMemory, lost: int) -> GroupMemory:
     """What the ranks of a restart find: the lost node comes back empty."""
-    return tuple((NO_FILE,) * len(slots) if d == lost else slots for d, slots in enumerate(memory))
+    return tuple((EMPTY,) * len(slots) if d == lost else slots for d, slots in enumerate(memory))
 
 
 @cache
@@ -259,34 +203,22 @@ def losses_after(lost: int) -> tuple[int, ...]:
     return LOSSES if lost == NOBODY else (NOBODY, lost)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a second crash may find in one group."""
-
-    view: GroupView
-    floor: Label | None
-    memory: GroupMemory
-    lost: int
-
-
-Findings = dict[tuple[GroupView, Label | None], Finding]
+Findings = dict[Group, tuple[GroupMemory, int]]
+"""What a second crash may leave of one group, each with an example: the memory, and the node that is lost."""
 
 
 @cache
 def findings(
     memory: GroupMemory, lost: int, restart: Restart
 ) -> tuple[tuple[frozenset[object], Findings], ...]:
-    """Per stage the distinct findings in one group, as a key that compares fast and with an example of
-    each; ``floor`` is what the group's ranks saw committed."""
+    """Per stage, with a key that compares fast."""
     stages = []
     lives = group_after_restart(comes_back(memory, lost), restart)
     for name, contents in zip(restart.stages, lives, strict=True):
         distinct: Findings = {}
         for after in contents:
-            floor = newest_committed(after)
             for gone in losses_after(NOBODY if name in PROTECTED else lost):
-                view = look_at(after, gone)
-                distinct.setdefault((view, floor), Finding(view, floor, after, gone))
+                distinct.setdefault(look_at(after, gone), (after, gone))
         stages.append((frozenset(distinct), distinct))
     return tuple(stages)
 
@@ -310,41 +242,40 @@ class SecondCrash:
     def check(self, memory: JobMemory, committed: Label) -> Violation | None:
         """Restart after a crash with these contents and any loss, then crash anywhere."""
         for lost in product(LOSSES, repeat=len(memory)):
-            views = tuple(look_at(group, gone) for group, gone in zip(memory, lost, strict=True))
-            restored = choose_version(views, self._choose)
-            if restored is None or restored < committed:
-                return Violation(committed, restored, lost, memory)
+            found = restored(list(map(look_at, memory, lost)), self._choose)
+            if found is None or found < committed:
+                return Violation(committed, found, lost, memory)
             groups = sorted(map(self._number, memory, lost))
-            key = (*groups, restored, committed)
+            key = (*groups, found, committed)
             if key not in self._sets:
                 self.restarts += 1
-                self._sets[key] = self._crash_again(memory, lost, restored, committed)
+                self._sets[key] = self._crash_again(memory, lost, found, committed)
             if self._sets[key] is not None:
                 return self._sets[key]
         return None
 
     def _crash_again(
-        self, memory: JobMemory, lost: tuple[int, ...], restored: Label, committed: Label
+        self, memory: JobMemory, lost: tuple[int, ...], first: Label, committed: Label
     ) -> Violation | None:
         found = tuple(map(comes_back, memory, lost))
-        restart = Restart.of(found, restored, 2, completes=self._completes)
+        restart = Restart.of(found, first, 2, completes=self._completes)
         per_group = [findings(group, gone, restart) for group, gone in zip(memory, lost, strict=True)]
         for stage, name in enumerate(restart.stages):
             key = (frozenset(group[stage][0] for group in per_group), committed)
             if key in self._passed:
                 continue
-            for combination in product(*(group[stage][1].values() for group in per_group)):
-                floor = newest((committed, *(f.floor for f in combination))) or committed
-                then = choose_version([f.view for f in combination], self._choose)
+            for combination in product(*(group[stage][1].items() for group in per_group)):
+                floor = newest((committed, *(group.known for group, _ in combination))) or committed
+                then = restored([group for group, _ in combination], self._choose)
                 if then is None or then < floor:
                     return Violation(
                         committed=floor,
                         restored=then,
-                        lost=tuple(f.lost for f in combination),
-                        memory=tuple(f.memory for f in combination),
+                        lost=tuple(gone for _, (_, gone) in combination),
+                        memory=tuple(left for _, (left, _) in combination),
                         trace=(
-                            str(Violation(committed, restored, lost, memory)),
-                            f"restart as incarnation 2 with {restored}; {name}",
+                            str(Violation(committed, first, lost, memory)),
+                            f"restart as incarnation 2 with {first}; {name}",
                         ),
                     )
             self._passed.add(key)
@@ -378,21 +309,21 @@ def crashes_in_a_row(crash: Crash, last: int, seen: set[Crash], *, completes: bo
     if crash in seen:
         return
     seen.add(crash)
-    restored = choose_version([look_at(crash.memory, crash.lost)])
-    if restored is None or restored < crash.floor:
+    found = restored([look_at(crash.memory, crash.lost)], preferred_label)
+    if found is None or found < crash.floor:
         trace = (f"in incarnation {crash.incarnation}",)
-        yield Violation(crash.floor, restored, (crash.lost,), (crash.memory,), trace)
+        yield Violation(crash.floor, found, (crash.lost,), (crash.memory,), trace)
         return
     if crash.incarnation == last:
         return
     incarnation = crash.incarnation + 1
     group = comes_back(crash.memory, crash.lost)
-    restart = Restart.of((group,), restored, incarnation, completes=completes)
+    restart = Restart.of((group,), found, incarnation, completes=completes)
     stages = group_after_restart(group, restart)
     for stage, contents in zip(restart.stages, stages, strict=True):
         spent = NOBODY if stage in PROTECTED else crash.spent
         for after in contents:
-            floor = newest((crash.floor, newest_committed(after))) or crash.floor
+            floor = newest((crash.floor, look_at(after, NOBODY).known)) or crash.floor
             for gone in losses_after(spent):
                 now_spent = spent if gone == NOBODY else gone
                 following = Crash(after, gone, now_spent, floor, incarnation)

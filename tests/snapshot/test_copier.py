@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
-from tests.snapshot.devices import random_bytes
+from tests.snapshot.devices import parity_of, random_bytes
 
 
 class OneByOne(HostGate):
@@ -85,9 +86,9 @@ def filling_of(
     replicated, owned = (
         SectionImage([(str(i), t) for i, t in enumerate(part)]) for part in (tensors[:half], tensors[half:])
     )
-    placement = place_group(["a", "b", "c"], copies, parities)
+    placement = place_group(["a", "b", "c", "d"], copies, parities)
     plan = make_shard_plan(
-        SectionSizes(replicated.nbytes, (owned.nbytes,) * 3, (64,) * 3), placement, block_bytes
+        SectionSizes(replicated.nbytes, (owned.nbytes,) * 4, (64,) * 4), placement, block_bytes
     )
     layout = GroupLayout(plan, 0, "layout")
     path = folder / "x.arena"
@@ -116,6 +117,8 @@ def check(filling: Filling, images: LiveImages) -> None:
                 raw, expected_bytes(images, placed.key.section, block.start_bytes, block.nbytes)
             )
         assert filling.checksums.get(placed) == checksum(raw.numpy())
+    for key, expected in parity_of(filling.layout.plan, filling.layout.mine, images.replicated).items():
+        np.testing.assert_array_equal(filling.tensor(facts[key]).numpy(), expected)
 
 
 def copy_all(copier: Copier, filling: Filling, images: LiveImages, gate: Gate) -> list[int]:
@@ -162,7 +165,7 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
     """At its sources there are other bytes by the time it is drained."""
     engine = CpuCopyEngine()
     tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
-    with filling_of(tmp_path, tensors, copies=1, parities=0, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (filling, images):
         area = StagingArea(engine)
         assert area.reserve(30_000)
         copier = Copier(engine, 4096, area)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot.copying import cuda as copy_cuda
@@ -44,60 +46,52 @@ def take(engine: CopyEngine, pieces: list[Piece]) -> None:
 # --- bytes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_arrives_whatever_the_dtype(device: Cpu, engine: CopyEngine, dtype: torch.dtype) -> None:
-    raw = random_bytes(16 * 1013)  # among them NaNs of every payload, infinities, denormals
-    if dtype is torch.bool:
-        raw = raw % 2
-    target = host_memory(engine, raw.numel())
-    take(engine, [(device.put(raw.view(dtype)), target)])
-    assert torch.equal(target, raw)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "shift"), [(1, 0), (3, 1), (64, 0), (65, 5), (999, 1), (12289, 5), (3 * 2**20 + 7, 1)]
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.sampled_from([0, 1, 64, 65, 999, 12289])),
+        min_size=1,
+        max_size=5,
+    ),
+    shift=st.integers(0, 5),
+    cut=st.integers(50, 2**18),
 )
-def test_odd_sizes_at_odd_offsets(device: Cpu, engine: CopyEngine, nbytes: int, shift: int) -> None:
-    raw = random_bytes(nbytes + shift)
-    memory = host_memory(engine, nbytes + 11)
-    take(engine, [(device.put(raw)[shift:], memory[shift : shift + nbytes])])
-    assert torch.equal(memory[shift : shift + nbytes], raw[shift:])
+def test_every_bit_arrives_whatever_the_dtypes_sizes_and_offsets(
+    device: Cpu, engine: CopyEngine, parts: list[tuple[torch.dtype, int]], shift: int, cut: int
+) -> None:
+    tensors, raws = [], []
+    for dtype, count in parts:
+        raw = random_bytes(count * dtype.itemsize)  # among them NaNs of every payload, infinities, denormals
+        raws.append(raw % 2 if dtype is torch.bool else raw)
+        tensors.append((str(len(raws)), device.put(raws[-1].view(dtype))))
+    image = SectionImage(tensors)
+    expected = torch.zeros(image.nbytes, dtype=torch.uint8)
+    for offset, raw in zip(image.offsets, raws, strict=True):
+        expected[offset : offset + raw.numel()] = raw
+    memory = host_memory(engine, image.nbytes + 11)
+    target = memory[shift : shift + image.nbytes]
+    target.zero_()
+    engine.begin()
+    for start in range(0, image.nbytes, cut):
+        engine.copy(image.pieces_into(start, target[start : start + cut]))
+    engine.fence()
+    engine.synchronize()
+    assert torch.equal(target, expected)
     assert torch.all(memory[:shift] == 0xEE)
-    assert torch.all(memory[shift + nbytes :] == 0xEE)
+    assert torch.all(memory[shift + image.nbytes :] == 0xEE)
+    engine.unregister(memory)
 
 
 def test_zero_size_and_zero_dimensional_pieces(device: Cpu, engine: CopyEngine) -> None:
     memory = host_memory(engine, 4)
-    one = torch.tensor(1.5)
-    empty = torch.empty((0, 3))
-    take(engine, [(device.put(empty), memory[:0]), (device.put(one), memory)])
+    empty = device.put(torch.empty((0, 3)))
+    take(engine, [(empty, memory[:0]), (device.put(torch.tensor(1.5)), memory)])
     assert memory.view(torch.float32).item() == 1.5
     take(engine, [])
     engine.begin()
-    ticket = engine.copy([(device.put(empty), memory[:0])])
+    ticket = engine.copy([(empty, memory[:0])])
     engine.synchronize()
-    assert ticket.done()
-    assert ticket.nbytes == 0
-
-
-def test_many_small_pieces_of_an_image_share_no_byte_with_their_sources(
-    device: Cpu, engine: CopyEngine
-) -> None:
-    tensors = [(f"t{n}", random_bytes(n, n)) for n in (1, 64, 0, 100, 4096)]
-    image = SectionImage([(name, device.put(t)) for name, t in tensors])
-    expected = torch.zeros(image.nbytes, dtype=torch.uint8)
-    for offset, (_, tensor) in zip(image.offsets, tensors, strict=True):
-        expected[offset : offset + tensor.numel()] = tensor
-    memory = host_memory(engine, image.nbytes)
-    engine.begin()
-    for start in range(0, image.nbytes, 50):
-        engine.copy(image.pieces_into(start, memory[start : start + 50]))
-    engine.fence()
-    engine.synchronize()
-    assert torch.equal(memory, expected)
-    memory.fill_(7)
-    take(engine, image.pieces_into(0, memory))
-    assert torch.equal(memory, expected)
+    assert (ticket.done(), ticket.nbytes) == (True, 0)
 
 
 # --- order (P2) --------------------------------------------------------------------------------------

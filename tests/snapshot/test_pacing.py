@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,8 @@ def stream(stage: int) -> list[str]:
 def observed(
     names: list[str], waits: dict[int, tuple[float, float]], end: float, at: float = 100.0
 ) -> Observed:
-    return Observed(
-        "key",
-        names,
-        at,
-        at + end,
-        [Wait(p, at + a, at + b, 0.0, True) for p, (a, b) in waits.items()],
-        1.0,
-        2.0,
-    )
+    seen = [Wait(p, at + a, at + b, 0.0, True) for p, (a, b) in waits.items()]
+    return Observed("key", names, (at, at + end), seen)
 
 
 def test_what_is_measured_is_what_was_seen_after_a_few_steps() -> None:
@@ -47,7 +41,7 @@ def test_what_is_measured_is_what_was_seen_after_a_few_steps() -> None:
         (p, pytest.approx(a), pytest.approx(b - a)) for p, (a, b) in waits.items()
     ]
     outlier = observed(names, {**waits, 5: (3.0, 15.0)}, 32.0)
-    meter.see(replace(outlier, waits=[replace(w, overrun_secs=0.25) for w in outlier.waits]))
+    meter.see(replace(outlier, waits=[w._replace(overrun_secs=0.25) for w in outlier.waits]))
     first, second, _ = (w.length_secs for w in meter.windows())
     assert 2.0 < second < 6.0, "an outlier moves a window by its weight only"
     assert 0.75 < first < 1.0, "a wait for a chunk is no idle time"
@@ -76,71 +70,74 @@ class Clock(ComputeClock):
         return list(stamps)
 
 
+TRAINING = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
+EVALUATION = ["RecvActivation", "ForwardPass"]
+
+
+def make_pacer(clock: Clock, **limits: Any) -> Pacer:
+    return Pacer(HostGate(), PaceOptions("profiled", Limits(**limits), 1, 2, 1), None, clock)
+
+
+def run_step(
+    pacer: Pacer, clock: Clock, names: list[str] = TRAINING, nbytes: int | None = None, **secs: float
+) -> dict[int, int]:
+    """One schedule, each instruction of which takes 0.1 s or as is said; a version, if any. Which tiers are open
+    in each that waits: -1 where none is."""
+    tiers, gate = {}, pacer.gate
+    assert isinstance(gate, HostGate)
+    pacer.begin_step(names[-1])
+    for position, name in enumerate(names):
+        waits = name.startswith(("Recv", "Send", "Reduce"))
+        if waits:
+            pacer.open(position, name.startswith("Recv"))
+            tiers[position] = gate.opened.tier if gate.opened is not None else -1
+        if name == "OptimizerStep":
+            pacer.begin_optimizer()
+        clock.now += secs.get(name, 0.1)
+        if name == "OptimizerStep":
+            pacer.end_optimizer()
+        if waits:
+            pacer.close()
+            assert gate.opened is None
+    pacer.end_step(names[-1], names)
+    if nbytes is not None:
+        pacer.version_done({"replicated": nbytes}, ())
+    return tiers
+
+
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("nbytes", [10**6, 10**9])
 def test_tier_3_opens_in_communication_where_links_are_separate_and_the_rest_does_not_suffice(
     separate: bool, nbytes: int
 ) -> None:
-    names = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
-    clock, gate = Clock(), HostGate()
-    limits = Limits(separate_links=separate, compute_share=0.0)
-    pacer = Pacer(gate, PaceOptions("profiled", limits, 1, 2, 1), None, clock)
-
-    def step() -> dict[int, int]:
-        """Tiers that are open in each instruction."""
-        tiers = {}
-        pacer.begin_step("step")
-        for position, name in enumerate(names):
-            waits = name.startswith(("Recv", "Send", "Reduce"))
-            if waits:
-                pacer.open(position, name.startswith("Recv"))
-                tiers[position] = gate.opened.tier if gate.opened is not None else -1
-            clock.now += {"SendGrad": 0.0001, "ReduceGrads": 0.2}.get(name, 0.1)
-            if waits:
-                pacer.close()
-                assert gate.opened is None
-        pacer.end_step("step", names)
-        pacer.version_done({"replicated": nbytes}, ())
-        return tiers
-
-    for _ in range(4):
-        step()
+    clock = Clock()
+    pacer = make_pacer(clock, separate_links=separate, compute_share=0.0)
+    for _ in range(5):
+        tiers = run_step(pacer, clock, nbytes=nbytes, SendGrad=0.0001, ReduceGrads=0.2)
     assert pacer.plan is not None
     needed = nbytes > pacer.plan.windows[0].capacity_bytes
     assert needed == (nbytes == 10**9)
     # The send is too short to be of use, the reduction is no idle time.
-    assert step() == {0: 1, 3: -1, 4: 3 if separate and needed else -1}
+    assert tiers == {0: 1, 3: -1, 4: 3 if separate and needed else -1}
     assert (pacer.plan.tier_bytes[3] > 0) == (separate and needed)
 
 
 def test_nothing_is_planned_beside_the_optimizer_step() -> None:
-    names = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
     clock = Clock()
-    pacer = Pacer(HostGate(), PaceOptions("profiled", Limits(compute_share=0.5), 1, 2, 1), None, clock)
+    pacer = make_pacer(clock, compute_share=0.5)
     for _ in range(4):
-        pacer.begin_step("step")
-        pacer.open(0, receives=True)
-        clock.now += 0.1
-        pacer.close()
-        clock.now += 0.3
-        pacer.begin_optimizer()
-        clock.now += 0.6
-        pacer.end_optimizer()
-        pacer.end_step("step", names)
-        pacer.version_done({"replicated": 10**9}, ())
+        run_step(pacer, clock, nbytes=10**9, SendGrad=0.0, ReduceGrads=0.0, OptimizerStep=0.6)
     plan = pacer.plan
     assert plan is not None
-    assert plan.step_secs == pytest.approx(1.0)
-    assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.4))]
+    assert plan.step_secs == pytest.approx(0.9)
+    assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.3))]
     # Beside the optimizer step there would have been room for all of it.
     assert plan.left_over_bytes == 10**9 - plan.tier_bytes[1] - plan.tier_bytes[2] > 0
 
 
 def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidth() -> None:
     clock = Clock()
-    pacer = Pacer(
-        HostGate(), PaceOptions("profiled", Limits(overflow=Overflow.INTERVAL), 0, 1, 1), None, clock
-    )
+    pacer = make_pacer(clock, overflow=Overflow.INTERVAL)
     for _ in range(30):
         clock.now += 1.0
         pacer.begin_optimizer()
@@ -152,40 +149,20 @@ def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidt
     assert pacer.plan.advised_interval_steps == 4  # 0.1 s within 3 % of steps of a second
 
 
-TRAINING = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
-EVALUATION = ["RecvActivation", "ForwardPass"]
-
-
-def run_step(pacer: Pacer, clock: Clock, names: list[str], wait_secs: float) -> list[bool]:
-    """One schedule with a wait in every receive; at which of them the gate was open."""
-    opened = []
-    pacer.begin_step(names[-1])
-    for position, name in enumerate(names):
-        receives = name.startswith("Recv")
-        if receives:
-            pacer.open(position, receives=True)
-            opened.append(pacer.gate.opened is not None)
-        clock.now += wait_secs if receives else 0.1
-        if receives:
-            pacer.close()
-    pacer.end_step(names[-1], names)
-    return opened
-
-
 def test_plans_follow_the_schedule_that_trains_whatever_is_evaluated_between() -> None:
     clock = Clock()
-    pacer = Pacer(HostGate(), PaceOptions("profiled", Limits(compute_share=0.0), 1, 2, 1), None, clock)
+    pacer = make_pacer(clock, compute_share=0.0)
     for _ in range(6):
-        run_step(pacer, clock, TRAINING, 0.2)
+        run_step(pacer, clock, RecvActivation=0.2)
         for _ in range(20):  # more than are remembered between two versions
-            run_step(pacer, clock, EVALUATION, 5.0)
+            run_step(pacer, clock, EVALUATION, RecvActivation=5.0)
         pacer.version_done({"replicated": 10**6}, ())
     plan = pacer.plan
     assert plan is not None
     assert plan.step_secs == pytest.approx(0.7)
-    assert [w.length_secs for w in plan.windows] == [pytest.approx(0.2)]
+    assert plan.windows[0].length_secs == pytest.approx(0.2)
     assert pacer.gate.patience_secs < 2.0
-    assert run_step(pacer, clock, TRAINING, 0.2) == [True]
+    assert run_step(pacer, clock)[0] == 1
 
 
 def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogCaptureFixture) -> None:

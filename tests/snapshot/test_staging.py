@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import psutil
 import pytest
 import torch
@@ -15,7 +13,7 @@ from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
-from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
+from tests.snapshot.devices import Cpu, Simulated, host_memory, random_bytes
 
 # --- the contract of every engine --------------------------------------------------------------------
 
@@ -69,19 +67,6 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engi
     assert two.secs is not None
 
 
-def test_what_is_encoded_is_staged_too(device: Cpu, engine: CopyEngine) -> None:
-    live = device.put(torch.zeros(100, dtype=torch.uint8))
-    memory, buffer = host_memory(engine, 200), engine.staging_buffer(200)
-    device.write(live, 3)
-    engine.begin()
-    staged = engine.stage([(live, memory[:100])], buffer, lambda: [(live, memory[100:])])
-    engine.fence()
-    device.write(live, 4)
-    engine.drain(staged)
-    engine.synchronize()
-    assert torch.all(memory == 3)
-
-
 def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngine) -> None:
     live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
     buffer = engine.staging_buffer(8)
@@ -109,29 +94,6 @@ def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: Copy
     assert engine.free_bytes == 2 * 2**30 - 512 * 2**20
     with pytest.raises(StagingMemoryError, match="1537 MiB are wanted"):
         engine.staging_buffer(1537 * 2**20)
-
-
-def test_a_fence_does_not_wait_for_a_drain(device: Cpu, engine: CopyEngine) -> None:
-    if not isinstance(device, Simulated):
-        pytest.skip("only on the simulated device a drain can be held up alone")
-    live = device.put(random_bytes(100))
-    memory, other = host_memory(engine, 100), host_memory(engine, 100)
-    engine.begin()
-    staged = engine.stage([(live, memory)], engine.staging_buffer(100))
-    engine.fence()
-    release = threading.Event()
-    engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # as if the link were slow
-    engine.drain(staged)
-    engine.begin()
-    engine.copy([(live, other)])
-    engine.fence()
-    reached = threading.Event()
-    device.cuda.compute.put(reached.set)
-    assert reached.wait(WAIT_SECS), "training waited for bytes that it cannot change"
-    assert torch.all(memory == 0xEE)
-    release.set()
-    engine.synchronize()
-    assert torch.equal(memory, live)
 
 
 # --- the area ----------------------------------------------------------------------------------------

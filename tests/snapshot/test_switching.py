@@ -28,8 +28,9 @@ from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
 from reft.snapshot.committing.switching import Room, agree_on_room
 from tests.machine import free_port
+from tests.snapshot.one_rank import SECRET
 from tests.snapshot.test_worker import launch, versions_in
-from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
+from tests.snapshot.worker_job import TOPOLOGY, run
 from tests.spawn import RankError, spawn
 
 

@@ -12,7 +12,8 @@ from reft.memory.arena import Arena, ArenaState
 from reft.memory.arena_files import scan
 from reft.protect.blocks import STATE_SECTIONS, Section
 from tests.machine import free_port
-from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
+from tests.snapshot.one_rank import SECRET
+from tests.snapshot.worker_job import TOPOLOGY, host_blob, run
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.process

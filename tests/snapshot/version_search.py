@@ -19,7 +19,7 @@ How 3 groups of 4 ranks stay small enough to explore all of it:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, product
@@ -29,7 +29,7 @@ from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.snapshot.committing.version import NONE_YET, Met, Standing, Task, Voted, resume_from
 from tests.snapshot.switch_model import SwitchingRank
-from tests.snapshot.version_model import NOBODY, Choose, OneRank, PromiseError, Rank, Rules, say
+from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseError, Rank, Rules, say
 
 
 @dataclass
@@ -252,16 +252,21 @@ that it knew to be."""
 
 
 def leaves(rank: Rank) -> Left:
-    whole = frozenset(h.label for h in rank.files if h.label is not None and h.state.whole)
-    noted = newest(h.label for h in rank.files if h.state is ArenaState.COMMITTED)
+    whole, noted, _ = left_in(rank.files)
     return whole, noted, newest((rank.state.slots.committed_label, noted))
+
+
+def left_in(files: Iterable[Held]) -> Left:
+    whole = frozenset(h.label for h in files if h.label is not None and h.state.whole)
+    noted = newest(h.label for h in files if h.state is ArenaState.COMMITTED)
+    return whole, noted, noted
 
 
 def newest(labels: Iterable[Label | None]) -> Label | None:
     return max((label for label in labels if label is not None), default=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """What recovery finds in one group: recoverable versions with the members that hold each, the newest that
     a file says is committed, and the newest that any of its ranks knew to be."""
@@ -269,6 +274,35 @@ class Group:
     held_by: tuple[tuple[Label, frozenset[int]], ...]
     noted: Label | None
     known: Label | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[Left], lost: int) -> Group:
+        """One that keeps one copy, and loses a node, or none."""
+        found: dict[Label, set[int]] = {}
+        for member, (whole, _, _) in enumerate(ranks):
+            for label in whole if member != lost else ():
+                found.setdefault(label, set()).add(member)
+        held = ((label, frozenset(members)) for label, members in sorted(found.items()))
+        return cls(
+            tuple((label, members) for label, members in held if _covers(members, len(ranks))),
+            newest(noted for member, (_, noted, _) in enumerate(ranks) if member != lost),
+            newest(known for _, _, known in ranks),
+        )
+
+
+@cache
+def _covers(members: frozenset[int], of: int) -> bool:
+    """Whether the bytes of every member are held by ``members``."""
+    placement = place_group([f"node{d}" for d in range(of)], 1)
+    return {kept for m in members for kept in placement.kept_by(m)} == set(range(of))
+
+
+def restored(groups: Sequence[Group], choose: Choose) -> Label | None:
+    """The version that all groups can recover and that the rule would restore."""
+    held = [dict(group.held_by) for group in groups]
+    common = set.intersection(*(set(h) for h in held))
+    places = {label: [(g, d) for g, h in enumerate(held) for d in h[label]] for label in common}
+    return choose(places, newest(group.noted for group in groups))
 
 
 def _kind(group: Group) -> object:
@@ -288,9 +322,7 @@ class Crashes:
         self._groups = groups
         self._members = members
         self._choose = choose
-        self._kept = place_group([f"node{d}" for d in range(members)], 1)
         self._checked: set[frozenset[Left]] = set()
-        self._covered = cache(self._covers)
         self.combinations = 0
 
     def check(self, left: Mapping[Left, Rank]) -> tuple[str, list[Rank]] | None:
@@ -302,37 +334,15 @@ class Crashes:
         kinds: dict[object, tuple[Group, tuple[Left, ...], int]] = {}
         for ranks in product(left, repeat=self._members):
             for lost in (NOBODY, *range(self._members)):
-                group = self._find(ranks, lost)
+                group = Group.of(ranks, lost)
                 kinds.setdefault(_kind(group), (group, ranks, lost))
         for found in combinations_with_replacement(kinds.values(), self._groups):
             self.combinations += 1
             floor = newest(group.known for group, _, _ in found)
-            restored = self._restored([group for group, _, _ in found])
-            if floor is not None and (restored is None or restored < floor):
+            then = restored([group for group, _, _ in found], self._choose)
+            if floor is not None and (then is None or then < floor):
                 lost_nodes = [lost for _, _, lost in found if lost != NOBODY]
-                what = f"{floor} was committed; after a crash what is restored is {restored or 'nothing'}"
+                what = f"{floor} was committed; after a crash what is restored is {then or 'nothing'}"
                 witness = next(ranks for group, ranks, _ in found if group.known == floor)
                 return f"{what} (nodes lost: {len(lost_nodes)})", [left[r] for r in dict.fromkeys(witness)]
         return None
-
-    def _find(self, ranks: tuple[Left, ...], lost: int) -> Group:
-        found: dict[Label, set[int]] = {}
-        for member, (whole, _, _) in enumerate(ranks):
-            for label in whole if member != lost else ():
-                found.setdefault(label, set()).add(member)
-        held = ((label, frozenset(members)) for label, members in sorted(found.items()))
-        return Group(
-            tuple((label, members) for label, members in held if self._covered(members)),
-            newest(noted for member, (_, noted, _) in enumerate(ranks) if member != lost),
-            newest(known for _, _, known in ranks),
-        )
-
-    def _covers(self, members: frozenset[int]) -> bool:
-        """Whether the bytes of every member are held by ``members``."""
-        return {kept for m in members for kept in self._kept.kept_by(m)} == set(range(self._members))
-
-    def _restored(self, groups: list[Group]) -> Label | None:
-        held = [dict(group.held_by) for group in groups]
-        common = set.intersection(*(set(h) for h in held))
-        places = {label: [(g, d) for g, h in enumerate(held) for d in h[label]] for label in common}
-        return self._choose(places, newest(group.noted for group in groups))

@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint, Variant
-from reft.control.control import ControlGroup
 from reft.errors import ConfigError
-from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena
-from reft.memory.arena_files import SlotFiles, scan
+from reft.memory.arena_files import scan
 from reft.memory.jobdir import write_json
 from reft.naming import Label
-from reft.node.protection import REQUEST_FILE, Order, OrderWatch, ProtectionRecord, write_order, write_record
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.node.protection import REQUEST_FILE, Order, ProtectionRecord, write_order, write_record
+from reft.snapshot.committing.switching import Keeping
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
@@ -35,11 +32,10 @@ from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.has import Overflow
-from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
+from tests.snapshot.one_rank import SECRET, make_worker
 
-SECRET = b"s" * 32
 DEGREES = Degrees(2, 2, 1)
 TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B", "C", "D"))
 
@@ -67,45 +63,29 @@ class Rank:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
         self.root = root
-        self.control = ControlGroup(60).for_worker()
         self.replicated = [torch.zeros(100_003), torch.zeros(7), torch.zeros(0), torch.zeros(50_000)]
         self.owned = [torch.zeros(30_001 + 64 * self.at.dp)]
-        self.stats = SnapshotStats()
         self.skips: list[tuple[int, str]] = []
         self.agreed: list[tuple[int, int]] = []
         """Committed versions, and the interval on storage that their vote has found."""
+        self.records: list[ProtectionRecord] = []
         job_dir = root / f"node{rank}"
         job_dir.mkdir(mode=0o700, exist_ok=True)
-        self.arenas = ArenaSet(
-            SlotFiles(job_dir, 0, keeping.versions, SECRET),
-            ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, self.at),
-            frozen={},
-            limit_bytes=None,
-        )
-        self.records: list[ProtectionRecord] = []
-        self.worker = SnapshotWorker(
-            control=self.control,
+        self.worker = make_worker(
+            job_dir,
+            Copier(CpuCopyEngine(), 2**18),
+            pacer,
             topology=TOPOLOGY,
-            arenas=self.arenas,
-            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
-            copier=Copier(CpuCopyEngine(), 2**18),
-            pacer=pacer,
-            watchers=Watchers(
-                self.stats,
-                FaultPlan(faults, self.at),
-                on_commit=lambda label: self.agreed.append((label.step, self.worker.votes.persist_steps)),
-                on_skip=lambda step, cause: self.skips.append((step, cause)),
-                wanted_persist_interval=wanted_persist_interval,
-            ),
-            switch=SchemeSwitch(
-                self.control,
-                TOPOLOGY,
-                ProtectionRecord("arc", "arc"),
-                OrderWatch(job_dir),
-                keeping=keeping,
-                on_change=self._changed,
-            ),
+            rank=rank,
+            scheme="arc",
+            keeping=keeping,
+            on_change=self._changed,
+            faults=faults,
+            on_commit=lambda label: self.agreed.append((label.step, self.worker.votes.persist_steps)),
+            on_skip=lambda step, cause: self.skips.append((step, cause)),
+            wanted_persist_interval=wanted_persist_interval,
         )
+        self.arenas, self.stats = self.worker.arenas, self.worker.watchers.stats
 
     def _changed(self, record: ProtectionRecord) -> None:
         self.records.append(record)

@@ -140,11 +140,6 @@ class InForce:
     heard_order: int = 0
     heard_level: int = 0
 
-    @classmethod
-    def at_start(cls, order: int) -> InForce:
-        """On the first level, with no vote yet."""
-        return cls(order=order, heard_order=order)
-
     def heard(self, order: int, level: int) -> InForce:
         """A vote named this order and this level, on all ranks the same."""
         return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
@@ -230,7 +225,7 @@ class SchemeSwitch:
         self._on_change = on_change
         self.record = record
         self._ladder = self._ladder_of(record)
-        self.in_force = InForce.at_start(record.number)
+        self.in_force = InForce(record.number, heard_order=record.number)
         self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
         self._wanted_level = 0
         self._looked = 0.0

@@ -48,7 +48,7 @@ class Copier:
         """Of the version that was copied last: what is still to be drained."""
         self._begun = False
         self._hasher = hashing_copier()
-        self._fault: Callable[[FaultPoint], None] = _nothing
+        self._fault: Callable[[FaultPoint], None] = lambda point: None
         self._points: dict[int, list[FaultPoint]] = {}
 
     # -- training thread -----------------------------------------------------------------------------
@@ -266,9 +266,6 @@ class Copier:
         """Before a chunk, once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
-
-
-def _nothing(point: FaultPoint) -> None: ...
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:

@@ -339,10 +339,8 @@ class CudaCopyEngine(CopyEngine):
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
-            if pinned:
-                self._dma(source[part], target[part])
-            else:
-                self._dma(source[part], target[part])
+            self._dma(source[part], target[part])
+            if not pinned:
                 stream.synchronize()
             at += nbytes
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from reft.snapshot.copying.engine import ComputeClock, Mark
 from reft.snapshot.copying.gate import Gate
@@ -98,8 +98,7 @@ _MEMORY = 0.3
 _SHARE_OF_A_STEP = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """One call in which the device may have waited, in one step.
 
     Attributes:
@@ -109,78 +108,49 @@ class Wait:
     """
 
     position: int
-    begin_secs: float
-    end_secs: float
+    begin_secs: Any
+    end_secs: Any
     overrun_secs: float
     open: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the training thread saw in one step."""
-
-    key: Hashable
-    names: Sequence[str]
-    begin_secs: float
-    end_secs: float
-    waits: Sequence[Wait]
-    forward_secs: float
-    backward_secs: float
-    optimizer: tuple[float, float] | None = None
-    """Begin and end of the optimizer step, by the same clock; None: it is not told from the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stamped:
-    """A step before the device has told when it did what: stamps of its clock stand for seconds."""
+    """What the training thread saw in one step. Until :meth:`timed` stamps of the device's clock stand for
+    seconds."""
 
     key: Hashable
     names: Sequence[str]
     whole: tuple[Any, Any]
-    waits: Sequence[tuple[Any, Any]]
-    forwards: Sequence[tuple[Any, Any]]
-    backwards: Sequence[tuple[Any, Any]]
-    optimizer: tuple[Any, Any] | None
-    details: Sequence[tuple[int, float, bool]]
-    """Position, overrun and openness of each wait."""
+    waits: Sequence[Wait]
+    forwards: Sequence[tuple[Any, Any]] = ()
+    backwards: Sequence[tuple[Any, Any]] = ()
+    optimizer: tuple[Any, Any] | None = None
+    """Begin and end of the optimizer step; None: it is not told from the rest."""
 
     def timed(self, clock: ComputeClock) -> Observed:
         """The same in seconds; waits for the device to finish the step."""
         whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
-        parts = (whole, self.waits, self.forwards, self.backwards)
+        waits = [(wait.begin_secs, wait.end_secs) for wait in self.waits]
+        parts = (whole, waits, self.forwards, self.backwards)
         secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
         (step, *optimizer), waits, forwards, backwards = (
             [(next(secs), next(secs)) for _ in part] for part in parts
         )
-        return Observed(
-            key=self.key,
-            names=self.names,
-            begin_secs=step[0],
-            end_secs=step[1],
-            waits=[
-                Wait(position, begin, end, overrun, opened)
-                for (begin, end), (position, overrun, opened) in zip(waits, self.details, strict=True)
-            ],
-            forward_secs=_median([end - begin for begin, end in forwards]),
-            backward_secs=_median([end - begin for begin, end in backwards]),
-            optimizer=optimizer[0] if optimizer else None,
-        )
+        timed = [w._replace(begin_secs=b, end_secs=e) for w, (b, e) in zip(self.waits, waits, strict=True)]
+        return Observed(self.key, self.names, step, timed, forwards, backwards, *optimizer)
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
+    secs = sorted(end - begin for begin, end in pairs)
+    return secs[len(secs) // 2] if secs else 0.0
 
 
-@dataclass
-class Smoothed:
+class Smoothed(NamedTuple):
     """Begin and length of one wait, exponentially smoothed over the steps."""
 
     start_secs: float
     length_secs: float
-
-    def see(self, start_secs: float, length_secs: float) -> None:
-        self.start_secs += _MEMORY * (start_secs - self.start_secs)
-        self.length_secs += _MEMORY * (length_secs - self.length_secs)
 
 
 @dataclass
@@ -198,11 +168,11 @@ class WindowMeter:
     def see(self, step: Observed) -> None:
         """Take one step in."""
         self.steps += 1
-        begin, secs = step.begin_secs, step.end_secs - step.begin_secs
+        begin, secs = step.whole[0], step.whole[1] - step.whole[0]
         weight = 1.0 if self.steps <= SETTLED_STEPS else _MEMORY
         self.step_secs += weight * (secs - self.step_secs)
-        self.forward_secs += weight * (step.forward_secs - self.forward_secs)
-        self.backward_secs += weight * (step.backward_secs - self.backward_secs)
+        self.forward_secs += weight * (_median_secs(step.forwards) - self.forward_secs)
+        self.backward_secs += weight * (_median_secs(step.backwards) - self.backward_secs)
         if self.steps <= SETTLED_STEPS:
             self._waits.clear()
             self._optimizer = None
@@ -232,8 +202,8 @@ def _smoothed(known: Smoothed | None, start_secs: float, length_secs: float) -> 
     """``known`` with one more step taken in."""
     if known is None:
         return Smoothed(start_secs, length_secs)
-    known.see(start_secs, length_secs)
-    return known
+    start, length = known
+    return Smoothed(start + _MEMORY * (start_secs - start), length + _MEMORY * (length_secs - length))
 
 
 def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
@@ -297,9 +267,8 @@ class Pacer:
         self._ended: Any = None
         self._optimizer_began: Any = None
         self._optimizer: tuple[Any, Any] | None = None
-        self._observed: deque[_Stamped] = deque(maxlen=16)
-        self._waits: list[tuple[Any, Any]] = []
-        self._details: list[tuple[int, float, bool]] = []
+        self._observed: deque[Observed] = deque(maxlen=16)
+        self._waits: list[Wait] = []
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
@@ -343,9 +312,9 @@ class Pacer:
         position, began, opened = self._opened
         self._opened = None
         overrun = self.gate.close() if opened is not None else 0.0
-        self._waits.append((began, self.stamp()))
         # What runs beside communication says nothing about windows.
-        self._details.append((position, overrun, opened is not None and opened[0] is not None))
+        in_window = opened is not None and opened[0] is not None
+        self._waits.append(Wait(position, began, self.stamp(), overrun, in_window))
 
     def begin_optimizer(self) -> None:
         """The optimizer step begins, in which copies end."""
@@ -374,9 +343,9 @@ class Pacer:
         began = self._began if self._began is not None else self._ended
         # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.
         if began is not None and trains(names):
-            seen = (self._waits, forwards, backwards, self._optimizer, self._details)
-            self._observed.append(_Stamped(key, names, (began, ended), *seen))
-        self._waits, self._details, self._optimizer = [], [], None
+            seen = (self._waits, forwards, backwards, self._optimizer)
+            self._observed.append(Observed(key, names, (began, ended), *seen))
+        self._waits, self._optimizer = [], None
         self._began, self._ended = None, ended
 
     # -- copying thread ------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,6 @@ import torch
 
 CHUNK_BYTES = 2**35
 """Most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse."""
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    """One registered memory: its chunks ``(start, stop)``, and what keeps it mapped."""
-
-    start: int
-    stop: int
-    chunks: tuple[tuple[int, int], ...]
-    keep_alive: Any
 
 
 class PinnedRanges:
@@ -49,7 +38,8 @@ class PinnedRanges:
         self._unpin = unpin
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._pinned: list[_Pinned] = []
+        self._pinned: dict[tuple[int, int], tuple[list[tuple[int, int]], Any]] = {}
+        """Chunks ``(start, stop)`` of each registered memory, and what keeps it mapped."""
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
@@ -63,7 +53,7 @@ class PinnedRanges:
         page = mmap.PAGESIZE
         first, last = start // page * page, -(-stop // page) * page
         with self._lock:
-            if any(p.start <= start and stop <= p.stop for p in self._pinned):
+            if any(known <= start and stop <= end for known, end in self._pinned):
                 return
             done: list[tuple[int, int]] = []
             try:
@@ -75,31 +65,31 @@ class PinnedRanges:
                 for at, _ in reversed(done):
                     self._unpin(at)
                 raise
-            self._pinned.append(_Pinned(start, stop, tuple(done), array))
+            self._pinned[start, stop] = (done, array)
             self._index()
 
     def remove(self, memory: memoryview | torch.Tensor) -> None:
         """Unregister memory that was added, exactly as it was added; other memory is left as it is."""
         extent = _extent(_bytes_of(memory))
         with self._lock:
-            for pinned in [p for p in self._pinned if (p.start, p.stop) == extent]:
-                self._forget(pinned)
+            if extent in self._pinned:
+                self._forget(extent)
 
     def clear(self) -> None:
         """Unregister everything."""
         with self._lock:
             while self._pinned:
-                self._forget(self._pinned[-1])
+                self._forget(next(reversed(self._pinned)))
 
-    def _forget(self, pinned: _Pinned) -> None:
+    def _forget(self, extent: tuple[int, int]) -> None:
         # Out of the index first: no copy may take memory for pinned that is not.
-        self._pinned.remove(pinned)
+        chunks, _kept = self._pinned.pop(extent)
         self._index()
-        for at, _ in pinned.chunks:
+        for at, _ in chunks:
             self._unpin(at)
 
     def _index(self) -> None:
-        self._chunks = sorted(c for p in self._pinned for c in p.chunks)
+        self._chunks = sorted(c for chunks, _ in self._pinned.values() for c in chunks)
 
     def split(self, address: int, nbytes: int) -> list[tuple[int, bool]]:
         """Cut ``[address, address + nbytes)`` into parts of one chunk each: ``(nbytes, pinned)`` of each, in

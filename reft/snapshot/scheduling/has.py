@@ -22,7 +22,6 @@ from enum import StrEnum
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.windows import Window
 
-MIB = 2**20
 SHORTEST_WINDOW_SECS = 0.0002
 """Shorter waits are not used: to wake the copying thread costs about a tenth of this."""
 _LONGEST_INTERVAL = 2**62
@@ -154,10 +153,6 @@ class HasSchedule:
         }
 
     @property
-    def fits_bubbles(self) -> bool:
-        return self.tier_bytes[1] == self.total_bytes
-
-    @property
     def fits(self) -> bool:
         return self.left_over_bytes == 0
 
@@ -169,37 +164,6 @@ class HasSchedule:
     def beside_communication(self) -> dict[int, int]:
         """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
         return {p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes}
-
-    def __str__(self) -> str:
-        tiers = self.tier_bytes
-        head = (
-            f"HAS, {self.estimator or 'given'} windows: {self.total_bytes / MIB:.1f} MiB a step of "
-            f"{self.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, {tiers[2] / MIB:.1f} "
-            f"beside computation, {tiers[3] / MIB:.1f} beside communication"
-        )
-        lines = [head, f"  {'tier':>4} {'kind':10} {'start ms':>9} {'ms':>8} {'MiB':>9} {'of MiB':>9}"]
-        for p in (*self.windows, *self.computing, *self.communicating):
-            lines.append(
-                f"  {p.tier:>4} {p.kind:10} {p.start_secs * 1e3:9.2f} {p.length_secs * 1e3:8.2f} "
-                f"{p.nbytes / MIB:9.2f} {p.capacity_bytes / MIB:9.2f}"
-            )
-        lines.append(f"  {self._about_rest()}")
-        return "\n".join(lines)
-
-    def _about_rest(self) -> str:
-        if self.fits:
-            return "everything fits before the optimizer step"
-        rest = f"{self.left_over_bytes / MIB:.1f} MiB do not fit before the optimizer step"
-        if self.overflow is Overflow.STAGING:
-            return (
-                f"{rest}; {self.staged_bytes / MIB:.1f} MiB of it are staged on the device, one snapshot "
-                f"every {self.advised_interval_steps} steps"
-            )
-        what = "it waits" if self.overflow is Overflow.STALL else "snapshots are taken less often"
-        return (
-            f"{rest} ({self.left_over_secs * 1e3:.1f} ms): {what}; a snapshot every "
-            f"{self.advised_interval_steps} steps would stay within the allowed overhead"
-        )
 
 
 def plan_schedule(
@@ -238,14 +202,14 @@ def plan_schedule(
         raise ConfigError(
             "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
         )
-    scale = model.factor if model is not None else _no_scale
+    factor = (lambda position: 1.0) if model is None else model.factor
     tier_1, rest = _fill(
         1,
         [
             (
                 w.start_secs,
                 w.stop_secs,
-                w.length_secs * bandwidth.window * scale(w.position),
+                w.length_secs * bandwidth.window * factor(w.position),
                 w.position,
                 w.kind,
             )
@@ -334,10 +298,6 @@ def _fill(
         for (start, stop, _, position, kind), n, capacity in zip(rooms, taken, capacities, strict=True)
     )
     return planned, rest
-
-
-def _no_scale(position: int) -> float:
-    return 1.0
 
 
 @dataclass

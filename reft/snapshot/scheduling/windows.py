@@ -13,7 +13,7 @@ discrete-event simulator finds, window by window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -67,28 +67,13 @@ class Window:
         return self.stop_secs - self.start_secs
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; :meth:`from_json` reads them."""
+        """Plain values."""
         return {
             "kind": self.kind.value,
             "start_secs": self.start_secs,
             "stop_secs": self.stop_secs,
             "position": self.position,
         }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Window:
-        return cls(
-            kind=WindowKind(values["kind"]),
-            start_secs=float(values["start_secs"]),
-            stop_secs=float(values["stop_secs"]),
-            position=int(values["position"]),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.start_secs:.6g} to {self.stop_secs:.6g} s "
-            f"({self.length_secs:.6g} s, before instruction {self.position})"
-        )
 
 
 @dataclass(frozen=True)
