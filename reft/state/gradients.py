@@ -137,7 +137,8 @@ class GradientCapture:
     def _when_reduced(self) -> None:
         """All gradients are averaged, those of other partitions are about to be dropped."""
         wrapper = self._wrapper
-        if self._closed or not _at_boundary(wrapper):
+        boundary = wrapper.is_gradient_accumulation_boundary
+        if self._closed or not (boundary() if callable(boundary) else boundary):
             return
         self._fence()
         for g, params in enumerate(wrapper.round_robin_bit16_groups):
@@ -201,11 +202,6 @@ def _check_zero(wrapper: Any) -> None:
             f"its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
             f'"data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
         )
-
-
-def _at_boundary(wrapper: Any) -> bool:
-    boundary = wrapper.is_gradient_accumulation_boundary
-    return bool(boundary() if callable(boundary) else boundary)
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:

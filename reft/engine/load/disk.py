@@ -372,9 +372,11 @@ def _of_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
     """What the first host file that can be read says of the job that saved it, and of the step."""
+    from reft.state.deepspeed_format import read_host_file
+
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
         try:
-            state = _read_host_file(file)
+            state = read_host_file(file)
         except (ReftError, OSError):
             continue
         if isinstance(state, dict):
@@ -511,13 +513,9 @@ def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
 
 def read_host_state(checkpoint: Path, coordinate: Coordinate) -> dict[str, Any] | None:
     """Host state that reft saved beside a DeepSpeed checkpoint; None if there is none."""
-    return _read_host_file(host_file(checkpoint, coordinate))
-
-
-def _read_host_file(path: Path) -> dict[str, Any] | None:
     from reft.state.deepspeed_format import read_host_file
 
     try:
-        return read_host_file(path)
+        return read_host_file(host_file(checkpoint, coordinate))
     except FileNotFoundError:
         return None
