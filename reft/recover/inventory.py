@@ -132,7 +132,7 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
+ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
 
 
 @contextmanager

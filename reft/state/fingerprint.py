@@ -17,7 +17,7 @@ Fact = str | int | float | bool | None
 
 _FORMAT = 1
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
-ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
+ACCEPT_KEY = "accept_changes"  # key of the ``reft`` block that lists facts which may differ
 AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""

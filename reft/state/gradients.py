@@ -47,10 +47,10 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: StepRecord | None = None  # Of the step that is being made
+        self.record: StepRecord | None = None  # of the step that is being made
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
-        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # Where it is captured, by member and name
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # where it is captured, by member and name
         self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
         self._closed = False
         self._undo: list[Callable[[], None]] = []

@@ -89,7 +89,7 @@ class VersionSource:
     """The part of a version that one process writes."""
 
     job_id: str  # job whose state it is
-    label: Label  # the version
+    label: Label
     degrees: Degrees  # parallel degrees of the job
     layouts: Mapping[Coordinate, str]  # layout hash of every coordinate in ``blocks``
     # own blocks of every coordinate that is written here: its shard of the replicated image, its owned and

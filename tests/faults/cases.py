@@ -167,7 +167,7 @@ class PlannedFault:
     """One fault of a job."""
 
     case: Case | None  # the cell it stands for; None: it only leads up to the next one
-    moment: FaultPoint  # when
+    moment: FaultPoint
     coordinate: Coordinate  # whose node fails
     action: str  # ``kill_node`` or ``kill``
     incarnation: int  # in which life of the job

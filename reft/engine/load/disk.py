@@ -180,7 +180,7 @@ class CheckpointParts:
         )
 
 
-SAVED_BY = "saved_by"  # Key of a host file: which job saved it, and when in its life
+SAVED_BY = "saved_by"  # key of a host file: which job saved it, and when in its life
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
@@ -189,7 +189,7 @@ class DiskCheckpoint:
     """A checkpoint on disk."""
 
     directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
-    tag: str  # its tag
+    tag: str
     step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
     # the version, where this job wrote it; None for what another job, or no reft, wrote
     label: Label | None = None
@@ -244,7 +244,7 @@ class Resumed:
     """What a load has brought back, before the first step."""
 
     path: Any  # as it was returned to the script
-    client_state: Any  # likewise
+    client_state: Any
     # the checkpoint, or the version in memory; None: a load that reft knows nothing of
     source: DiskCheckpoint | Label | None
 
