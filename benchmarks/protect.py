@@ -33,11 +33,9 @@ import numpy as np
 from common import MIB, progress
 from results import estimate, machine, run_lines
 
-from reft.errors import ConfigError
 from reft.protect.backend import (
     Backend,
     Buffer,
-    CupyBackend,
     NumpyBackend,
     TorchBackend,
     combine_ragged,
@@ -101,13 +99,15 @@ def places() -> list[Place]:
         Place("torch cpu", TorchBackend(), on_host, torch_copy, lambda: None),
     ]
     if torch.cuda.is_available():
-        backends: list[tuple[str, Backend]] = [("torch device", TorchBackend())]
-        try:
-            backends.append(("cupy", CupyBackend()))
-        except ConfigError as e:
-            progress(str(e))
-        for name, backend in backends:
-            made.append(Place(name, backend, lambda d: on_host(d).cuda(), torch_copy, torch.cuda.synchronize))
+        made.append(
+            Place(
+                "torch device",
+                TorchBackend(),
+                lambda d: on_host(d).cuda(),
+                torch_copy,
+                torch.cuda.synchronize,
+            )
+        )
     return made
 
 

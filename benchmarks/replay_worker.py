@@ -27,7 +27,7 @@ from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage

@@ -84,11 +84,8 @@ def running_program(engine: Any) -> MegatronProgram | None:
 
 class MegatronProgram:
     """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it counts, and
-    its module ``checkpointing``.
-
-    Raises:
-        ConfigError: it was started with an option that reft cannot resume.
-    """
+    its module ``checkpointing``; a ConfigError where it was started with an option that reft cannot
+    resume."""
 
     def __init__(self, engine: Any, args: Any, checkpointing: Any) -> None:
         self._engine = engine
@@ -140,11 +137,8 @@ class MegatronProgram:
                 self._args.load = str(session.memory.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
-        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts.
-
-        Raises:
-            UnsupportedStateError: the program does not count its iterations as the engine counts steps.
-        """
+        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts; an
+        UnsupportedStateError where the program does not count its iterations as the engine counts steps."""
         args, step = self._args, int(self._engine.global_steps)
         counted = int(getattr(args, "iteration", 0))
         if step - counted not in (0, 1):

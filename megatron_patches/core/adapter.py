@@ -67,11 +67,8 @@ class Part:
 
 
 class MegatronAdapter:
-    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer.
-
-    Raises:
-        UnsupportedStateError: they hold state reft does not know; names it and what to change.
-    """
+    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer, if reft knows their
+    state."""
 
     steps_exactly = False
 

@@ -233,11 +233,8 @@ class MegatronProtection:
     # -- start ---------------------------------------------------------------------------------------
 
     def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
-        """Steps of what the script has loaded, the same on all ranks; None: it has nothing.
-
-        Raises:
-            UnrecoverableError: the ranks have loaded different steps.
-        """
+        """Steps of what the script has loaded; None: it has nothing. An UnrecoverableError where the ranks
+        have loaded different steps."""
         steps = None if otherwise is None else otherwise()
         told = {found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])}
         if len(told) > 1:

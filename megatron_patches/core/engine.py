@@ -23,11 +23,7 @@ from reft.state.rng import capture_rng, restore_rng
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is given.
-
-    Raises:
-        UnsupportedStateError: they hold state reft does not know.
-    """
+    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is given."""
 
     name = "MegatronEngine"
 
@@ -45,11 +41,8 @@ class MegatronEngine:
         self._model = torch.nn.ModuleList(chunks)
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """Experts are spread over data-parallel ranks: they change nothing here.
-
-        Raises:
-            LayoutError: the groups do not span the job.
-        """
+        """Experts are spread over data-parallel ranks: they change nothing here. A LayoutError where the
+        groups do not span the job."""
         first = self.chunks[0]
         groups = (first.pp_group, first.dp_cp_group, first.tp_group)
         if not all(isinstance(group, dist.ProcessGroup) for group in groups):

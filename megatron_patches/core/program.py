@@ -77,12 +77,8 @@ programs: list[TrainingProgram] = []
 
 
 def install(module: ModuleType) -> None:
-    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported. Nothing, where the block
-    says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block cannot be read or is wrong, or the module is not as reft knows it.
-    """
+    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported, unless the block says
+    ``"enabled": false``; a ConfigError where it cannot be used, or the module is not as reft knows it."""
     if not programs:
         log.install()
         end_in_words()
@@ -292,11 +288,8 @@ class TrainingProgram:
         return {_ITERATION: self._iteration, _OPERATIONS: self._operations, _SUMS: self._sums, **counted}
 
     def _end_step(self, protection: MegatronProtection, call: dict[str, Any]) -> None:
-        """The iteration's version is taken.
-
-        Raises:
-            SystemExit: the job was told to stop. Where all ranks do, the program has saved its checkpoint.
-        """
+        """The iteration's version is taken. Exits where the job was told to stop: where all ranks do, the
+        program has saved its checkpoint."""
         try:
             protection.end_step()
         except SystemExit:

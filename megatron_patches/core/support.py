@@ -40,11 +40,7 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def check_release(releases: Sequence[str] = _RELEASES) -> None:
-    """``releases``: those that are taken, such as ``0.16``.
-
-    Raises:
-        ConfigError: Megatron-core is not installed, or of a release that was never tried.
-    """
+    """A ConfigError where Megatron-core is not installed, or of a release that was never tried."""
     try:
         # Of what is imported: a checkout of Megatron-LM has its own, whatever is installed.
         from megatron.core import __version__ as found
@@ -58,11 +54,7 @@ def check_release(releases: Sequence[str] = _RELEASES) -> None:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers that an optimizer consists of, without those that have nothing to do on this rank.
-
-    Raises:
-        UnsupportedStateError: it is of a class that reft does not know.
-    """
+    """The optimizers that an optimizer consists of, without those that have nothing to do on this rank."""
     path = class_path(optimizer)
     if path == CHAINED:
         for one in optimizer.chained_optimizers:

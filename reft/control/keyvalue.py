@@ -345,16 +345,12 @@ class _Line:
             channel.shutdown()
 
     def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
-        channel = self._connected()
-        channel.send([operation, *arguments])
-        answer: list[Any] = channel.receive()
-        return answer
-
-    def _connected(self) -> Channel:
         if self._channel is None:
             self._channel = self._dial()
             self.local_address = self._channel.local_address
-        return self._channel
+        self._channel.send([operation, *arguments])
+        answer: list[Any] = self._channel.receive()
+        return answer
 
     def _dial(self) -> Channel:
         return connect_authenticated(self._endpoint, self._secret, PURPOSE, self._timeout_secs)

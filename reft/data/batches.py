@@ -30,11 +30,8 @@ def shares_store() -> bool:
 
 
 def job_store(replicas: int) -> Any:
-    """Where the ranks of the job find each other: torch.distributed's store, of this start alone.
-
-    Raises:
-        ConfigError: there is none, and more than one replica; or the starts share one.
-    """
+    """Where the ranks of the job find each other: torch.distributed's store, of this start alone; a
+    ConfigError where there is none, and more than one replica, or the starts share one."""
     if dist.is_available() and dist.is_initialized():
         if shares_store():
             raise ConfigError(

@@ -267,10 +267,6 @@ class Reading:
         self._ended_at: JobPosition | None = None
         """Behind the last step whose end was handed out."""
 
-    def train(self) -> None:
-        """A batch of it is trained on."""
-        self._progress.train()
-
     def __iter__(self) -> Reading:
         return self
 

@@ -88,9 +88,9 @@ EXPERTS = -1
 
 
 def own_flops_per_token(engine: Any, at: Coordinate) -> int:
-    """Of the parameters that this rank answers for, so that all ranks together count each parameter once:
-    those of the first replica, of a tied parameter the first of its stages, and of one that tensor-parallel
-    ranks have alike the first of them. :data:`EXPERTS` where there are experts."""
+    """Of the parameters that this rank answers for: those of the first replica, of a tied parameter the first
+    of its stages, and of one that tensor-parallel ranks have alike the first of them. :data:`EXPERTS` where
+    there are experts."""
     module = engine.module
     parameters = dict.fromkeys(module.parameters())
     if any(getattr(p, "allreduce", True) is False for p in parameters):
@@ -173,11 +173,7 @@ class Program(Protocol):
 
 
 def running_program(engine: Any) -> Program | None:
-    """The program that has made the engine; None for a script of nobody's.
-
-    Raises:
-        ConfigError: it was started with an option that reft cannot resume.
-    """
+    """The program that has made the engine, if it can be resumed; None for a script of nobody's."""
     for module, function in integrations.found("PROGRAMS"):
         if module in sys.modules:
             program: Program | None = integrations.load(function)(engine)

@@ -29,12 +29,9 @@ from reft.state.rng import capture_rng
 
 
 class Resizing:
-    """Takes up versions that were written at another data-parallel degree.
-
-    Attributes:
-        why_not: why this job would not be the same at another degree; "" where it would.
-        data_is_bound: why the program's data are others at another degree; "" where they are not.
-    """
+    """Takes up versions that were written at another data-parallel degree. ``why_not``: why this job would
+    not be the same at another one; ``data_is_bound``: why its program's data would not be; "" where they
+    would."""
 
     def __init__(self, adapter: StateAdapter, micro_batches: int, config: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -49,12 +46,8 @@ class Resizing:
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
     ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
-        """Give the live state the shape that it has in this job, and make the host state one of this job's.
-
-        Args:
-            blob: the host block of the member :meth:`Resize.host_from`; its state is changed.
-            resize: from which degree to which.
-            dp: this rank's place among its data-parallel peers.
+        """Give the live state the shape that it has in this job, and make the host state one of this job's:
+        that of ``blob``, the host block of the member :meth:`Resize.host_from`.
 
         Returns:
             Images whose bytes are to be written, and from where those of the owned one come.
@@ -155,11 +148,7 @@ class Description:
 
 
 def describe(engine: Any, adapter: StateAdapter) -> Held:
-    """What this rank holds now.
-
-    Raises:
-        LayoutError: the state cannot be told apart by parameters; says why.
-    """
+    """What this rank holds now; a LayoutError where the state cannot be told apart by parameters."""
     named = {id(p): name for name, p in engine.module.named_parameters()}
     grouped = adapter.grouped()
     if strange := sum(id(p) not in named for group in grouped for p in group):
@@ -253,11 +242,8 @@ def same_on_stages(module: Any) -> set[str]:
 
 
 def check_stages(module: Any, old: Layout, new: Layout, at: Coordinate) -> None:
-    """What several old stages have has to be one and the same, where other stages have it now.
-
-    Raises:
-        LayoutError: a parameter of the new rank ``at`` was another one on each.
-    """
+    """What several old stages have has to be one and the same, where other stages have it now: a LayoutError
+    where a parameter of the new rank ``at`` was another one on each."""
     same, was, now = same_on_stages(module), old.stages(), new.stages()
     mine = [p.name for p in new.held[at.pp, at.tp].parameters]
     if unlike := [n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]]:
@@ -293,11 +279,7 @@ def _split(parameter: torch.Tensor) -> int | None:
 
 
 def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
-    """The tensors that a plan names, flat.
-
-    Raises:
-        LayoutError: one is not contiguous.
-    """
+    """The tensors that a plan names, flat; a LayoutError where one is not contiguous."""
     found = {f"model.{name}": p for name, p in engine.module.named_parameters()}
     for g, i, p in adapter.state.params():
         found[f"master.{g}.{i}"] = p
@@ -333,11 +315,8 @@ _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_
 
 
 class DeepSpeedEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`.
-
-    Raises:
-        UnsupportedStateError: it holds state reft does not know.
-    """
+    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state reft does
+    not know."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import ReftConfig, Variant
+from reft.config import Variant
 from reft.errors import ReftError, UnsupportedStateError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
@@ -28,6 +28,7 @@ from reft.state.gradients import GradientCapture
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
     from reft.engine.deepspeed_engine import Resizing
+    from reft.engine.session import Session
 
 
 class TrainingEngine(Protocol):
@@ -58,10 +59,7 @@ class TrainingEngine(Protocol):
         """Optimizer steps made so far, those left out on overflow too."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """
-        Raises:
-            LayoutError: the ranks are split in a way that reft does not know.
-        """
+        """A LayoutError where the ranks are split in a way that reft does not know."""
 
     def settings(self) -> dict[str, Fact]:
         """What would change the numbers, for the fingerprint; rank 0's counts."""
@@ -77,10 +75,7 @@ class TrainingEngine(Protocol):
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
         """By which a checkpoint can be written from memory (:mod:`reft.state.deepspeed_format`); empty: none.
-
-        Raises:
-            ReftError: it cannot be described.
-        """
+        A ReftError where it cannot be described."""
 
 
 logger = logging.getLogger(__name__)
@@ -89,26 +84,19 @@ ClientState = Callable[[], Mapping[str, Any]]
 
 
 class EngineState:
-    """Captures the state after a step. Used by the training thread. ``strict``: a version of which no
-    checkpoint could be written is not taken."""
+    """Captures the state after a step. Used by the training thread."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        recomputing: Recomputing,
-        client_state: ClientState | None,
-        *,
-        strict: bool,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, session: Session, client_state: ClientState | None) -> None:
+        self._engine = engine = session.engine
         self.adapter = engine.adapter
-        self.recomputing = recomputing
+        self.recomputing = Recomputing(session)
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
         self._images: LiveImages | None = None
-        self._blob = HostBlob(strict=strict)
+        # Strict: a version of which no checkpoint could be written is not taken.
+        self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: Label, *, must: bool, variant: Variant) -> SnapshotRequest:
@@ -171,28 +159,15 @@ class EngineState:
 class Recomputing:
     """AOR in one session: nothing, unless it was asked for and there are partitions.
 
-    Args:
-        scheme: the one in force: it decides whose partitions this rank keeps.
-        fence: waits until nobody copies what was captured before.
-
     Raises:
         UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
             change.
     """
 
-    def __init__(
-        self,
-        config: ReftConfig,
-        *,
-        adapter: Adapter,
-        at: Coordinate,
-        topology: Topology,
-        scheme: Callable[[], Scheme],
-        fence: Callable[[], None],
-    ) -> None:
-        self._scheme = scheme
-        self._member = at.dp
-        self._nodes = topology.group_nodes(at.pp, at.tp)
+    def __init__(self, session: Session) -> None:
+        config, adapter, at = session.config, session.engine.adapter, session.coordinate
+        self._session = session
+        self._nodes = session.topology.group_nodes(at.pp, at.tp)
         self.capture: GradientCapture | None = None
         self.inexact: str | None = None
         """What to say at the start of partitions that cannot be recomputed to the bit."""
@@ -206,22 +181,23 @@ class Recomputing:
                 f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
             )
         if not adapter.owned:
-            if topology.coordinates[0] == at:
+            if session.is_rank_zero:
                 logger.info(
                     "%s partitions nothing: all of its state is protected by %s, aor has nothing to do",
                     type(adapter.wrapper).__name__,
                     config.scheme,
                 )
             return
-        self.capture = GradientCapture(adapter, self._kept_members(), fence)
+        self.capture = GradientCapture(adapter, self._kept_members(), session.fence.hold)
         self.inexact = why_inexact(self.capture.recipe)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
         if self.paused:
             return ()
-        scheme = self._scheme()
-        return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
+        scheme = Scheme.parse(self._session.protection.record.in_force)
+        placement = place_group(self._nodes, scheme.copies, scheme.parities)
+        return placement.kept_by(self._session.coordinate.dp)[1:]
 
     @property
     def recipe(self) -> AdamRecipe | None:

@@ -95,11 +95,8 @@ def local_rank() -> int:
 
 
 def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
-    """Read the parallel coordinate of this rank from a DeepSpeed engine.
-
-    Raises:
-        LayoutError: the engine splits ranks in a way reft does not know (experts, sequences).
-    """
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
+    in a way reft does not know (experts, sequences)."""
     import torch.distributed as dist
 
     grid = getattr(engine, "grid", None)
@@ -135,11 +132,8 @@ def note_session(memory: Path, session: Session) -> None:
 
 
 def require_no_other(memory: Path) -> None:
-    """Refuse a second engine of a job, under a launcher's lock as well as without one.
-
-    Raises:
-        ConfigError: this process has an engine whose session has this memory and is not closed.
-    """
+    """Refuse a second engine of a job, under a launcher's lock as well as without one: a ConfigError where
+    this process has an engine whose session has this memory and is not closed."""
     other = _newest.get(os.path.realpath(memory))
     if other is not None and not other.closed:
         raise ConfigError(
@@ -155,11 +149,7 @@ _LOCK_SECS = 10.0
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """The block with the name of the job in it: the one given, else rank 0's own.
-
-    Raises:
-        ConfigError: the ranks were given different names.
-    """
+    """The block with the name of the job in it: the one given, the same on all ranks, else rank 0's own."""
     given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
     own = own_name_of_process() if control.rank == 0 and not given[0] else ""
     derived = control.gather_bytes(own.encode())[0].decode()
@@ -295,12 +285,8 @@ class Identity:
         return cls(said, config, control, restarted=restarted, why_one_size=why, is_one_size=fixed)
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
-        """Refuse stored state of another job, or of this one with other settings; the same on all ranks if
-        ``was`` is.
-
-        Raises:
-            FingerprintError: it differs; says in what.
-        """
+        """Refuse stored state of another job, or of this one with other settings, by a FingerprintError that
+        says in what it differs; the same on all ranks if ``was`` is."""
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
             # Nobody is there to answer: the job goes on, and says so.
@@ -310,16 +296,10 @@ class Identity:
         require_same(was, now, of=of, accepted=self._config.accept_changes)
 
     def check_memory(self, job_dir: Path, label: Label, *, reads: bool, but: Collection[str] = ()) -> None:
-        """Before a version is restored from memory: was it written by this job as it is now? Collective.
-
-        Args:
-            reads: this rank is the one of its node that reads the record.
-            but: facts that may differ: at another data-parallel degree, or in another layout, it is no other
-                job as long as the global batch is the same.
-
-        Raises:
-            FingerprintError: no; on all ranks.
-        """
+        """Before a version is restored from memory: was it written by this job as it is now? A
+        FingerprintError on all ranks where not. ``reads``: this rank is the one of its node that reads the
+        record. ``but``: facts that may differ: at another degree, or in another layout, it is no other job as
+        long as the global batch is the same. Collective."""
         record = newest_record(job_dir, label.incarnation) if reads else None
         told = self._control.gather_bytes(encode(record and list(record)))
         records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
@@ -343,12 +323,8 @@ class Identity:
 
     def check_checkpoint(self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()) -> None:
         """Before a checkpoint with the fingerprint ``was`` is loaded from disk: was it written by this job as
-        it is now? Another job's is loaded only where the script names its directory: that is its user's
-        decision, and the differences are said.
-
-        Raises:
-            FingerprintError: it was, with other settings.
-        """
+        it is now, else a FingerprintError. Another job's is loaded only where the script names its directory:
+        that is its user's decision, and the differences are said."""
         if was is None:
             return
         stored = Fingerprint.decode(was)

@@ -88,11 +88,8 @@ class JobRecord:
                 return
 
     def newest_commit(self) -> Label | None:
-        """The newest commit noted, or None if there was none (or no store).
-
-        Raises:
-            TransferError: there is a store, but it does not say.
-        """
+        """The newest commit noted, or None if there was none (or no store); a TransferError where there is
+        one, but it does not say."""
         key = self._committed_key
         try:
             if self._store is None or not self._store.check([key]):
@@ -156,12 +153,9 @@ def _label(note: bytes) -> Label:
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
-    """The newest commit that the rendezvous store knows of, in words; empty if there was none. Collective:
-    asked where neither memory nor disk holds a version.
-
-    Raises:
-        TransferError: on all ranks, if the store does not say.
-    """
+    """The newest commit that the rendezvous store knows of, in words; empty if there was none; a
+    TransferError on all ranks if it does not say. Collective: asked where neither memory nor disk holds a
+    version."""
     told: dict[str, str] = {}
     if control.rank == 0:
         try:
@@ -201,11 +195,7 @@ def open_control(config: ReftConfig) -> ControlGroup:
 def gather_topology(
     control: ControlGroup, coordinate: Coordinate, degrees: Degrees
 ) -> tuple[Topology, tuple[Place, ...]]:
-    """Tell all ranks where this one is; the topology, and the place of every global rank. Collective.
-
-    Raises:
-        LayoutError: the ranks do not form a pp x dp x tp grid.
-    """
+    """Tell all ranks where this one is; the topology, and the place of every global rank. Collective."""
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
     mine = encode([list(at), list(astuple(Place.here()))])
     facts = [decode(data) for data in control.gather_bytes(mine)]
@@ -220,11 +210,8 @@ def gather_topology(
 
 
 def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
-    """Open the job's memory on this node under the secret that all nodes share. Collective.
-
-    The launcher hands it out (REFT_SECRET). Under plain ``torchrun`` the memory of a surviving
-    node has it, and a new job takes rank 0's.
-    """
+    """Open the job's memory on this node under the secret that all nodes share: the launcher's (REFT_SECRET);
+    under plain ``torchrun`` that of a surviving node's memory, or of a new job rank 0's. Collective."""
     secret = None
     if not os.environ.get(ENV_SECRET):
         path = config.job_memory_dir
@@ -247,11 +234,8 @@ def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
 def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
     """One more than every incarnation that any node or the disk has seen (P7): that on which the launchers
     agreed when they started the trainers, unless the disk knows a later one. Older starts change nothing on
-    the disk any more. Collective.
-
-    Raises:
-        FencedError: on all ranks, if another start of the job has claimed the disk with the same number.
-    """
+    the disk any more. Collective; a FencedError on all ranks, if another start of the job has claimed the
+    disk with the same number."""
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if control.rank == 0:
         seen = max(seen, _newest_on_disk(config.persist.dir, job_dir.job_id))
@@ -281,12 +265,8 @@ def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
 
 
 class JobMemory:
-    """What the job has on this node; ``writes``: whether this rank writes what the node has once. Collective.
-
-    Raises:
-        ConfigError: another engine of this process has the memory.
-        JobInUseError: another job has it.
-    """
+    """What the job has on this node, unless another engine of this process, or another job, has it
+    (ConfigError, JobInUseError). ``writes``: whether this rank writes what the node has once. Collective."""
 
     def __init__(
         self, config: ReftConfig, identity: Identity, *, node: str, writes: bool, control: ControlGroup

@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def choose_protection(session: Session) -> ReftConfig:
-    """The block with the chosen protection in the place of ``auto``. Collective.
-
-    What a rank alone knows, the bytes of its state and the memory of its node, is gathered first; the rest is
-    pure, so that all ranks choose the same. Windows are not measured yet: the choice needs none, since it
-    takes what moves least."""
+def situation_of(session: Session) -> Situation:
+    """What a rank alone knows, the bytes of its state and the memory of its node, is gathered; the rest is
+    pure, so that all ranks choose the same. Collective."""
     config, topology, adapter = session.config, session.topology, session.engine.adapter
     usable = usable_memory_bytes(config, session.memory.job_dir.path)
     gathered = session.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
@@ -46,7 +43,13 @@ def choose_protection(session: Session) -> ReftConfig:
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
     sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
-    situation = Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
+    return Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
+
+
+def choose_protection(session: Session) -> ReftConfig:
+    """The block with the chosen protection in the place of ``auto``. Collective. Windows are not measured
+    yet: the choice needs none, since it takes what moves least."""
+    config, situation = session.config, situation_of(session)
     choice = _choose(situation, config)
     chosen, scheme = choice.chosen, choice.chosen.scheme
     session.events.write(
@@ -103,12 +106,9 @@ def usable_memory_bytes(config: ReftConfig, job_dir: Path) -> int:
 
 
 class Protection:
-    """The protection that is in force, the same on all ranks. Made collectively. ``chosen``: whether the
-    scheme was chosen (``auto``), not named by the block.
-
-    Raises:
-        ConfigError: the groups are too small for the scheme.
-    """
+    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
+    groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
+    the block."""
 
     def __init__(self, session: Session, *, chosen: bool) -> None:
         config = session.config

@@ -182,8 +182,7 @@ class TierRate:
         seen = self._pairs.cost()
         if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
             return
-        found = frequency(self._costs(seen), self._max_overhead)
-        self.rate = Rate(self._bounded(found.interval_steps))
+        self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
         self._judge(seen)
 
     def _costs(self, seen: Cost) -> Costs:
@@ -457,12 +456,9 @@ class _Measured(BaseModel):
 
 
 class RateCache:
-    """What an earlier start has measured of one rank's versions, so that the next one need not.
-
-    One small file per rank in the memory directory, next to the jobs: the same model in the same layout on
-        the
-    same machine, which the JSON values of ``facts`` tell, finds it, whatever the job is called.
-    """
+    """What an earlier start has measured of one rank's versions, so that the next one need not: one small
+    file per rank in the memory directory, next to the jobs. The same model in the same layout on the same
+    machine, as the JSON values of ``facts`` have it, finds it, whatever the job is called."""
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         self._facts = json.loads(json.dumps(facts, sort_keys=True))

@@ -16,7 +16,7 @@ from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.engine.checks.start import check_start, warn
 from reft.engine.copying import Copying, OptimizerFence
-from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
+from reft.engine.engine import ClientState, EngineState, TrainingEngine
 from reft.engine.identity import Identity, local_rank, name_job, note_session
 from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
 from reft.engine.protection import Protection, choose_protection
@@ -30,8 +30,6 @@ from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
-from reft.protect.backend import backend_for
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
@@ -253,19 +251,20 @@ class Tracer:
             logger.warning("%s cannot be profiled, only a pipeline engine", name)
             return
         from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler, RankFacts
+        from reft.profile.profiler import Profiler
 
-        facts = RankFacts(
+        # On a device calls return before their work is done; its own clock is read, without waiting.
+        clock = DeviceClock() if session.copying.engine.asynchronous else None
+        self.weaver.mark = None if clock is None else clock.mark
+        self.profiler = Profiler(
+            config,
+            clock,
             job_id=session.job_id,
-            coordinate=session.coordinate,
+            at=session.coordinate,
             degrees=session.topology.degrees,
             secret=session.memory.job_dir.secret,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
-        # On a device calls return before their work is done; its own clock is read, without waiting.
-        clock = DeviceClock() if session.copying.engine.asynchronous else None
-        self.weaver.mark = None if clock is None else clock.mark
-        self.profiler = Profiler(config, facts, clock)
 
     def add(self, step: int, rank: int, stage_id: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
         """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
@@ -371,18 +370,8 @@ class Session:
         if chosen := self.config.chooses:
             self.config = choose_protection(self)
         self.protection = Protection(self, chosen=chosen)
-        if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
-            backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
-        recomputing = Recomputing(
-            self.config,
-            adapter=self.engine.adapter,
-            at=self.coordinate,
-            topology=self.topology,
-            scheme=lambda: Scheme.parse(self.protection.record.in_force),
-            fence=self.fence.hold,
-        )
-        self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
+        self.state = EngineState(self, client_state)
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
         watched = self.engine if self.is_rank_zero else None
@@ -569,11 +558,7 @@ class Session:
             self.rates.begun(self.submit(must=False))
 
     def after_step(self) -> None:
-        """A step has returned.
-
-        Raises:
-            SystemExit: the job stops here, as it was told to.
-        """
+        """A step has returned; exits where the job stops here, as it was told to."""
         self.boundary()
         self.progress.end_step(self._last_step)
         self.device_memory.after_step()

@@ -120,6 +120,9 @@ def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
     _refuse_doubles(infos)
     last_round = max(c.round for c in infos)
     last = [c for c in infos if c.round == last_round and last_round]
+    causes = {c.cause for c in last}
+    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
+    own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
     newest = max(c.newest_step for c in infos)
     known = max((c.known_step for c in last), default=-1)
     used = 0 if renews and newest > known else max((c.restarts_used for c in last), default=0)
@@ -128,7 +131,7 @@ def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
         members=tuple(c.agent for c in infos),
         nodes=tuple(c.node for c in infos),
         ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
-        restarts_used=used + _uses_restart(last),
+        restarts_used=used + own,
         known_step=max(newest, known),
         incarnation=1 + max(c.incarnation for c in infos),
         failures=_failures(last),
@@ -164,12 +167,6 @@ def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
             # Whoever is new has to go; the one that trains already keeps its name.
             keeps = same[:1] if same[0].round > same[1].round else []
             raise DuplicateNodeError(node, tuple(c.agent for c in same if c not in keeps))
-
-
-def _uses_restart(last: Sequence[NodeInfo]) -> bool:
-    causes = {c.cause for c in last}
-    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
-    return Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
 
 
 def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:

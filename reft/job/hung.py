@@ -61,7 +61,9 @@ class Hangs:
         mine = [w for w in self._waiting if w.seen.pid in pids]
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if silent else None
-        if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and _wait_for_it(mine):
+        # It waits for another node: it is quiet, and not at what may take its time alone.
+        waits = any(w.suspected or (w.quiet and w.communicates) for w in mine)
+        if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and waits:
             reason = "a node was struck out for its silence, and its peers wait for it; they go on without"
             logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
             return Failure(Cause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
@@ -77,7 +79,9 @@ class Hangs:
             self._open_since = self._named_at = None
             return None
         self._open_since = self._open_since or now
-        if len(reports) < size and now - self._open_since < _patience_for_the_silent(known):
+        # The trainers of nodes that have not told go on, as far as these know.
+        patience = max(max(w.seen.patience * LEAST_OTHER_SECS, step_limit_secs(w.seen)) for w in known)
+        if len(reports) < size and now - self._open_since < patience:
             return None
         self._named_at = self._named_at or now
         own = [w for w in mine if w.seen.rank in verdict.ranks]
@@ -111,16 +115,6 @@ class Hangs:
         if own:
             return Failure(Cause.OWN, culprit.local_rank, 1, verdict.reason)
         return Failure(Cause.PEER, culprit.local_rank, EX_PEER_FAILED, verdict.reason)
-
-
-def _wait_for_it(mine: Sequence[Waiting]) -> bool:
-    """Whether one of these waits for another node: it is quiet, and not at what may take its time alone."""
-    return any(w.suspected or (w.quiet and w.communicates) for w in mine)
-
-
-def _patience_for_the_silent(known: Sequence[Waiting]) -> float:
-    """How long to wait for nodes that have not told: their trainers go on, as far as they know."""
-    return max(max(w.seen.patience * LEAST_OTHER_SECS, step_limit_secs(w.seen)) for w in known)
 
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:

@@ -289,7 +289,11 @@ class Launcher:
         except FencedError as error:
             self._end = End.REPLACED
             history.note(self._memory.path, history.ENDED, reason=str(error))
-            return self._end_replaced(error)
+            if self.rendezvous.outcome() == ENDED_WELL:
+                self._end = End.WELL
+                return 0
+            logger.error("%s (exit code %d)", error, EX_FENCED)
+            return EX_FENCED
         except LeftError as left:
             self._end = End.LEFT
             history.note(self._memory.path, history.ENDED, reason=str(left))
@@ -367,14 +371,6 @@ class Launcher:
             self.rendezvous.close(str(error))
             raise
 
-    def _end_replaced(self, error: FencedError) -> int:
-        """This node is of an older start of the job than the one that runs."""
-        if self.rendezvous.outcome() == ENDED_WELL:
-            self._end = End.WELL
-            return 0
-        logger.error("%s (exit code %d)", error, EX_FENCED)
-        return EX_FENCED
-
     def judge(self, agent: ReftAgent, result: RunResult | None) -> int:
         """What the end of this node's trainers means for the job; returns the exit code."""
         if result is None:
@@ -396,7 +392,9 @@ class Launcher:
         self.rendezvous.close(f"node {self._options.node} gave up: {reason}")
         history.note(self._memory.path, history.ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
-            logger.error("%s", ChildFailedError(self._name(), result.failures))
+            words = (a for a in self._options.arguments if not a.startswith("-"))
+            name = next(words, self._options.entrypoint)
+            logger.error("%s", ChildFailedError(name, result.failures))
         return failure.exit_code if failure else 1
 
     def _make_agent(self, handler: StoreRendezvous, info: NodeInfo) -> ReftAgent:
@@ -433,10 +431,6 @@ class Launcher:
         told = read_json(self._memory.path / CONFIG_FILE) or {}
         return float(told.get("grace_secs", parse_block({}).grace_secs))
 
-    def _flush_secs(self) -> float:
-        """Time for the daemon to write the newest version: what the trainers left of the grace."""
-        return max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
-
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
@@ -445,7 +439,9 @@ class Launcher:
         if self._warm is not None:
             self._warm.close()
         if self._daemon is not None:
-            self._daemon.end(self._flush_secs() if self._end is End.UNFINISHED else 0.0)
+            # To write the newest version it has what the trainers left of the grace.
+            left_secs = max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
+            self._daemon.end(left_secs if self._end is End.UNFINISHED else 0.0)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:
@@ -454,9 +450,6 @@ class Launcher:
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
         elif not (self._options.keep_memory or self._end is End.REPLACED):
             self._memory.discard_unused()
-
-    def _name(self) -> str:
-        return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
 
 
 def _numbers(handler: StoreRendezvous, config: LaunchConfig) -> str:

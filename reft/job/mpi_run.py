@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +255,8 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
         pass
     linger = ["--linger-secs", str(linger_secs)]
     command = [sys.executable, "-m", "reft.node.daemon", str(job_dir.path), *linger]
+    # Without what names this rank to MPI: the daemon is none.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
             subprocess.run(
@@ -263,7 +265,7 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=_outside_of_mpi(os.environ),
+                env=environ,
                 timeout=_FORK_SECS,
                 check=True,
             )
@@ -278,11 +280,6 @@ def end_daemon(job_dir: JobDir) -> None:
         pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
         request(job_dir.path, job_dir.secret, "shutdown", timeout_secs=_PING_SECS)
         psutil.Process(pid).wait(_DAEMON_END_SECS)
-
-
-def _outside_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what names this rank to MPI: the daemon is none."""
-    return {k: v for k, v in environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
 
 
 def main(argv: Sequence[str]) -> int:

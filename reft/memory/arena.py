@@ -58,15 +58,7 @@ from reft.memory.header import (
     unpack_entries,
 )
 
-__all__ = [
-    "Arena",
-    "ArenaHeader",
-    "ArenaState",
-    "Entry",
-    "checksum",
-    "free_bytes",
-    "reserved_bytes",
-]
+__all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +187,8 @@ class Arena:
             job_id: refuse the versions of any other job.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ArenaError: if it is foreign, torn, truncated, of another job or of a later format; the
-                message says which.
+            FileNotFoundError: there is no such file.
+            ArenaError: it is foreign, torn, truncated, of another job or of a later format; says which.
         """
         if writable and secret is None:
             raise ArenaError(f"{path}: opened for writing without the job's secret; give the secret")
@@ -240,11 +231,7 @@ class Arena:
         write_all(self._fd, self.path, data, self._geometry.data_offset + offset)
 
     def allocate(self) -> None:
-        """Allocate what nobody has written (P9).
-
-        Raises:
-            OutOfMemoryError: there is no memory left.
-        """
+        """Allocate what nobody has written (P9). Raises OutOfMemoryError."""
         allocate(self._fd, self.path, self.file_bytes)
 
     @property
@@ -295,11 +282,8 @@ class Arena:
             return ArenaState.EMPTY
 
     def lost(self) -> str | None:
-        """Whether this file is still what the next start of the job would find and trust.
-
-        Returns:
-            What became of it ("was removed"), for a message that names the path; None if all is well.
-        """
+        """What became of this file, if it is not any more what the next start of the job would find and trust
+        ("was removed"), for a message that names the path; None if all is well."""
         try:
             mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -317,11 +301,7 @@ class Arena:
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
-        """Bytes of a block, unchecked: a view into the mapping.
-
-        Raises:
-            ArenaError: if the entry points outside the data region.
-        """
+        """Bytes of a block, unchecked: a view into the mapping. Raises ArenaError outside the data region."""
         self._check_bounds(entry)
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
@@ -353,10 +333,6 @@ class Arena:
         Args:
             entries: every stored block; also packed, as an array of :data:`reft.memory.header.TABLE`.
             sealed_unix_secs: time to record; now by default.
-
-        Raises:
-            ArenaError: if no version is being written, an entry lies outside the data region, or the
-                table has no room.
         """
         newest, header = self._in_state(ArenaState.WRITING, "sealed")
         if len(entries) > self.max_entries:
@@ -370,11 +346,8 @@ class Arena:
         self._release_own_lock()
 
     def commit(self) -> None:
-        """Record that every rank sealed this version (learned by the second vote).
-
-        Raises:
-            ArenaError: if the arena is not SEALED.
-        """
+        """Record that every rank sealed this version (learned by the second vote). Raises ArenaError if it is
+        not SEALED."""
         newest, header = self._in_state(ArenaState.SEALED, "committed")
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 

@@ -33,12 +33,8 @@ def is_decoded(name: str) -> bool:
 
 
 def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
-    """Open every arena of a job directory for reading.
-
-    Returns:
-        Per arena file, in name order, the open arena or the reason why it cannot be read. The caller
-        closes the arenas.
-    """
+    """Open every arena of a job directory for reading: per arena file, in name order, the open arena or the
+    reason why it cannot be read. The caller closes the arenas."""
     found: list[tuple[Path, Arena | str]] = []
     for path in sorted(job_dir.glob(f"*{ARENA_SUFFIX}")):
         try:

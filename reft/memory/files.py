@@ -55,11 +55,7 @@ def _next_data(fd: int, start: int, nbytes: int) -> int:
 
 
 def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
-    """Write to a file in memory.
-
-    Raises:
-        OutOfMemoryError: there is none left.
-    """
+    """Write to a file in memory. Raises OutOfMemoryError where there is none left."""
     with _memory_wanted(path, os.fstat(fd).st_size):
         while data:
             written = os.pwrite(fd, data, offset)
@@ -68,11 +64,7 @@ def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
 
 def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int:
     """Create ``path`` of this size, with the memory of its first ``allocated_bytes``, by default of all;
-    returns a descriptor.
-
-    Raises:
-        OutOfMemoryError: if it does not fit; no file is left behind.
-    """
+    returns a descriptor. Raises OutOfMemoryError where it does not fit; no file is left behind."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if nbytes > free_bytes(path.parent):
         raise out_of_memory(path, nbytes)

@@ -143,11 +143,6 @@ class Geometry:
 
     @classmethod
     def of(cls, data_bytes: int, max_entries: int) -> Geometry:
-        """Geometry for so many bytes of data and so many blocks.
-
-        Raises:
-            ArenaError: for negative sizes.
-        """
         if data_bytes < 0 or max_entries < 0:
             raise ArenaError(
                 f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; expected "
@@ -186,11 +181,8 @@ class Record:
     table: bytes
 
     def header(self) -> ArenaHeader | None:
-        """The header with its entries, which takes a while for thousands of them.
-
-        Raises:
-            ArenaError: if the table is none (its digests were right, so a program is wrong).
-        """
+        """The header with its entries, which takes a while for thousands of them. Raises ArenaError if the
+        table is none (its digests were right, so a program is wrong)."""
         if self.head is None:
             return None
         try:
@@ -216,12 +208,8 @@ def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes
 
 
 def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tuple[int, bytes]:
-    """Sequence number and payload of the record at the start of ``raw``.
-
-    Args:
-        raw: the whole region that may hold the record.
-        kind: what it has to be.
-        secret: the job's secret; None checks for tearing only, not for authenticity.
+    """Sequence number and payload of the record at the start of ``raw``, which has to be of this kind.
+    Without the job's secret it is checked for tearing only, not for authenticity.
 
     Raises:
         TornRecordError: where no whole record stands.
@@ -259,11 +247,7 @@ def encode_geometry(geometry: Geometry, secret: bytes) -> bytes:
 
 
 def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
-    """Read the superblock.
-
-    Raises:
-        ArenaError: if it is foreign, damaged or impossible.
-    """
+    """Read the superblock. Raises ArenaError if it is foreign, damaged or impossible."""
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
         data_bytes, max_entries, copy_bytes = (int(v) for v in msgpack.unpackb(payload))
@@ -325,11 +309,8 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
 
 
 def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
-    """Header, without its entries, and packed block table of a header copy's payload.
-
-    Raises:
-        ArenaError: if the payload is not a header (its digests were right, so a program is wrong).
-    """
+    """Header, without its entries, and packed block table of a header copy's payload. Raises ArenaError for
+    anything else (its digests were right, so a program is wrong)."""
     try:
         head, table = msgpack.unpackb(payload)
         if head is None:

@@ -40,11 +40,7 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_way(path: Path) -> None:
-    """Refuse a path that is a symbolic link, or leads through somebody else's.
-
-    Raises:
-        AuthenticationError: it is, or does.
-    """
+    """Refuse a path that is a symbolic link, or leads through somebody else's. Raises AuthenticationError."""
     absolute = Path(os.path.abspath(path))
     for place in (*reversed(absolute.parents), absolute):
         if not place.is_symlink():
@@ -64,11 +60,7 @@ def check_way(path: Path) -> None:
 
 def check_holder(path: Path) -> None:
     """Refuse a directory in which somebody else could exchange a job's directory: it has to be ours or
-    root's, and sticky where others may write to it.
-
-    Raises:
-        AuthenticationError: it is not.
-    """
+    root's, and sticky where others may write to it. Raises AuthenticationError."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise AuthenticationError(f"memory_dir {path}: expected a directory, found something else")
@@ -97,13 +89,7 @@ _START_TIME_SLACK_SECS = 2.0
 
 @dataclass(frozen=True)
 class JobDir:
-    """An existing job directory that belongs to this user.
-
-    Attributes:
-        path: the directory.
-        job_id: job whose memory it is.
-        node: node id under which it was made or last opened.
-    """
+    """A job directory that belongs to this user, and the node id under which it was made or last opened."""
 
     path: Path
     job_id: str
@@ -115,16 +101,15 @@ class JobDir:
 
         Args:
             memory_dir: directory for the memory of all jobs on this node.
-            job_id: the job.
-            node: this node's id.
-            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new
-                one. Nodes that exchange data must have the same.
+            job_id, node: the job, and this node's id.
+            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new one.
+                Nodes that exchange data must have the same.
 
         Raises:
-            AuthenticationError: if the directory or its secret belongs to somebody else, can be read
-                by others, or was made with another secret.
-            ArenaError: if the directory is another job's.
-            ConfigError: if the job id is no name of a directory.
+            AuthenticationError: the directory or its secret belongs to somebody else, can be read by others,
+                or was made with another secret.
+            ArenaError: the directory is another job's.
+            ConfigError: the job id is no name of a directory.
         """
         path = make_job_directory(memory_dir, job_id)
         _ensure_secret(path, secret if secret is not None else secret_of_environment())
@@ -146,12 +131,7 @@ class JobDir:
 
     @classmethod
     def open(cls, path: Path) -> JobDir:
-        """Open an existing directory.
-
-        Raises:
-            ArenaError: if there is none, or it is not a job's directory.
-            AuthenticationError: if it is somebody else's, or others can read it.
-        """
+        """Open an existing directory. Raises ArenaError where there is none, AuthenticationError as above."""
         if not is_job_dir(path):
             raise ArenaError(f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas")
         _check_private(path)
@@ -160,11 +140,7 @@ class JobDir:
 
     @cached_property
     def secret(self) -> bytes:
-        """The job's secret, 32 bytes.
-
-        Raises:
-            AuthenticationError: if it is missing, malformed, or not private.
-        """
+        """The job's secret, 32 bytes; see :func:`read_secret`."""
         return read_secret(self.path)
 
     def scan(self) -> list[tuple[Path, Arena | str]]:
@@ -172,11 +148,8 @@ class JobDir:
         return scan(self.path, self.secret, self.job_id)
 
     def note_incarnation(self, number: int) -> None:
-        """Note that a start of the job with this number runs here. One process per node does it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Note that a start of the job with this number runs here. One process per node does it. Raises
+        OSError."""
         if number > self.noted_incarnation():
             write_json(self.path / INCARNATION_FILE, {"incarnation": number})
 
@@ -211,14 +184,9 @@ class JobSummary:
     """One job's memory on one node, as listed by `reft clean`.
 
     Attributes:
-        path: its directory.
-        job_id: the job.
-        node: node id it was written under.
-        owner_uid: owner of the directory.
         created_unix_secs: when it was made; 0 if unknown.
         incarnation: highest incarnation found.
-        arenas: number of arena files.
-        nbytes: memory it takes.
+        arenas, nbytes: number of arena files, and the memory that the directory takes.
         alive_because: live processes; empty for an orphan.
         problem: why it could not be read, if so.
     """
@@ -255,11 +223,7 @@ def is_job_dir(path: Path) -> bool:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a job's directory, made or yet to be made, that is not its user's alone (P11).
-
-    Raises:
-        AuthenticationError: it, or the directory it lies in, is somebody else's.
-    """
+    """Refuse a job's directory, made or yet to be made, that is not its user's alone (P11)."""
     check_way(path.parent)
     if os.path.lexists(path.parent):
         check_holder(path.parent)
@@ -327,17 +291,11 @@ def _live_processes(path: Path, free: bool) -> tuple[str, ...]:
 
 
 def remove_job(path: Path, force: bool = False) -> int:
-    """Remove a job's memory on this node. No process can attach while this is under way.
-
-    Args:
-        path: the job directory.
-        force: also if the job is alive. Its processes go on with memory that no one else can find.
-
-    Returns:
-        Bytes freed.
+    """Remove a job's memory on this node; returns the bytes freed. No process can attach meanwhile.
+    ``force``: also if the job is alive; its processes go on with memory that no one else can find.
 
     Raises:
-        ArenaError: if it is not a job directory, somebody else's, or alive and not forced.
+        ArenaError: it is not a job directory, somebody else's, or alive and not forced.
     """
     if not is_job_dir(path):
         raise ArenaError(f"{path}: not a job's memory; nothing was removed")
@@ -370,11 +328,8 @@ def is_running(identity: dict[str, Any]) -> bool:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret of a job directory.
-
-    Raises:
-        AuthenticationError: if it is missing, malformed, somebody else's or readable by others.
-    """
+    """The secret of a job directory. Raises AuthenticationError where it is missing, malformed, somebody
+    else's or readable by others."""
     file = path / SECRET_FILE
     try:
         return _read_secret_file(file)
@@ -395,11 +350,7 @@ def _read_secret_file(file: Path, remedy: str = _OTHER_MEMORY) -> bytes:
 
 
 def parse_secret(text: str, origin: str) -> bytes:
-    """Decode a secret written in hexadecimal.
-
-    Raises:
-        AuthenticationError: if it is not 32 bytes in hexadecimal.
-    """
+    """Decode a secret of 32 bytes written in hexadecimal. Raises AuthenticationError."""
     with suppress(ValueError):
         value = bytes.fromhex(text.strip())
         if len(value) == SECRET_BYTES:
@@ -532,11 +483,7 @@ def user_secret() -> bytes:
 
 
 def secret_path() -> Path:
-    """``~/.reft/secret``.
-
-    Raises:
-        ConfigError: ``HOME`` is not set.
-    """
+    """``~/.reft/secret``."""
     home = os.environ.get("HOME")
     if not home:
         raise ConfigError(f"HOME is not set, so there is no ~/.reft/secret: set HOME, {_HINT}")
@@ -550,10 +497,7 @@ _KEPT = 16
 
 def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerprint) -> None:
     """Note that ``incarnation`` and those after it work with this fingerprint. One process per node does it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    Raises OSError."""
     known = {**_known(directory), incarnation: fingerprint.encode().decode()}
     kept = sorted(known)[-_KEPT:]
     write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})

@@ -48,11 +48,8 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it.
-
-        Raises:
-            JobInUseError: somebody else was faster.
-        """
+        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it. Raises
+        JobInUseError where somebody else was faster."""
         lock = cls.__new__(cls)
         lock._fd = _acquire(directory, job_id, fcntl.LOCK_SH, 0.0)
         _held.add(lock)

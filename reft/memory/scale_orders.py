@@ -43,7 +43,6 @@ def note_size(job_dir: Path, fingerprint: Fingerprint, why_not: str, *, fixed: b
 
 
 def read_size(job_dir: Path) -> Size | None:
-    """What the trainers of this node have noted; None where there is none that can be read."""
     try:
         return Size(**(read_json(job_dir / SIZE_FILE) or {}))
     except TypeError:
@@ -96,7 +95,7 @@ def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrd
 
 
 def read_order(job_dir: Path) -> ScaleOrder | None:
-    """The newest order on this node; None where there is none that can be read."""
+    """The newest order on this node, if one can be read."""
     found = read_json(job_dir / ORDER_FILE) or {}
     try:
         without = tuple(map(str, found["without"]))
@@ -111,7 +110,7 @@ def write_answer(job_dir: Path, answer: ScaleAnswer) -> None:
 
 
 def read_answer(job_dir: Path) -> ScaleAnswer | None:
-    """The newest answer on this node; None where there is none that can be read."""
+    """The newest answer on this node, if one can be read."""
     try:
         return ScaleAnswer(**(read_json(job_dir / ANSWER_FILE) or {}))
     except TypeError:

@@ -16,7 +16,7 @@ from statistics import median
 
 from reft.memory.jobdir import STATUS_FILE, read_json
 from reft.node.history import read_history
-from reft.node.progress import Phase, Seen, read_pages, read_times
+from reft.node.progress import Phase, read_pages, read_times
 from reft.node.stragglers import Straggler
 
 _MOST_SECS = 60.0
@@ -134,7 +134,10 @@ class Accounts:
         elapsed, self._looked = min(_MOST_SECS, now - self._looked), now
         counts = self._counts
         pages = read_pages(self._path)
-        page = next(filter(_trains, pages[:1]), None)
+        page = pages[0] if pages else None
+        idle = (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED)
+        if page is not None and (page.phase in idle or page.state in ("", "Z")):
+            page = None  # it makes no steps, nor what lies between them
         if page is not None and page.pid != self._pid:
             if self._pid or counts.newest_step is not None:
                 rounds = read_history(self._path)
@@ -165,8 +168,3 @@ class Accounts:
         taken = int(stats.get("taken") or 0)
         before, self._stalls = self._stalls, taken
         return max(0, taken - before) * float(stats.get("stall_secs_median") or 0.0)
-
-
-def _trains(page: Seen) -> bool:
-    """Whether it makes steps, or what lies between them."""
-    return page.phase not in (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED) and page.state not in ("", "Z")

@@ -105,11 +105,7 @@ class DaemonClient:
         self._job_dir = job_dir
         self._secret = secret
         self._incarnation = incarnation
-        self._hello: dict[str, Any] = {
-            "op": "hello",
-            "pid": os.getpid(),
-            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-        }
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._config: dict[str, Any] | None = None
         self._notes: deque[dict[str, Any]] = deque(maxlen=_QUEUE_NOTES)
         self._changed = threading.Condition()
@@ -149,17 +145,15 @@ class DaemonClient:
                 "coordinate": str(coordinate),
                 "unprotected": unprotected,
                 "due": due,
-                "local_rank": self._hello["local_rank"],
+                "local_rank": self._local_rank,
                 "stats": dict(stats),
             }
         )
 
     def notify_skip(self, step: int, cause: str, stats: Mapping[str, Any]) -> None:
         """The version of ``step`` was not taken, or not committed."""
-        local_rank = self._hello["local_rank"]
-        self._enqueue(
-            {"op": "skipped", "step": step, "cause": cause, "local_rank": local_rank, "stats": dict(stats)}
-        )
+        note = {"op": "skipped", "step": step, "cause": cause, "local_rank": self._local_rank}
+        self._enqueue({**note, "stats": dict(stats)})
 
     def persist_now(self, label: Label, timeout_secs: float) -> str | None:
         """Have ``label`` written to storage and wait for it.
@@ -250,8 +244,8 @@ class DaemonClient:
     def _connect(self) -> Channel:
         channel = connect(self._job_dir, self._secret, _ANSWER_SECS)
         try:
-            for message in (self._hello, *([] if self._config is None else [self._config])):
-                _ask(channel, {**message, "incarnation": self._incarnation})
+            if self._config is not None:
+                _ask(channel, {**self._config, "incarnation": self._incarnation})
         except BaseException:
             channel.close()
             raise

@@ -112,9 +112,9 @@ class NodeStatus:
         with self._lock:
             self._facts.update(facts)
 
-    def trainer(self, local_rank: int, **fields: Any) -> None:
+    def trainer(self, local_rank: int, stats: Mapping[str, Any]) -> None:
         with self._lock:
-            self._trainers.setdefault(str(local_rank), {}).update(fields)
+            self._trainers[str(local_rank)] = {"stats": dict(stats)}
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
@@ -187,7 +187,6 @@ class Daemon:
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "ping": lambda _: os.getpid(),
             "status": lambda _: self.status.snapshot(),
-            "hello": self._hello,
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
             "trainers": lambda _: [w.to_json() for w in self._waiting],
@@ -196,13 +195,17 @@ class Daemon:
             "skipped": self._skipped,
             "persist": self._persist,
             "flush": self._flush,
-            "shutdown": self._shutdown,
+            # The answer is sent before the main thread looks again.
+            "shutdown": lambda _: threading.Timer(0.05, self.end).start(),
         }
 
     def run(self) -> int:
         """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
         self._listen()
-        self._recall_config()
+        # In the place of a killed one, it knows what to persist before a trainer says so.
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._job_dir.path / CONFIG_FILE).read_text()
+            self._follow(ReftConfig.model_validate_json(text))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
@@ -379,9 +382,6 @@ class Daemon:
                 f"refused, as it was replaced"
             )
 
-    def _hello(self, message: Mapping[str, Any]) -> None:
-        self.status.trainer(int(message["local_rank"]), pid=int(message["pid"]))
-
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
         self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
@@ -403,12 +403,6 @@ class Daemon:
         self.persister.configure(config)
         self.metrics.configure(config.metrics)
 
-    def _recall_config(self) -> None:
-        """A daemon started in place of a killed one knows what to persist before a trainer says so."""
-        with contextlib.suppress(OSError, ValueError):
-            text = (self._job_dir.path / CONFIG_FILE).read_text()
-            self._follow(ReftConfig.model_validate_json(text))
-
     def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
         label = Label(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
@@ -427,7 +421,7 @@ class Daemon:
         self._note_stats(message)
 
     def _note_stats(self, message: Mapping[str, Any]) -> None:
-        self.status.trainer(int(message["local_rank"]), stats=dict(message["stats"]))
+        self.status.trainer(int(message["local_rank"]), message["stats"])
 
     def _persist(self, message: Mapping[str, Any]) -> str:
         label = Label(*map(int, message["label"]))
@@ -439,10 +433,6 @@ class Daemon:
         if newest is None or not self.persister.wants(newest):
             return None
         return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
-
-    def _shutdown(self, _: Mapping[str, Any]) -> None:
-        # The answer is sent before the main thread looks again.
-        threading.Timer(0.05, self.end).start()
 
     def _kill_orphans(self) -> None:
         for pid, create_time in self._workers.items():

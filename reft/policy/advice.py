@@ -16,12 +16,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from reft.errors import ConfigError
 from reft.memory.free_memory import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.history import Round, read_history
 from reft.node.memory_watch import MemoryUse, fullest
 from reft.node.report import Board, NodeReport, Signal
+from reft.node.stragglers import Straggler
 
 WORTH = 0.2
 """A worker more is worth it from here on, of what the others do on average (DLRover)."""
@@ -45,26 +45,11 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Slow:
-    """Something that is slower than its peers: its name, the nodes where it is, how many times as long as its
-    peers it takes, and what is slow of it."""
-
-    name: str
-    nodes: tuple[str, ...]
-    factor: float
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Speed:
     """How fast a job was with so many workers: steps of the same global batch, or samples."""
 
     workers: int
     per_sec: float
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or not self.per_sec > 0:
-            raise ConfigError(f"found {self}; expected at least one worker and a speed above 0")
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,7 @@ class Situation:
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[Straggler, ...] = ()
     losses: Mapping[str, int] = field(default_factory=dict)
     speeds: tuple[Speed, ...] = ()
     most_nodes: int | None = None
@@ -124,11 +109,10 @@ def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:
         speeds.append(Speed(len(training), min(now)))
-    slow = () if board is None else board.slow
     return Situation(
         nodes=tuple(r.node for r in training) or tuple(rounds[-1].nodes if rounds else ()),
         spares=tuple(report.node for report in present if report.spare),
-        slow=tuple(Slow(s.name, s.nodes, s.factor, s.why) for s in slow),
+        slow=() if board is None else board.slow,
         losses=Counter(node for r in rounds for node in r.lost),
         speeds=tuple(speeds),
         most_nodes=most_nodes,
@@ -225,8 +209,6 @@ def _about_memory(seen: Situation) -> Iterable[Advice]:
 def gain_of_workers(before: Speed, after: Speed) -> float:
     """(change of speed / change of workers) / (speed / workers), the latter of the smaller job, between
     different numbers of workers: 1 scales perfectly, 0 gains nothing."""
-    if before.workers == after.workers:
-        raise ConfigError(f"found {before} and {after}; expected different numbers of workers")
     less, more = sorted((before, after), key=lambda speed: speed.workers)
     change = (more.per_sec - less.per_sec) / (more.workers - less.workers)
     return change / (less.per_sec / less.workers)

@@ -285,11 +285,9 @@ def _evaluate(
             )
 
 
-def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:
-    """The busiest rank of each stage; the fullest node and what it has to reserve."""
-    topology = situation.topology
-    busiest: dict[int, Load] = {}
-    memory = dict.fromkeys(sorted(set(topology.nodes)), 0)
+def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[int, Load]:
+    """Of every rank."""
+    topology, found = situation.topology, dict[int, Load]()
     for pp, tp in topology.groups():
         ranks = topology.group(pp, tp)
         loads = group_loads(
@@ -301,10 +299,26 @@ def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dic
             block_bytes=situation.block_bytes,
             exact=situation.exact,
         )
-        for rank, load in zip(ranks, loads, strict=True):
-            memory[topology.nodes[rank]] += load.memory_bytes
-        busiest[pp] = max((*loads, busiest.get(pp, loads[0])), key=lambda load: load.moved_bytes)
-    limits = situation.memory_bytes
+        found |= zip(ranks, loads, strict=True)
+    return found
+
+
+def node_bytes(topology: Topology, loads: Mapping[int, Load]) -> dict[str, int]:
+    """What each node has to reserve."""
+    memory = dict.fromkeys(sorted(set(topology.nodes)), 0)
+    for rank, load in loads.items():
+        memory[topology.nodes[rank]] += load.memory_bytes
+    return memory
+
+
+def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:
+    """The busiest rank of each stage; the fullest node and what it has to reserve."""
+    topology, busiest = situation.topology, dict[int, Load]()
+    loads = rank_loads(situation, scheme, owned_by)
+    for rank, load in sorted(loads.items()):
+        pp = topology.coordinates[rank].pp
+        busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
+    memory, limits = node_bytes(topology, loads), situation.memory_bytes
     node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
     return busiest, node, memory[node]
 

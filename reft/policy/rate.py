@@ -37,15 +37,7 @@ class Costs:
             )
 
 
-@dataclass(frozen=True)
-class Frequency:
-    """How often, and what a checkpoint costs: To, by which it makes training longer, and k."""
-
-    overhead_secs: float
-    interval_steps: int
-
-
-def frequency(costs: Costs, max_overhead: float) -> Frequency:
+def frequency(costs: Costs, max_overhead: float) -> int:
     """Algorithm 1, completed: k = max((Tc + Ts - To) / Ti, To / (p Ti)) with To = max(0, Tc - (Ti - Tw)),
     rounded up to a whole number of steps, at least 1.
 
@@ -64,7 +56,7 @@ def frequency(costs: Costs, max_overhead: float) -> Frequency:
     overhead = max(0.0, costs.host_copy_secs - (costs.step_secs - costs.update_secs))
     background = costs.host_copy_secs + costs.write_secs - overhead
     steps = max(_ceil(background / costs.step_secs), _ceil(overhead / (max_overhead * costs.step_secs)))
-    return Frequency(overhead, max(1, steps))
+    return max(1, steps)
 
 
 def most_lost_steps(interval_steps: int) -> int:

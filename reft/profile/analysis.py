@@ -92,15 +92,8 @@ class _Step(NamedTuple):
 
 
 def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
-    """Work out the profile of a job.
-
-    Args:
-        ranks: traces of all ranks that were gathered; at least one is complete.
-        facts: about the job.
-
-    Raises:
-        ProfileError: there is no step that all ranks have traced, or no complete rank.
-    """
+    """Work out the profile of a job; a ProfileError where there is no step that all ranks have traced, or no
+    complete rank."""
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):

@@ -32,11 +32,8 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Events on the current CUDA or ROCm stream. They are used again after they were resolved.
-
-    Raises:
-        RuntimeError: there is no device.
-    """
+    """Events on the current CUDA or ROCm stream, if there is one. They are used again after they were
+    resolved."""
 
     def __init__(self) -> None:
         import torch

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,31 +40,24 @@ Marks = Sequence[tuple[Mark, Mark]]
 """Begin and end of each instruction of a step by the device's clock; empty: traces hold host times."""
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """Who is profiled: a rank of a job, the job's secret, and the bytes that the rank copies per snapshot (0
-    before the first)."""
-
-    job_id: str
-    coordinate: Coordinate
-    degrees: Degrees
-    secret: bytes
-    snapshot_bytes: Callable[[], int]
-
-
 class Profiler:
-    """A trace sink that makes a profile of the steps after a warm-up, once. Made collectively.
+    """A trace sink that makes a profile of the steps after a warm-up, once. Made collectively. ``clock``:
+    where the times of instructions come from when they are given as marks."""
 
-    Args:
-        config: the ``profile`` part of the ``reft`` block.
-        facts: about this rank.
-        clock: where the times of instructions come from when they are given as marks.
-    """
-
-    def __init__(self, config: ProfileConfig, facts: RankFacts, clock: DeviceClock | None = None) -> None:
-        self._config = config
-        self._facts = facts
-        self.clock = clock
+    def __init__(
+        self,
+        config: ProfileConfig,
+        clock: DeviceClock | None,
+        *,
+        job_id: str,
+        at: Coordinate,
+        degrees: Degrees,
+        secret: bytes,
+        snapshot_bytes: Callable[[], int],
+    ) -> None:
+        self._config, self.clock = config, clock
+        self._job_id, self._at, self._degrees, self._secret = job_id, at, degrees, secret
+        self._snapshot_bytes = snapshot_bytes
         self._group = dist.new_group(backend="gloo")
         self._offsets = wire.measure_offsets(self._group, wire.clock_id())
         self._first_step: int | None = None
@@ -73,11 +66,8 @@ class Profiler:
         """Whether traces are still wanted."""
 
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
-        """Take the trace of the step that has just ended; the last one ends the profile, which is collective.
-
-        Raises:
-            SystemExit: the profile is done and the job was started for it only.
-        """
+        """Take the trace of the step that has just ended; the last one ends the profile, which is collective,
+        and the job that was started for it only."""
         if not self.measuring:
             return
         if self._first_step is None:
@@ -102,16 +92,16 @@ class Profiler:
     def _finish(self) -> None:
         mine = self._mine()
         after = wire.measure_offsets(self._group, wire.clock_id())
-        gathered = wire.gather(mine, self._facts.secret, self._group)
+        gathered = wire.gather(mine, self._secret, self._group)
         try:
             if gathered is not None:
                 ranks = [
                     replace(rank, offset=before.until(now))
                     for rank, before, now in zip(gathered, self._offsets, after, strict=True)
                 ]
-                degrees = self._facts.degrees
+                degrees = self._degrees
                 facts = JobFacts(
-                    job_id=self._facts.job_id,
+                    job_id=self._job_id,
                     world_size=dist.get_world_size(),
                     degrees=(degrees.pp, degrees.dp, degrees.tp),
                     created_unix_secs=time.time(),
@@ -125,8 +115,8 @@ class Profiler:
         note_taken(self._config.dir, dist.get_rank())
 
     def _mine(self) -> wire.RankTraces:
-        at = self._facts.coordinate
-        complete = at.dp * self._facts.degrees.tp + at.tp < self._config.pipelines
+        at = self._at
+        complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
         traces = [
             trace if self.clock is None else with_times(trace, self.clock, marks)
             for trace, marks in self._steps
@@ -137,18 +127,14 @@ class Profiler:
             dp=at.dp,
             tp=at.tp,
             offset=wire.ClockOffset(),
-            snapshot_bytes=self._facts.snapshot_bytes(),
+            snapshot_bytes=self._snapshot_bytes(),
             complete=complete,
             traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.assign_chunks(traces)),
         )
 
 
 def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
-    """The trace with the times of its instructions by another clock.
-
-    Raises:
-        ValueError: there are not as many marks as instructions.
-    """
+    """The trace with the times of its instructions by another clock, of which there are as many marks."""
     if not marks:
         return trace
     flat = clock.resolve([mark for pair in marks for mark in pair])

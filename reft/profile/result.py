@@ -258,11 +258,8 @@ class ProfileResult:
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
         """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of medians that
-        overlap the later one begins where the earlier one ends.
-
-        Raises:
-            ProfileError: no such stage was profiled.
-        """
+        overlap the later one begins where the earlier one ends. A ProfileError where no such stage was
+        profiled."""
         measured = next((stage.windows for stage in self.stages if stage.stage_id == stage_id), None)
         if measured is None:
             raise ProfileError(

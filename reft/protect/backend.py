@@ -2,8 +2,8 @@
 
 A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1 that is
 XOR. It works on the bits of whatever it is given, so NaN payloads, infinities and signed zeros of every
-dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``numpy.ndarray``,
-``torch.Tensor`` (any device) or ``cupy.ndarray``.
+dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``numpy.ndarray`` or
+``torch.Tensor`` (any device).
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -24,12 +21,10 @@ import numpy.typing as npt
 import torch
 
 from reft.builds import compiled
-from reft.errors import ConfigError
-from reft.protect.gf256 import Row, bit_matrix
+from reft.protect.gf256 import Row
 from reft.protect.rs import (
     CELL_BYTES,
     GRAIN_BYTES,
-    PACKET_BYTES,
     PACKETS,
     Operand,
     Step,
@@ -45,7 +40,12 @@ Buffer = Any
 
 
 class Backend(ABC):
-    """Linear combinations of buffers. All implementations give the same bytes."""
+    """Linear combinations of buffers by a library of elementwise operations. Both give the same bytes.
+
+    Buffers are cut into chunks that stay in the cache: D-1 sources and one target stream through the
+    processor once, since the target's chunk is written to the cache by the first XOR and to memory after the
+    last.
+    """
 
     name: str
     """For people and results."""
@@ -70,136 +70,15 @@ class Backend(ABC):
                 target[:] = 0
         kept = [r for r, row in enumerate(rows) if any(row)]
         if kept and nbytes:
-            self._combine(tuple(tuple(rows[r]) for r in kept), sources, [targets[r] for r in kept], nbytes)
-
-    @abstractmethod
-    def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
-    ) -> None:
-        """The same with at least one coefficient in every row and at least one byte."""
+            chosen, written = tuple(tuple(rows[r]) for r in kept), [targets[r] for r in kept]
+            if needs_packets(chosen):
+                self.run(packet_program(chosen), sources, written)
+            else:
+                self._combine_plain(chosen, sources, written, nbytes)
 
     @abstractmethod
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
         """A new buffer of zeros on the device of ``like``."""
-
-
-def backend_for(buffer: Buffer) -> Backend:
-    """The fastest backend at hand for a buffer: by its class and device.
-
-    CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's bytes on the
-    device, else torch. The first call for a device compiles that kernel.
-
-    Raises:
-        TypeError: for anything that is neither a NumPy array, a torch tensor nor a CuPy array.
-    """
-    kind = type(buffer).__module__.partition(".")[0]
-    if kind == "numpy":
-        return NumpyBackend()
-    if kind == "torch":
-        if buffer.device.type != "cuda":
-            return TorchBackend()
-        if buffer.device not in _tried:
-            _tried[buffer.device] = _tried_cupy(buffer) or TorchBackend()
-        return _tried[buffer.device]
-    if kind == "cupy":
-        return CupyBackend()
-    raise TypeError(
-        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray, torch.Tensor or "
-        f"cupy.ndarray of bytes"
-    )
-
-
-_tried: dict[Any, Backend] = {}
-"""By device: CuPy's library may be there and not its compiler, or one that does not know the device."""
-
-
-def _tried_cupy(like: Buffer) -> Backend | None:
-    """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is installed."""
-
-    try:
-        fused = CupyBackend()
-    except ConfigError as error:
-        if find_spec("cupy") is not None:
-            logger.warning("torch encodes parities on %s: %s", like.device, error)
-        return None
-    plain, rows = TorchBackend(), [(1, 1), (1, 2)]
-    try:
-        sources = [like.new_zeros(CELL_BYTES) for _ in rows]
-        for first, source in enumerate(sources, start=1):
-            source[first::3] = 0x5A + first
-        made = [[like.new_zeros(CELL_BYTES) for _ in rows] for _ in range(2)]
-        for backend, targets in zip((plain, fused), made, strict=True):
-            backend.combine(rows, sources, targets)
-        if all(bool((a == b).all()) for a, b in zip(*made, strict=True)):
-            return fused
-        cause = "its kernel makes other bytes than torch"
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-    logger.warning(
-        "torch encodes parities on %s, more slowly: CuPy is installed and does not work there (%s). Install "
-        "the extra that fits the driver and the device, with its runtime compiler (NVRTC or hipRTC): "
-        "reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100) or reft-ckpt[rocm7]",
-        like.device,
-        cause,
-    )
-    return None
-
-
-def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> int:
-    """The length of the buffers, if the arguments of :meth:`Backend.combine` fit."""
-    if not targets or len(rows) != len(targets) or any(len(row) != len(sources) for row in rows):
-        raise ValueError(
-            f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
-            f"{len(sources)} sources and {len(targets)} targets; expected one row per target and one "
-            f"coefficient per source"
-        )
-    if any(not 0 <= c <= 255 for row in rows for c in row):
-        raise ValueError(f"found coefficients {rows}; expected integers from 0 to 255")
-    lengths = sorted({len(b) for b in (*sources, *targets)})
-    if len(lengths) != 1:
-        raise ValueError(f"found buffers of {lengths} bytes; expected one length (see combine_ragged)")
-    if needs_packets(rows) and lengths[0] % GRAIN_BYTES:
-        raise ValueError(
-            f"found buffers of {lengths[0]} bytes; coefficients above 1 need a multiple of {GRAIN_BYTES}: "
-            f"pad the sub-blocks"
-        )
-    return lengths[0]
-
-
-def combine_ragged(
-    backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
-) -> None:
-    """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with zeros.
-
-    Only the cell in which a source ends is copied, and only if coefficients above 1 need whole cells.
-    """
-    nbytes = len(targets[0])
-    if any(len(s) > nbytes for s in sources):
-        raise ValueError(
-            f"found sources of {[len(s) for s in sources]} bytes, targets of {nbytes}; expected none longer"
-        )
-    step = CELL_BYTES if needs_packets(rows) else 1
-    for place, columns, pieces in ragged_ranges(
-        sources, nbytes, step, lambda n: backend.zeros(n, targets[0])
-    ):
-        chosen = [tuple(row[j] for j in columns) for row in rows]
-        backend.combine(chosen, pieces, [target[place] for target in targets])
-
-
-class ChunkedBackend(Backend):
-    """What libraries of elementwise operations share: cut into chunks that stay in the cache, then XOR.
-
-    D-1 sources and one target stream through the processor once: the target's chunk is written to the
-    cache by the first XOR and to memory after the last.
-    """
-
-    def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
-    ) -> None:
-        if needs_packets(rows):
-            self.run(packet_program(rows), sources, targets)
-        else:
-            self._combine_plain(rows, sources, targets, nbytes)
 
     def _combine_plain(
         self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
@@ -264,252 +143,57 @@ class ChunkedBackend(Backend):
     def _copy(self, source: Any, out: Any) -> None: ...
 
 
-THREADS = 256
-"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell.
-
-The kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128
-registers for a thread, so that from three targets on accumulators are spilled to memory."""
-
-NAME = "reft_combine"
-
-_WORDS = {
-    16: (
-        "typedef uint4 Word;\n"
-        "static __device__ __forceinline__ Word mix(Word a, Word b) "
-        "{ a.x ^= b.x; a.y ^= b.y; a.z ^= b.z; a.w ^= b.w; return a; }\n"
-        "static __device__ __forceinline__ Word zero() { Word a; a.x = a.y = a.z = a.w = 0; return a; }\n"
-    ),
-    **{
-        width: (
-            f"typedef {name} Word;\n"
-            "static __device__ __forceinline__ Word mix(Word a, Word b) { return a ^ b; }\n"
-            "static __device__ __forceinline__ Word zero() { return 0; }\n"
-        )
-        for width, name in (
-            (8, "unsigned long long"),
-            (4, "unsigned int"),
-            (2, "unsigned short"),
-            (1, "unsigned char"),
-        )
-    },
-}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start a kernel.
-
-    Attributes:
-        items: blocks that have work; fewer blocks may be started, each then takes several.
-        numbers: the two leading arguments (unsigned 64-bit), before the pointers of sources and targets.
-    """
-
-    items: int
-    numbers: tuple[int, int]
-
-
-def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> Launch:
-    """Grid and leading arguments for buffers of ``nbytes`` bytes and words of ``width`` bytes."""
-    words = nbytes // width
-    if not needs_packets(rows):
-        return Launch(max(1, -(-words // THREADS)), (words, nbytes))
-    whole, rest = divmod(words, PACKETS * (PACKET_BYTES // width))
-    return Launch((whole + bool(rest)) * _tiles(width), (whole, rest // PACKETS))
-
-
-def _tiles(width: int) -> int:
-    """Blocks that share a cell."""
-    return PACKET_BYTES // width // THREADS
-
-
-@lru_cache(maxsize=256)
-def kernel_source(rows: tuple[Row, ...], width: int) -> str:
-    """Source of ``reft_combine`` for a coefficient matrix.
-
-    Its arguments are two numbers (see :func:`launch_of`), the sources and the targets as byte pointers.
-
-    Args:
-        rows: coefficients, one row per target; every row has one that is not 0.
-        width: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it.
-    """
-    sources = range(len(rows[0]))
-    pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
-    pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
-    body = _packet_body(rows, width) if needs_packets(rows) else _plain_body(rows)
-    return (
-        "typedef unsigned long long Count;\n"
-        + _WORDS[width]
-        + f'extern "C" __global__ void __launch_bounds__({THREADS}) '
-        + f"{NAME}(Count m, Count n, {', '.join(pointers)}) {{\n{body}}}\n"
+def backend_for(buffer: Buffer) -> Backend:
+    """The backend for a buffer, by its class."""
+    kind = type(buffer).__module__.partition(".")[0]
+    if kind == "numpy":
+        return NumpyBackend()
+    if kind == "torch":
+        return TorchBackend()
+    raise TypeError(
+        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray or torch.Tensor of bytes"
     )
 
 
-def _plain_body(rows: Sequence[Row]) -> str:
-    """m words and n bytes; the bytes after the last word go one by one."""
-
-    def xor(row: Row, pattern: str, joint: str) -> str:
-        terms = [pattern.format(j=j) for j, c in enumerate(row) if c]
-        text = terms[0]
-        for term in terms[1:]:
-            text = joint.format(text, term)
-        return text
-
-    used = [j for j in range(len(rows[0])) if any(row[j] for row in rows)]
-    lines = [
-        "  const Count stride = (Count)gridDim.x * blockDim.x;",
-        "  const Count first = (Count)blockIdx.x * blockDim.x + threadIdx.x;",
-        "  for (Count i = first; i < m; i += stride) {",
-        *(f"    const Word x{j} = ((const Word*)s{j})[i];" for j in used),
-        *(f"    ((Word*)t{r})[i] = {xor(row, 'x{j}', 'mix({}, {})')};" for r, row in enumerate(rows)),
-        "  }",
-        "  for (Count i = m * sizeof(Word) + first; i < n; i += stride) {",
-        *(f"    t{r}[i] = {xor(row, 's{j}[i]', '{} ^ {}')};" for r, row in enumerate(rows)),
-        "  }",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _packet_body(rows: Sequence[Row], width: int) -> str:
-    """m whole cells, then, if n is not 0, one whose packets have n words."""
-    words = PACKET_BYTES // width
-    bits = range(PACKETS)
-    lines = [
-        "  const Count cells = m + (n ? 1 : 0);",
-        f"  for (Count tile = blockIdx.x; tile < cells * {_tiles(width)}; tile += gridDim.x) {{",
-        f"    const Count c = tile / {_tiles(width)};",
-        f"    const Count w = tile % {_tiles(width)} * {THREADS} + threadIdx.x;",
-        f"    const Count words = c < m ? {words} : n;",
-        "    if (w < words) {",
-        f"      const Count at = c * {words * PACKETS} + w;",
-        *(f"      Word a{r}_{i} = zero();" for r in range(len(rows)) for i in bits),
-    ]
-    for j in range(len(rows[0])):
-        if not any(row[j] for row in rows):
-            continue
-        lines.append("      {")
-        lines += [f"        const Word x{i} = ((const Word*)s{j})[at + {i} * words];" for i in bits]
-        for r, row in enumerate(rows):
-            lines += _accumulate(r, row[j])
-        lines.append("      }")
-    lines += [f"      ((Word*)t{r})[at + {i} * words] = a{r}_{i};" for r in range(len(rows)) for i in bits]
-    return "\n".join([*lines, "    }", "  }"]) + "\n"
-
-
-def _accumulate(target: int, coefficient: int) -> list[str]:
-    lines = []
-    for i, factors in enumerate(bit_matrix(coefficient)):
-        text = f"a{target}_{i}"
-        for j in factors:
-            text = f"mix({text}, x{j})"
-        if factors:
-            lines.append(f"        a{target}_{i} = {text};")
-    return lines
-
-
-_BLOCKS_PER_PROCESSOR = 8
-_MOST_SOURCES = 200
-"""Kernel arguments take at most 4 KiB."""
-
-
-def _import_cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as e:
-        raise ConfigError(
-            "found no CuPy; expected it for the fused device kernels. Install reft-ckpt[cuda12], "
-            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
-            "it makes the same bytes (CuPy has no package for ROCm 6)"
-        ) from e
-    return cupy
-
-
-@cache
-def _usable_cupy() -> Any:
-    cupy = _import_cupy()
-    try:
-        devices = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as e:
-        raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and that the "
-            f"extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
-        ) from e
-    if not devices:
-        raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES (on AMD's "
-            f"devices HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES), or use the torch backend"
+def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> int:
+    """The length of the buffers, if the arguments of :meth:`Backend.combine` fit."""
+    if not targets or len(rows) != len(targets) or any(len(row) != len(sources) for row in rows):
+        raise ValueError(
+            f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
+            f"{len(sources)} sources and {len(targets)} targets; expected one row per target and one "
+            f"coefficient per source"
         )
-    return cupy
+    if any(not 0 <= c <= 255 for row in rows for c in row):
+        raise ValueError(f"found coefficients {rows}; expected integers from 0 to 255")
+    lengths = sorted({len(b) for b in (*sources, *targets)})
+    if len(lengths) != 1:
+        raise ValueError(f"found buffers of {lengths} bytes; expected one length (see combine_ragged)")
+    if needs_packets(rows) and lengths[0] % GRAIN_BYTES:
+        raise ValueError(
+            f"found buffers of {lengths[0]} bytes; coefficients above 1 need a multiple of {GRAIN_BYTES}: "
+            f"pad the sub-blocks"
+        )
+    return lengths[0]
 
 
-class CupyBackend(Backend):
-    """See :class:`~reft.protect.backend.Backend`.
+def combine_ragged(
+    backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
+) -> None:
+    """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with zeros.
 
-    Buffers are ``torch.Tensor`` (CUDA or ROCm) or ``cupy.ndarray``, uint8, all of one device.
-
-    Raises:
-        ConfigError: if CuPy is not installed or sees no device.
+    Only the cell in which a source ends is copied, and only if coefficients above 1 need whole cells.
     """
-
-    name = "cupy"
-
-    def __init__(self) -> None:
-        self._cupy = _usable_cupy()
-
-    def zeros(self, nbytes: int, like: Buffer) -> Buffer:
-        """A new buffer of zeros, of the class and on the device of ``like``."""
-        if isinstance(like, self._cupy.ndarray):
-            with like.device:
-                return self._cupy.zeros(nbytes, dtype=self._cupy.uint8)
-        return like.new_zeros(nbytes)
-
-    def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
-    ) -> None:
-        if len(sources) + len(targets) > _MOST_SOURCES:
-            raise ValueError(
-                f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at most "
-                f"{_MOST_SOURCES} buffers: use smaller sharding groups"
-            )
-        with self._on_stream_of(targets[0]):
-            arrays = [self._share(b) for b in (*sources, *targets)]
-            width = gcd(16, *(a.data.ptr for a in arrays))
-            launch = launch_of(rows, width, nbytes)
-            device = self._cupy.cuda.Device().id
-            grid = min(launch.items, _processors(device) * _BLOCKS_PER_PROCESSOR)
-            numbers = [self._cupy.uint64(n) for n in launch.numbers]
-            _compiled(rows, width, device)((grid,), (THREADS,), (*numbers, *arrays))
-
-    def _share(self, buffer: Buffer) -> Any:
-        return buffer if isinstance(buffer, self._cupy.ndarray) else self._cupy.from_dlpack(buffer)
-
-    @contextmanager
-    def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
-        """CuPy works on the caller's stream: with another one, sharing would make streams wait."""
-        if isinstance(buffer, self._cupy.ndarray):
-            with buffer.device:
-                yield
-            return
-        stream = torch.cuda.current_stream(buffer.device)
-        with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
-            yield
-
-    def _wrapped(self, stream: Any) -> Any:
-        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by address."""
-        if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
-            return self._cupy.cuda.Stream.from_external(stream)
-        return self._cupy.cuda.ExternalStream(stream.cuda_stream)
-
-
-@cache
-def _processors(device: int) -> int:
-    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers of
-    an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in 2026)."""
-    return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
-
-
-@cache
-def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
-    return _usable_cupy().RawKernel(kernel_source(rows, width), NAME)
+    nbytes = len(targets[0])
+    if any(len(s) > nbytes for s in sources):
+        raise ValueError(
+            f"found sources of {[len(s) for s in sources]} bytes, targets of {nbytes}; expected none longer"
+        )
+    step = CELL_BYTES if needs_packets(rows) else 1
+    for place, columns, pieces in ragged_ranges(
+        sources, nbytes, step, lambda n: backend.zeros(n, targets[0])
+    ):
+        chosen = [tuple(row[j] for j in columns) for row in rows]
+        backend.combine(chosen, pieces, [target[place] for target in targets])
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -518,7 +202,7 @@ CHUNK_BYTES = 512 * 2**10
 """The target's chunk stays in the second-level cache; the sources stream past it."""
 
 
-class NumpyBackend(ChunkedBackend):
+class NumpyBackend(Backend):
     """See :class:`~reft.protect.backend.Backend`. Buffers are ``numpy.ndarray`` of uint8."""
 
     name = "numpy"
@@ -546,7 +230,7 @@ _DEVICE_CHUNK_BYTES = 4 * 2**20
 """Below the second-level cache of every supported device; long enough to hide a launch."""
 
 
-class TorchBackend(ChunkedBackend):
+class TorchBackend(Backend):
     """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device."""
 
     name = "torch"

@@ -144,11 +144,7 @@ def _padded(nbytes: int) -> int:
 
 
 def parse_block_code(text: str, nbytes: int) -> BlockCode:
-    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``.
-
-    Raises:
-        ArenaError: for anything else.
-    """
+    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``. Raises ArenaError."""
     try:
         scheme, ring, block_bytes = text.split(";")
         code = make_code(Scheme.parse(scheme), [int(m) for m in ring.split(",")])

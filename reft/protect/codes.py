@@ -94,11 +94,7 @@ class Scheme:
         return None
 
     def check_room(self, size: int) -> None:
-        """Refuse what a group of ``size`` members has no room for.
-
-        Raises:
-            ConfigError: says why.
-        """
+        """Refuse what a group of ``size`` members has no room for. Raises ConfigError."""
         if why := self.why_no_room(size):
             raise ConfigError(f"protection {self} is not possible here: {why}")
 
@@ -148,7 +144,6 @@ class Code:
     """A scheme laid over one sharding group.
 
     Attributes:
-        scheme: which member of the family.
         ring: members in ring order.
         splits: sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
         pieces: everything stored, by member; a member's own data first.
@@ -209,15 +204,8 @@ class Code:
 
 
 def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
-    """Lay a scheme over a sharding group. Pure and deterministic.
-
-    Args:
-        scheme: which scheme.
-        ring: members 0..D-1 in ring order (:func:`reft.grid.ring_order`).
-
-    Raises:
-        ConfigError: the group has no room for the scheme; says why.
-    """
+    """Lay a scheme over a sharding group, its members 0..D-1 in ring order (:func:`reft.grid.ring_order`).
+    Pure and deterministic. Raises ConfigError where the group has no room for the scheme."""
     order, size = tuple(ring), len(ring)
     if sorted(order) != list(range(size)) or not order:
         raise ValueError(f"found ring {order}; expected every member 0..D-1 once")

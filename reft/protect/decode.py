@@ -51,13 +51,8 @@ class System:
 
 @dataclass(frozen=True)
 class Systems:
-    """What is missing from a set of pieces.
-
-    Attributes:
-        code: the layout.
-        source: for every sub-block that is at hand, the piece to read it from.
-        parts: the independent systems of equations for the others.
-    """
+    """What is missing from a set of pieces: for every sub-block at hand the piece to read it from, and the
+    independent systems of equations for the others."""
 
     code: Code
     source: dict[int, int]
@@ -159,11 +154,8 @@ def _terms(systems: Systems, block: int) -> tuple[tuple[int, int], ...]:
 
 
 def survives(code: Code, lost: Collection[int]) -> bool:
-    """Whether the whole image can be computed without the ``lost`` members: a test of rank.
-
-    Unknown sub-blocks that no parity links fall apart into independent systems; each needs as many
-    independent parities as it has unknowns.
-    """
+    """Whether the whole image can be computed without the ``lost`` members: a test of rank, of each
+    independent system of unknowns."""
     gone = set(lost)
     if len(gone) >= code.size:
         return False
@@ -178,15 +170,8 @@ def survives(code: Code, lost: Collection[int]) -> bool:
 
 
 def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered.
-
-    Args:
-        code: the placement.
-        nodes: node of every member; members of one node are lost together. Default: a node each.
-
-    Raises:
-        ValueError: if there is not one node per member.
-    """
+    """The first of the smallest sets of nodes whose loss cannot be recovered. Members of one node are lost
+    together; by default there is a node for each."""
     where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
     if len(where) != code.size:
         raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
@@ -204,8 +189,5 @@ def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...
 
 
 def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
-    """Largest t such that *every* loss of t nodes recovers; arguments as in :func:`fatal_loss`.
-
-    A group never survives the loss of all its nodes.
-    """
+    """Largest t such that *every* loss of t nodes recovers; never the loss of all of a group's nodes."""
     return len(fatal_loss(code, nodes)) - 1

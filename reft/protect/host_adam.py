@@ -27,12 +27,7 @@ from reft.optim import ExactAdam, slices, square_root
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """apex's ``FusedAdam`` over fp32 partitions in host memory.
-
-    Args:
-        params: dicts of groups.
-        adam_w_mode: weight decay on the weights, not on the gradient.
-    """
+    """apex's ``FusedAdam`` over fp32 partitions in host memory."""
 
     def __init__(self, params: Any, *, adam_w_mode: bool) -> None:
         defaults = {
@@ -125,11 +120,8 @@ class AdamRecipe:
     """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon.
 
     Attributes:
-        kind: the optimizer's class.
         decoupled: weight decay on the weights (AdamW) instead of on the gradient.
-        foreach: torch's choice of implementation; None is torch's default for the device.
-        fused: the same.
-        maximize: torch's switch.
+        foreach, fused: torch's choice of implementation; None is torch's default for the device.
         on_device: the owner's partition is not in host memory.
     """
 
@@ -176,11 +168,8 @@ class StepRecord:
 
 
 def recipe_of(optimizer: Any) -> AdamRecipe:
-    """Read the recipe from the owner's innermost optimizer.
-
-    Raises:
-        UnsupportedStateError: for other classes and for variants without a replica; says what to change.
-    """
+    """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for classes and
+    variants without a replica; says what to change."""
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
     found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     # AdamW derives from Adam: the more special one first.
@@ -235,13 +224,7 @@ def step_of(optimizer: Any, number: int, *, skipped: bool = False, multiplier: f
 
 @dataclass
 class ReplicaTensors:
-    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in place.
-
-    Attributes:
-        master: fp32 weights.
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
-    """
+    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in place."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -258,7 +241,6 @@ class ReplicaTensors:
 
     @property
     def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Master, first and second moment."""
         return self.master, self.exp_avg, self.exp_avg_sq
 
     @classmethod
@@ -316,13 +298,8 @@ class AdamReplica:
         self._link()
 
     def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
-        """Follow again from a verified copy of the owner's partition; not stale any more.
-
-        Args:
-            tensors: the copy, as the owner had it after step ``number``.
-            number: last step of the engine that it contains.
-            applied: the t of Adam in it.
-        """
+        """Follow again from a verified copy of the owner's partition, as it had it after step ``number`` of
+        the engine, with ``applied`` the t of Adam; not stale any more."""
         kernel_was_at, was_stale = self.applied, bool(self.stale)
         self.stale, self.number, self.applied = "", number, applied
         self.bind(tensors)
@@ -361,11 +338,7 @@ class AdamReplica:
         self.number = record.number
 
     def check(self) -> None:
-        """Raise if the replica must not be used.
-
-        Raises:
-            StaleReplicaError: says since when and why.
-        """
+        """Raise StaleReplicaError, which says since when and why, if the replica must not be used."""
         if self.stale:
             raise StaleReplicaError(
                 f"the replica of the peer's optimizer is stale since step {self.number}: {self.stale}. It "

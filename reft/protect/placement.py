@@ -43,11 +43,7 @@ class GroupPlacement:
         return Scheme(self.copies, self.parities)
 
     def code(self) -> Code:
-        """How the replicated section is protected.
-
-        Raises:
-            ConfigError: the group is too small for the scheme.
-        """
+        """How the replicated section is protected. Raises ConfigError where the group is too small."""
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
@@ -116,14 +112,8 @@ def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
 
 def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, lost: Collection[int]) -> int:
     """Largest f such that every loss of f *further* nodes leaves the group recoverable, when the ``lost``
-    members are gone already. Without any this is :func:`group_tolerance`.
-
-    Returns:
-        -1: what is gone cannot be recovered from what is left.
-
-    Raises:
-        ConfigError: the group has no room for an erasure code.
-    """
+    members are gone already; -1: what is gone cannot be recovered from what is left. Without any this is
+    :func:`group_tolerance`."""
     gone = set(lost)
     left = [n for m, n in enumerate(nodes) if m not in gone]
     if not left:
@@ -147,20 +137,14 @@ def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, lost: Collec
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
-    """Node losses that every sharding group of the job survives at once: the minimum over groups.
-
-    Raises:
-        ConfigError: the groups have no room for the scheme.
-    """
+    """Node losses that every sharding group of the job survives at once: the minimum over groups. Raises
+    ConfigError where the groups have no room for the scheme."""
     return len(fatal(topology, copies, parities)) - 1
 
 
 def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group of the job does not survive.
-
-    Raises:
-        ConfigError: the groups have no room for the scheme.
-    """
+    """A smallest set of nodes whose loss some sharding group of the job does not survive. Raises ConfigError
+    as above."""
     return min(
         (fatal_nodes(nodes, place_group(nodes, copies, parities)) for nodes in group_patterns(topology)),
         key=len,
@@ -197,12 +181,7 @@ _ROOM_AFTER_RISE = 1.5
 
 @dataclass(frozen=True)
 class Level:
-    """One way to keep versions.
-
-    Attributes:
-        scheme: redundancy.
-        arenas: versions held per rank.
-    """
+    """One way to keep versions: redundancy, and versions held per rank."""
 
     scheme: Scheme
     arenas: int
@@ -237,13 +216,8 @@ class MemoryWatch:
     """Which level one rank wishes for, from how much memory its node has left.
 
     Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
-    as much again as the margin, and has for a while; that while doubles whenever what came back had to be
-    given up again.
-
-    Args:
-        margin_bytes: memory of the node that versions must leave free.
-        calm_secs: how long there must have been room before something comes back.
-    """
+    as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to
+    be given up again."""
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
         self.margin_bytes = margin_bytes

@@ -45,13 +45,9 @@ _POWER_ROWS = 3
 
 
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
-    """Coefficients c[r][j] of ``parities`` parities over ``blocks`` data blocks, as rows.
-
-    Any ``parities`` losses among the blocks and the parities can be decoded (MDS).
-
-    Raises:
-        ConfigError: beyond the size of the field: more than 255 blocks, or more than 256 in all.
-    """
+    """Coefficients c[r][j] of ``parities`` parities over ``blocks`` data blocks, as rows. Any ``parities``
+    losses among the blocks and the parities can be decoded (MDS). Raises ConfigError beyond the size of the
+    field."""
     if parities > 1 and (blocks > 255 or parities + blocks > 256):  # one parity is plain XOR
         raise ConfigError(
             f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 blocks and "

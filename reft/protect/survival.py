@@ -63,11 +63,7 @@ def group_survival(q: float, survived: Sequence[int]) -> float:
 
 
 def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
-    """P_reft: all of the ``nodes / D`` groups survive.
-
-    Raises:
-        ValueError: if the nodes cannot be cut into groups of that size.
-    """
+    """P_reft: all of the ``nodes / D`` groups survive."""
     size = len(survived) - 1
     if size < 1 or nodes % size:
         raise ValueError(f"found {nodes} nodes in groups of {size}; expected a multiple")
@@ -77,18 +73,11 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets ``target``.
-
-    Within it, memory alone carries the job with at least that probability.
-
-    Args:
-        target: wished survival between two persisted checkpoints, between 0 and 1.
-        causes: why nodes fail; at least one.
-        nodes: nodes of the job.
-        survived: as in :func:`protected_survival`.
+    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets ``target``, between
+    0 and 1. Within it, memory alone carries the job with at least that probability.
 
     Raises:
-        ConfigError: if the target is not between 0 and 1 or no cause is given.
+        ConfigError: the target is not between 0 and 1, or no cause of failure is given.
     """
     if not 0 < target < 1 or not causes:
         raise ConfigError(

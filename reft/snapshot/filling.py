@@ -13,8 +13,7 @@ from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.protect.coded_blocks import pack_checksums
-from reft.snapshot.layout import GroupLayout
-from reft.snapshot.plan import PlacedBlock
+from reft.snapshot.plan import GroupLayout, PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of
 from reft.state.blob import LateBlob
 
@@ -158,14 +157,8 @@ class Filling:
                 self.hash(placed)
 
     def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
-        """Compare what arrived with the owners' checksums (P5).
-
-        Returns:
-            Bytes received.
-
-        Raises:
-            ArenaError: a block arrived changed; the version must not be committed.
-        """
+        """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises ArenaError
+        where a block arrived changed: the version must not be committed."""
         total = 0
         for member, wanted in arrived.items():
             for placed, yes in zip(self._peer_blocks(member), wanted.tolist(), strict=True):

@@ -16,14 +16,23 @@ their partitions, behind everything that is part of the version.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.control.control import ControlGroup
+from reft.grid import Coordinate, Degrees, Topology
+from reft.memory.header import TABLE, Entry, pack_entries
 from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.coded_blocks import BlockCode, CodedBlock
-from reft.protect.placement import GroupPlacement
+from reft.protect.codes import Scheme
+from reft.protect.placement import GroupPlacement, place_group
+from reft.state.catalogue import SectionImage
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,7 @@ class Block:
     """Unit of placement, checksum and transfer.
 
     Attributes:
-        key: identity.
-        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of
-            that member).
+        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of that member).
         nbytes: length; for host blocks the *reserved* length, the true one is known at seal time.
     """
 
@@ -174,16 +181,8 @@ def cut_blocks(section: Section, member: int, start: int, stop: int, block_bytes
 def make_shard_plan(
     sizes: SectionSizes, placement: GroupPlacement, block_bytes: int = 4 * 2**20
 ) -> ShardPlan:
-    """Build the plan of a sharding group.
-
-    Args:
-        sizes: bytes of every section.
-        placement: who keeps whose bytes.
-        block_bytes: block size, a multiple of 64.
-
-    Raises:
-        ValueError: if ``block_bytes`` is not a positive multiple of 64.
-    """
+    """Build the plan of a sharding group: who keeps which bytes of every section. Raises ValueError if
+    ``block_bytes`` is not a positive multiple of 64."""
     if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}")
     code = BlockCode(placement.code(), sizes.replicated_bytes, block_bytes) if placement.parities else None
@@ -226,3 +225,109 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
         placed.append(PlacedBlock(block, offset))
         offset += -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return tuple(placed), offset
+
+
+# -- the plan that a group has agreed on ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LiveImages:
+    """The stage image of this rank as it lies in the engine's memory.
+
+    Attributes:
+        replicated: equal on all DP peers.
+        owned: this rank's ZeRO partition.
+        signature: changes when the images would have other tensors.
+        gradients: of the newest step, by member whose partition is recomputed here.
+        gradient_bytes: of one partition, if partitions are recomputed at all; the same on all members, and
+            whether or not this rank keeps any under the scheme in force.
+    """
+
+    replicated: SectionImage
+    owned: SectionImage
+    signature: Hashable
+    gradients: Mapping[int, SectionImage] = field(default_factory=dict)
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """What the members of one sharding group agreed on."""
+
+    plan: ShardPlan
+    member: int
+    layout_hash: str
+
+    @property
+    def mine(self) -> MemberPlan:
+        return self.plan.members[self.member]
+
+    @cached_property
+    def table(self) -> NDArray[np.void]:
+        """The packed entries of this member's blocks in arena order, :data:`reft.memory.header.TABLE`. Every
+        version fills in its checksums and the true lengths of the host blocks."""
+        sizes = self.plan.sizes
+        entries = []
+        for placed in self.mine.blocks:
+            key, block = placed.key, placed.block
+            images = {
+                Section.REPLICATED: sizes.replicated_bytes,
+                Section.OWNED: sizes.owned_bytes[key.member],
+            }
+            entries.append(
+                Entry(
+                    key=key,
+                    start_bytes=block.start_bytes,
+                    nbytes=block.nbytes,
+                    image_bytes=images.get(key.section, block.nbytes),
+                    arena_offset=placed.arena_offset,
+                    checksum=0,
+                    owner=key.member == self.member and key.section is not Section.PARITY,
+                )
+            )
+        return np.frombuffer(pack_entries(entries), TABLE)
+
+
+def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:
+    """Identity of a group's layout: versions of another layout are refused at recovery."""
+    text = f"{degrees}|{coordinate.pp}|{coordinate.tp}|{sizes.replicated_bytes}|{sizes.owned_bytes}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def agree_on_layout(
+    control: ControlGroup,
+    topology: Topology,
+    images: LiveImages,
+    *,
+    scheme: Scheme,
+    block_bytes: int,
+    host_bytes: int,
+) -> GroupLayout:
+    """Gather the section sizes of all ranks and plan this rank's group; equal on all its members. Collective
+    over all ranks."""
+    gathered = control.gather_ints(
+        [images.replicated.nbytes, images.owned.nbytes, host_bytes, images.gradient_bytes]
+    )
+    at = topology.coordinates[control.rank]
+    ranks = topology.group(at.pp, at.tp)
+    sizes = SectionSizes(
+        replicated_bytes=gathered[control.rank][0],
+        owned_bytes=tuple(gathered[r][1] for r in ranks),
+        host_bytes=tuple(gathered[r][2] for r in ranks),
+        gradient_bytes=tuple(gathered[r][3] for r in ranks),
+    )
+    placement: GroupPlacement = place_group(
+        topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities
+    )
+    return GroupLayout(
+        plan=make_shard_plan(sizes, placement, block_bytes),
+        member=at.dp,
+        layout_hash=layout_hash(topology.degrees, at, sizes),
+    )
+
+
+def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
+    """The same sections of the same group, protected in another way. Pure: every member plans the same."""
+    old = layout.plan
+    placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
+    return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

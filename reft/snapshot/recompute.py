@@ -23,7 +23,7 @@ import torch
 from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import RecomputeStats
 from reft.state.catalogue import SectionImage, TensorSpec
 

@@ -72,7 +72,7 @@ from reft.snapshot.copying.copier import Copier, bytes_by_tier
 from reft.snapshot.copying.gate import Gate, OpenGate, Permit
 from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
@@ -94,9 +94,7 @@ class SnapshotWorker:
 
     Args:
         control: votes and exchange.
-        topology: placement of this incarnation.
         arenas: this rank's memory.
-        options: fixed settings.
         switch: the scheme in force and orders to change it.
         copier: copies the bytes.
         pacer: knows the windows; without one no version is paced.
@@ -159,11 +157,8 @@ class SnapshotWorker:
     # -- one rank's versions under one lock: both threads ----------------------------------------------
 
     def _tell(self, event: Event) -> list[Effect]:
-        """Tell what happened. Returns what the caller has to do, in this order.
-
-        Raises:
-            ValueError: the event does not fit.
-        """
+        """Tell what happened. Returns what the caller has to do, in this order; raises ValueError if the
+        event does not fit."""
         with self._changed:
             before = self._state
             self._state, effects = step(before, event)
@@ -384,11 +379,8 @@ class SnapshotWorker:
     # -- one version's bytes: from the live tensors into a slot, at once or through staging ------
 
     def _copy(self, request: SnapshotRequest) -> Event | None:
-        """Copy own and redundant replicated blocks and the owned ones into a free slot.
-
-        Returns:
-            How it ended; None if the fence came before it began.
-        """
+        """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how it ended;
+        None if the fence came before it began."""
         if request.images is None:
             return CopyFailed(Cause("the state could not be captured"))
         if not self._fits(request):
@@ -458,11 +450,8 @@ class SnapshotWorker:
         self._apply(Released(staged=bool(staged)))
 
     def _drain(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
-        """Bring what was staged to host memory, in the windows of the steps after the version's own.
-
-        Returns:
-            Why that failed; None if it did not.
-        """
+        """Bring what was staged to host memory, in the windows of the steps after the version's own. Returns
+        why that failed, if it did."""
         if not request.version.staged:
             return None
         began, stats = time.perf_counter(), self.watchers.stats
@@ -512,11 +501,7 @@ class SnapshotWorker:
     # -- votes -----------------------------------------------------------------------------------
 
     def _vote(self, label: Label) -> Voted:
-        """Collective.
-
-        Raises:
-            TransferError: a peer is gone, or votes on another version.
-        """
+        """Collective; raises TransferError where a peer is gone, or votes on another version."""
         state = self._state
         verdict = self.votes.cast(label, self._ballot(state))
         if not (verdict.ok or verdict.relayout or state.head.idle):
@@ -532,21 +517,17 @@ class SnapshotWorker:
         try:
             order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
             # Memory may be reserved after this version, before the next vote.
-            late = state.staged or self.arenas.unsettled or switch.would_change(order, level)
+            late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, level=level)
         except Exception as error:
             self._complaints.tell("this rank cannot tell how it is", error)
-            return Ballot(ok=False, order=switch.record.number, level=switch.level)
+            return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
 
     # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
 
     def _seal(self, request: SnapshotRequest) -> Event:
         """Collective in the group: also a rank that cannot seal takes part, since its peers wait for what it
-        sends. They are told in the vote.
-
-        Raises:
-            TransferError: a peer is gone.
-        """
+        sends. They are told in the vote."""
         filling = self._filling
         assert filling is not None  # the version was copied into it
         failure = self._drain(request, filling)
@@ -564,11 +545,8 @@ class SnapshotWorker:
         return Sealed() if failure is None else SealFailed(failure)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
-        """Recompute what peers alone have, or take it from them. Collective in the group.
-
-        Returns:
-            What has arrived, to be checked; see :meth:`RingExchange.blocks`.
-        """
+        """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
+        arrived, to be checked; see :meth:`RingExchange.blocks`."""
         images, peers = request.images, self.peer_optimizers
         if peers is not None and images is not None:
             peers.recompute(filling, images, request.step)
@@ -609,7 +587,7 @@ class SnapshotWorker:
         if self._paced:
             self._complaints.attempt("snapshots cannot be planned anew", lambda: self._learn(filling))
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
-        self.switch.committed()
+        self.switch.settled = True
 
     def _tell_given_up(self, label: Label, cause: Cause) -> None:
         first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
@@ -666,7 +644,7 @@ class SnapshotWorker:
     def _switch_layout(self, label: Label) -> Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
-        if self.switch.due:
+        if self.switch.in_force.due:
             self._unmap()
             layout = self.switch.carry_out(
                 label,
@@ -717,11 +695,7 @@ class SnapshotWorker:
 
 
 def _attempt(act: Callable[[], object]) -> Cause | None:
-    """Why it failed; None if it did not.
-
-    Raises:
-        TransferError: a peer is gone.
-    """
+    """Why it failed; None if it did not. Only a lost peer (TransferError) is raised."""
     try:
         act()
     except TransferError:

@@ -52,7 +52,7 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     for rank in (0, 1):
         traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
         status.trainer(rank, stats={"traffic": traffic})
-    status.trainer(2, pid=7)  # it has not committed anything yet
+    status.trainer(2, stats={})  # it has not committed anything yet
     status.write_if_changed()
     ask = ["status", "--memory-dir", str(tmp_path / "memory")]
     shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "200"}).output.split())

@@ -57,7 +57,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def train(reading: Any) -> list[int]:
     """A micro-batch, as an engine takes it."""
     found: list[int] = next(reading).tolist()
-    reading.train()
+    reading._progress.train()
     return found
 
 
@@ -177,7 +177,7 @@ def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job)
     following = iter(one)
     batch = next(following)
     with pytest.raises(ConfigError, match=r"left within a step.*loader\.ends_step"):
-        following.train()
+        following._progress.train()
     assert batch.tolist()
     rest_of_step(other, iter(other))
     assert train(iter(other))
@@ -212,7 +212,7 @@ def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: i
                     look(loader)
                 assert loader.ends_step is ends
                 trained.add(loader)
-                reading.train()
+                reading._progress.train()
                 look(loader)
                 assert keeps or loader.ends_step is ends
                 samples += batch.tolist()
@@ -229,7 +229,7 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
         following = iter(job.loader(0, size=96))
         next(following)
         with pytest.raises(ConfigError, match=r"24 samples \(step_samples\).*48 \(train_batch_size\).*Write"):
-            following.train()
+            following._progress.train()
         train(iter(job.loader(1, size=96, step=2 * STEP, name="right")))
     finally:
         data.close()

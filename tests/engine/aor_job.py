@@ -292,17 +292,6 @@ METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")
 """Of DeepSpeedZeroOptimizer, seen by the capture."""
 
 
-def switched(root: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """From one kept peer to two, while the job runs."""
-    watched = Watched(root, "switched", case, protection="arc+aor")
-
-    def switch(step: int) -> None:
-        if step == 3 and os.environ["RANK"] == "0":
-            watched.session.protect("arc:2+aor")
-
-    return watched.result(train(watched.engine, 2 * SHORT_STEPS, switch))
-
-
 def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, Any]:
     """The replica runs another kernel than its owner, as the host of a GPU does: masters are off by one bit."""
     watched = Watched(root, name, case, protection="arc+aor")
@@ -347,7 +336,6 @@ def main(root: Path) -> dict[str, Any]:
     out["dropped"] = dropped_gradient(root, USUAL)
     out["missed"] = missed_version(root, USUAL)
     out["corrupted"] = corrupted_replica(root, USUAL)
-    out["switched"] = switched(root, USUAL)
     out["exact"] = other_arithmetic(root, USUAL, "exact")
     out["refused_optimizer"] = refused({**USUAL, **SGD}, root)
     return out

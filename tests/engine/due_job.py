@@ -1,8 +1,7 @@
 """One life of a job whose ranks wish for intervals that the test chose, killed behind a step of the test's.
 
 ``root/life.json`` has ``wishes``: interval by the step from which on it is wished for; ``until``: the step;
-``faults``; and ``stored``: the interval on storage that is wished for, in a life that is not killed. It says where
-it has gone on, and which versions were due on storage.
+``faults``; and whether the life is ``killed`` there. It says where it has gone on.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Any
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.naming import Label
-from reft.policy.rate import Rate, Why
 from tests.engine.engine_job import make, train
 from tests.engine.ranks import be_a_rank
 
@@ -31,7 +28,6 @@ def main(root: Path) -> dict[str, Any]:
             "interval_steps": "auto",
             "max_lost_steps": 100,
             "faults": life["faults"],
-            "persist": {"dir": str(root / "storage"), "interval_steps": "auto"},
         },
         init=reft.initialize,
     )
@@ -39,24 +35,15 @@ def main(root: Path) -> dict[str, Any]:
     session = session_of(engine)
     assert session is not None
     assert session.worker is not None
-    due: list[int] = []
-
-    def told(label: Label, *rest: object, **more: object) -> None:
-        if more["due"]:
-            due.append(label.step)
-
-    session.daemon.notify_commit = told  # type: ignore[method-assign]  # none runs
-    assert session.rates.storage is not None
-    session.rates.storage.rate = Rate(life["stored"] or 10**6, Why.REMEMBERED)
     while engine.global_steps < life["until"]:
         wished = max(int(step) for step in life["wishes"] if int(step) <= engine.global_steps)
         session.worker.watchers.wanted_interval = lambda windows, k=life["wishes"][str(wished)]: k
         train(engine, engine.global_steps + 1)
         assert session.worker.drain(60)  # every vote is known, whatever the machine does
-    if not life["stored"]:
+    if life.get("killed"):
         (root / f"killed-{os.environ['RANK']}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return {"path": path, "due": due}
+    return {"path": path}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 not of this life is out of reach. Behind a resize the same steps are made by a job of this layout that DeepSpeed
 itself loaded: from its checkpoint, or its universal one where it cuts partitions.
 
-``root/life.json`` says which life it is, how many stages the job has, and whether it goes on from the checkpoint
-that the script saved instead of from memory.
+``root/life.json`` says which life it is, and whether it goes on from the checkpoint that the script saved instead of
+from memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import reft
@@ -49,11 +48,8 @@ if BF16_OPTIMIZER_IS_NEVER_MADE:
     del CASES["zero1-bf16"]
 ROUND_ROBIN = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 """What is refused at another degree."""
-LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {"stages": 1}
-STAGES = LIFE["stages"]
+LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {}
 DISK = LIFE.get("disk", False)
-DP = RANK // STAGES
-"""This rank's replica: a whole one comes before the next."""
 WIDTH = 16
 
 
@@ -96,13 +92,7 @@ def block(root: Path, case: str) -> dict[str, Any]:
 
 
 def make(settings: dict[str, Any]) -> Any:
-    model: nn.Module = Model()
-    if STAGES > 1:
-        # As many as DeepSpeed's converter takes for a transformer.
-        more = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
-        layers = [model.first, nn.ReLU(), model.second, *more]
-        topology = reft.topology(STAGES, dist.get_world_size() // STAGES)
-        model = PipelineModule(layers, topology=topology, loss_fn=mse)
+    model = Model()
     return reft.initialize(model=model, model_parameters=groups(model), config=settings)[0]
 
 
@@ -111,10 +101,9 @@ def batches(engine: Any) -> Iterator[torch.Tensor]:
     degree."""
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     samples = torch.randn(BATCH, WIDTH, generator=generator)
-    replicas = dist.get_world_size() // STAGES
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
-    for first in range(0, BATCH, MICRO * replicas):
-        at = first + MICRO * DP
+    for first in range(0, BATCH, MICRO * dist.get_world_size()):
+        at = first + MICRO * RANK
         yield samples[at : at + MICRO].to(dtype)
 
 
@@ -123,9 +112,7 @@ def train(engine: Any, until: int) -> list[str]:
     losses = []
     while engine.global_steps < until:
         total = torch.zeros(1)
-        if STAGES > 1:
-            total += engine.train_batch(iter([(x, x) for x in batches(engine)])).float()
-        for batch in [] if STAGES > 1 else list(batches(engine)):
+        for batch in list(batches(engine)):
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
@@ -235,7 +222,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(root: Path) -> dict[str, Any]:
-    out: dict[str, Any] = {"refused": refused(root, LIFE)} if STAGES == 1 and not DISK else {}
+    out: dict[str, Any] = {} if DISK else {"refused": refused(root, LIFE)}
     if DISK and LIFE["tag"]:
         more = config(CASES["zero0"], gradient_accumulation_steps=4)
         del more["train_batch_size"]

@@ -157,18 +157,6 @@ def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: st
 
 @pytest.mark.integration
 @shared
-def test_after_a_switch_the_new_peers_partitions_are_recomputed_too(ranks: Ranks) -> None:
-    assert_whole(ranks, "switched", 2 * SHORT_STEPS)
-    for r in ranks:
-        run = r["switched"]
-        assert len(run["partitions"]) == 3
-        assert 1 < len(sent_partitions(run)) <= 4, "at the start, and around the switch"
-        assert max(sent_partitions(run)) < SHORT_STEPS
-        assert run["to_host"][-1]["gradients"] == 2 * run["to_host"][0]["gradients"]
-
-
-@pytest.mark.integration
-@shared
 def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_said(ranks: Ranks) -> None:
     assert_whole(ranks, "exact", 3 * SHORT_STEPS)
     for r in ranks:

@@ -33,35 +33,15 @@ JOB = Path(__file__).with_name("due_job.py")
 def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
     tmp_path: Path, wishes: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
 ) -> None:
-    lose(tmp_path, wishes, faults, killed_at)
-    for rank in live_on(tmp_path, until=goes_on_at):
-        assert rank["path"] == f"memory:due/{goes_on_at}"
-
-
-@pytest.mark.nightly
-def test_after_a_failure_that_memory_survives_storage_counts_on_from_what_it_has(tmp_path: Path) -> None:
-    """Every 52 steps: 152 is 52 behind what is there, 156 a multiple. Nothing else is due, on no rank."""
-    lose(tmp_path, {0: 1}, [], 110)
-    store(tmp_path / "storage", "due", Label(1, 100))
-    for rank in live_on(tmp_path, until=160, stored=52):
-        assert rank["path"].startswith("memory:due/")
-        assert rank["due"] == [152, 156]
-
-
-def lose(root: Path, wishes: dict[int, int], faults: list[Any], killed_at: int) -> None:
-    """A life that is killed."""
-    life = {"wishes": wishes, "faults": faults, "until": killed_at, "stored": 0}
-    (root / "life.json").write_text(json.dumps(life))
+    life = {"wishes": wishes, "faults": faults, "until": killed_at, "killed": True}
+    (tmp_path / "life.json").write_text(json.dumps(life))
     with pytest.raises(AssertionError):  # a killed rank fails
-        run_ranks(JOB, root)
-    assert list(root.glob("killed-*"))
-
-
-def live_on(root: Path, *, until: int, stored: int = 10**6) -> list[dict[str, Any]]:
-    """The life after it, to its end; what every rank says."""
-    life = {"wishes": {0: 1}, "faults": [], "until": until, "stored": stored}
-    (root / "life.json").write_text(json.dumps(life))
-    return run_ranks(JOB, root)
+        run_ranks(JOB, tmp_path)
+    assert list(tmp_path.glob("killed-*"))
+    life = {"wishes": {0: 1}, "faults": [], "until": goes_on_at}
+    (tmp_path / "life.json").write_text(json.dumps(life))
+    for rank in run_ranks(JOB, tmp_path):
+        assert rank["path"] == f"memory:due/{goes_on_at}"
 
 
 def store(persist_dir: Path, job: str, label: Label) -> None:

@@ -97,11 +97,12 @@ def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
 
 
 @pytest.mark.integration
-def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [SMALLER, pytest.param(REPLICAS, marks=pytest.mark.nightly)], ids=str)
+def test_p3_so_it_does_from_memory(tmp_path: Path, layouts: tuple[Degrees, ...]) -> None:
     """No storage: two nodes keep what PP2xDP2 committed."""
-    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2)
-    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
-    for rank in lives[1]:
+    lives = lives_of(tmp_path, layouts, ["zero1"], nodes=2)
+    are_of_their_layouts(lives, layouts, "zero1", "memory:zero1/")
+    for rank in lives[1] if layouts is SMALLER else ():
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,13 @@ from tests.engine.resize_job import CASES, STEPS
 
 JOB = Path(__file__).with_name("resize_job.py")
 pytestmark = pytest.mark.nightly
-LIVES = {1: (3, 2, 3), 2: (2, 1, 2)}
-"""Replicas of every life, by the number of stages."""
-RUN = {1: tuple(CASES), 2: tuple(case for case in ("zero1", "zero1-bf16") if case in CASES)}
-"""Cases by the number of stages."""
-EACH = [(stages, case) for stages, cases in RUN.items() for case in cases]
+LIVES = (3, 2, 3)
+"""Replicas of every life."""
 KEYS_TO_SET = (
     """write "train_batch_size": 12 and "train_micro_batch_size_per_gpu": 2 into DeepSpeed's JSON, and no """
     '"gradient_accumulation_steps"'
 )
-Lives = Callable[[int], list[list[dict[str, Any]]]]
+Lives = list[list[dict[str, Any]]]
 
 
 def to_universal(root: Path, tag: str) -> None:
@@ -48,54 +43,37 @@ def to_universal(root: Path, tag: str) -> None:
             )
 
 
-def run(root: Path, stages: int) -> list[list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Per life what every rank saw."""
-    found, tag = [], ""
-    for number, replicas in enumerate(LIVES[stages], 1):
-        life = {"until": number * STEPS, "tag": tag, "stages": stages, "cases": RUN[stages]}
+    root, found, tag = tmp_path_factory.mktemp("lives"), Lives(), ""
+    for number, replicas in enumerate(LIVES, 1):
+        life = {"until": number * STEPS, "tag": tag, "cases": tuple(CASES)}
         (root / "life.json").write_text(json.dumps(life))
-        found.append(run_ranks(JOB, root, world=replicas * stages))
+        found.append(run_ranks(JOB, root, world=replicas))
         tag = f"step{number * STEPS}"
         to_universal(root, tag)
     return found
 
 
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    return cache(lambda stages: run(tmp_path_factory.mktemp(f"stages{stages}"), stages))
-
-
-@pytest.mark.parametrize(("stages", "case"), EACH)
-def test_p3_a_resized_job_goes_on_where_it_was(lives: Lives, stages: int, case: str) -> None:
-    """Also after a start that failed before the first version of its degree was committed."""
-    for number, ranks in enumerate(lives(stages)[1:], 1):
-        for rank in ranks:
-            assert rank[case]["path"] == f"memory:{case}/{number * STEPS}"
-            assert rank[case]["begins"] == number * STEPS
-            assert rank[case]["committed"] == (number + 1) * STEPS
-
-
-@pytest.mark.parametrize(("stages", "case"), EACH)
-def test_p1_a_resized_job_is_a_job_of_its_layout(lives: Lives, stages: int, case: str) -> None:
-    """Bit for bit, masters and moments with their padding too."""
-    for ranks in lives(stages)[1:]:
-        for rank in ranks:
-            assert len(rank[case]["losses"]) == STEPS
-            assert rank[case]["losses"] == rank[case]["reference"]["losses"]
-            assert rank[case]["images"] == rank[case]["reference"]["images"]
-
-
-@pytest.mark.parametrize(("stages", "case"), EACH)
-def test_p3_the_first_version_of_the_new_degree_is_protected_before_the_first_step(
-    lives: Lives, stages: int, case: str
-) -> None:
-    for replicas, ranks in zip(LIVES[stages], lives(stages), strict=True):
-        for rank in ranks[stages:]:
-            assert replicas in rank[case]["degrees"] or rank[case]["path"] is None
+@pytest.mark.parametrize("case", CASES)
+def test_p1_p3_a_resized_job_goes_on_where_it_was_as_a_job_of_its_layout(lives: Lives, case: str) -> None:
+    """Also after a start that failed before the first version of its degree was committed. Bit for bit, masters and
+    moments with their padding too; the first version of the new degree is protected before the first step."""
+    for number, (replicas, ranks) in enumerate(zip(LIVES, lives, strict=True)):
+        for rank in ranks if number else ():
+            found = rank[case]
+            assert found["path"] == f"memory:{case}/{number * STEPS}"
+            assert found["begins"] == number * STEPS
+            assert found["committed"] == (number + 1) * STEPS
+            assert replicas in found["degrees"]
+            assert len(found["losses"]) == STEPS
+            assert found["losses"] == found["reference"]["losses"]
+            assert found["images"] == found["reference"]["images"]
 
 
 def test_p7_what_is_not_this_job_at_another_degree_is_refused(lives: Lives) -> None:
-    for rank in lives(1)[1]:
+    for rank in lives[1]:
         batch, optimizer = rank["refused"]["batch"], rank["refused"]["optimizer"]
         assert "FingerprintError" in batch
         assert "config.train_batch_size: was 12, is 8" in batch
@@ -111,7 +89,7 @@ def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tm
     tag = ""
     for number, replicas in enumerate((3, 2, 3), 1):
         until = number * STEPS
-        life = {"until": until, "tag": tag, "stages": 1, "cases": ["zero0"], "disk": True}
+        life = {"until": until, "tag": tag, "cases": ["zero0"], "disk": True}
         (tmp_path / "life.json").write_text(json.dumps(life))
         for rank in run_ranks(JOB, tmp_path, world=replicas):
             zero0 = rank["zero0"]
@@ -130,7 +108,7 @@ def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tm
 def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degrees_that_can(
     lives: Lives,
 ) -> None:
-    for rank in lives(1)[1]:
+    for rank in lives[1]:
         said = rank["refused"]["division"]
         assert '"train_batch_size" 14 cannot be dealt out in micro-batches of 2 samples' in said
         assert "14 != 2 * 3 * 2" in said
@@ -158,7 +136,7 @@ def test_degrees_that_share_a_batch(config: dict[str, Any] | None, said: str | N
 
 
 def test_p7_partitions_in_an_order_of_their_degree_are_refused_by_name(lives: Lives) -> None:
-    for rank in lives(1)[1]:
+    for rank in lives[1]:
         assert "round_robin_gradients" in rank["refused"]["round-robin"]
     # What was refused is there for a job of the degree that wrote it.
-    assert [rank["refused"]["path"] for rank in lives(1)[2]] == ["memory:round-robin/3"] * 3
+    assert [rank["refused"]["path"] for rank in lives[2]] == ["memory:round-robin/3"] * 3

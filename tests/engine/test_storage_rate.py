@@ -50,15 +50,13 @@ class SimulatedJob:
             clock=lambda: self.now,
         )
         self.overheads: list[float] = []
-        self.evaluation_secs = 0.0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
             secs = self.slowdown if self.under_way else 1.0
             self.now += secs
-            self.rate.step(self.step, secs + self.evaluation_secs)
-            self.evaluation_secs = 0.0
+            self.rate.step(self.step, secs)
             if self.step % self.every:
                 continue
             if self.under_way and self.now >= self.under_way[1]:
@@ -208,34 +206,6 @@ def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes(
     assert sum(map(len, held)) <= 70
 
 
-def test_an_evaluation_between_two_steps_is_no_cost_of_a_checkpoint() -> None:
-    job = SimulatedJob()
-    job.slowdown = 1.0
-    job.run(51)
-    job.evaluation_secs = 500.0
-    job.run(100)
-    assert job.overheads[0] == pytest.approx(0.0)
-
-
-def test_training_that_becomes_much_slower_for_good_is_measured_anew() -> None:
-    told: list[float] = []
-    rate = StorageRate(
-        PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}),
-        on_change=lambda costs, steps: told.append(costs.step_secs),
-        clock=lambda: now,
-    )
-    now = 0.0
-    for step in range(1, 201):
-        secs = 1.0 if step <= 40 else 30.0
-        now += secs
-        rate.step(step, secs)
-        if step % 50 == 10:
-            rate.answered({"persisted": [1, step - 10], "failing": False})
-        rate.committed(Label(1, step), 50)
-        rate.wanted_interval()
-    assert told[-1] == 30.0
-
-
 def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> None:
     coordinates = tuple(Coordinate(0, dp, 0) for dp in range(4))
     topology = Topology(Degrees(1, 4, 1), coordinates, ("a", "b", "c", "d"))
@@ -279,13 +249,3 @@ def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with
     rate = StorageRate(PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}), start_step=100)
     due = [step for step in range(132, 330) if rate.committed(Label(2, step), 64)]
     assert due == [164, 192, 256, 320]
-
-
-def test_storage_takes_the_last_version_that_keeps_the_bound() -> None:
-    """Versions every 16 steps, later every 10; the one of step 140 is given up, and 142 takes its place."""
-    rate = StorageRate(PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}))
-    versions = [(s, 16) for s in range(16, 113, 16)] + [
-        (s, 10) for s in (120, 130, 142, *range(150, 320, 10))
-    ]
-    due = [s for s, every in versions if rate.committed(Label(1, s), 48 if every == 16 else 50, every)]
-    assert due == [48, 96, 142, 150, 200, 250, 300]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -91,6 +91,14 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(serve
         state = pair[0]._state_holder.state
         del state.participants[pair[1]._this_node]
         assert pair[0].is_left_by_silent is goes_on
+
+
+def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], port: int) -> None:
+    """It stood still, and is the first to look again."""
+    long_ago = datetime.now(UTC) - timedelta(hours=1)
+    rewrite(port, lambda state: state.last_heartbeats.update(dict.fromkeys(state.last_heartbeats, long_ago)))
+    beat(joined[0])
+    assert shared(port).participants.keys() == {joined[0]._this_node}
 
 
 @pytest.fixture

@@ -79,33 +79,19 @@ def note(iteration: int, rank: int, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Book:
-    """What was written down.
+    """What was written down, by iteration, rank and degree."""
 
-    Attributes:
-        lines: by iteration, rank and degree; one that was made again has several.
-        pids: of those who wrote.
-    """
-
-    lines: dict[tuple[int, int, int], list[list[int]]]
-    pids: set[int]
+    lines: dict[tuple[int, int, int], list[int]]
 
     @classmethod
     def read(cls, events: Iterable[dict[str, Any]]) -> Book:
-        lines, pids = defaultdict(list), set()
-        for event in events:
-            lines[event["step"], event["rank"], event["replicas"]].append(event["samples"])
-            pids.add(event["pid"])
-        return cls(dict(lines), pids)
-
-    def differs(self) -> list[tuple[int, int, int]]:
-        """What was made again with other samples."""
-        return [at for at, made in self.lines.items() if any(one != made[0] for one in made)]
+        return cls({(e["step"], e["rank"], e["replicas"]): e["samples"] for e in events})
 
     def of_job(self) -> dict[tuple[int, int], list[int]]:
         """By iteration and degree the samples of all ranks, where all have told theirs."""
         found: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
         for (step, rank, ranks), made in self.lines.items():
-            found[step, ranks][rank] = made[0]
+            found[step, ranks][rank] = made
         return {
             at: [sample for rank in sorted(told) for sample in told[rank]]
             for at, told in found.items()

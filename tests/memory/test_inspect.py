@@ -65,16 +65,9 @@ def test_versions_are_reported_whole_or_torn_recoverable_or_not(memory: JobMemor
     assert new.reasons == ("no rank finished writing it",)
     assert (report.restores, report.problems, report.empty) == (OLD, (), ())
     assert old.nbytes == sum(a.own_bytes + a.redundant_bytes for a in old.arenas) > 2 * 20_000
-    age = old.age_secs()
-    assert age is not None
-    assert 0 <= age < 60
     assert report.well
-
-
-def test_one_nodes_memory_is_enough_if_it_holds_the_copies(memory: JobMemory) -> None:
-    report = inspect_job(dirs(memory)[1:])
-    assert report.restores == OLD
-    assert report.versions[1].whole_ranks == 1
+    half = inspect_job(dirs(memory)[1:])
+    assert (half.restores, half.versions[1].whole_ranks) == (OLD, 1), "one node holds the copies of the other"
 
 
 def test_an_unrecoverable_version_says_what_is_missing(memory: JobMemory) -> None:
@@ -130,14 +123,8 @@ def test_directories_of_several_jobs_are_not_mixed(memory: JobMemory, tmp_path: 
         inspect_job([])
 
 
-def test_inspecting_changes_nothing_and_needs_no_process(memory: JobMemory) -> None:
-    before = {p: p.read_bytes() for d in dirs(memory) for p in d.iterdir()}
-    inspect_job(dirs(memory), verify=True)
-    assert {p: p.read_bytes() for d in dirs(memory) for p in d.iterdir()} == before
-
-
 def test_inspect_command_for_people_and_programs(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str]
+    memory: JobMemory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out = run(capsys, "inspect", *options(memory))
     assert code == 0
@@ -151,6 +138,8 @@ def test_inspect_command_for_people_and_programs(
         "2 of 2 ranks",
     ):
         assert text in out
+    monkeypatch.setenv("REFT_MEMORY_DIR", str(memory.memory_dirs[0]))
+    assert run_json(capsys, "inspect")[1]["restores"] == {"incarnation": 1, "step": 7}
     code, found = run_json(capsys, "inspect", *options(memory))
     assert code == 0
     assert found["restores"] == {"incarnation": 1, "step": 7}
@@ -174,13 +163,6 @@ def test_exit_codes_1_not_well_2_wrong_use(
     code, out = run(capsys, "inspect", *options(memory), "--job", "other")
     assert (code, "nothing to restore" in out) == (1, True)
     assert run(capsys, "inspect", "--nonsense")[0] == 2
-
-
-def test_the_memory_directory_defaults_to_the_environment(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REFT_MEMORY_DIR", str(memory.memory_dirs[0]))
-    assert run_json(capsys, "inspect")[1]["restores"] == {"incarnation": 1, "step": 7}
 
 
 def test_verify_command_names_damaged_blocks(memory: JobMemory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from reft.builds import compiled
 from reft.memory import stream
 from reft.memory.header import checksum
-from reft.memory.stream import (
-    CutRanges,
-    HashingCopier,
-    PlainHashingCopier,
-    copier,
-    hashing_copier,
-    ranges_of,
-)
+from reft.memory.stream import CutRanges, HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -123,13 +116,6 @@ def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
         np.testing.assert_array_equal(target[:end], source[:end])
         assert not target[end:].any()
     assert hasher.take() == checksum(source)
-
-
-def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None:
-    source = np.random.default_rng(1).integers(0, 256, 9 * 2**20 + 12_345, dtype=np.uint8)
-    target = np.zeros_like(source)
-    hasher.copy(ranges_of([(target.ctypes.data, source.ctypes.data, source.nbytes)]))
-    assert hasher.take() == checksum(source) == checksum(target)
 
 
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,23 +12,39 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reft.errors import ConfigError
-from reft.protect.backend import (
-    ChunkedBackend,
-    CupyBackend,
-    NumpyBackend,
-    TorchBackend,
-    backend_for,
-    combine_ragged,
-)
+from reft.protect.backend import Backend, NumpyBackend, TorchBackend, backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
-from tests.protect.backends import CASES, Case, case_or_skip, has_cupy
 from tests.protect.reference import slow_combine
 
 
-@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.process if n == "kernel" else ()) for n in CASES])
+@dataclass(frozen=True)
+class Case:
+    """A backend, how to hand it bytes, and how to read them."""
+
+    backend: Backend
+    put: Callable[[np.ndarray], Any]
+    get: Callable[[Any], np.ndarray]
+
+
+def torch_case(device: str) -> Case:
+    def put(data: np.ndarray) -> torch.Tensor:
+        # Keep the misalignment of what the test made.
+        offset = data.ctypes.data % 64
+        buffer = torch.empty(len(data) + offset + 64, dtype=torch.uint8, device=device)
+        offset += -buffer.data_ptr() % 64
+        buffer[offset : offset + len(data)] = torch.from_numpy(data.copy())
+        return buffer[offset : offset + len(data)]
+
+    return Case(TorchBackend(), put, lambda t: t.cpu().numpy())
+
+
+@pytest.fixture(params=["numpy", "cpu", "cuda"])
 def case(request: pytest.FixtureRequest) -> Case:
-    return case_or_skip(request.param)
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA or ROCm device for torch")
+    if request.param == "numpy":
+        return Case(NumpyBackend(), lambda data: data, lambda data: data)
+    return torch_case(request.param)
 
 
 def aligned(nbytes: int, offset: int = 0) -> np.ndarray:
@@ -50,7 +68,7 @@ def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[i
     # Around every target lie bytes that must stay as they are.
     frames = [case.put(random_bytes(rng, nbytes + 128, offsets[0])) for _ in rows]
     before = [case.get(f).copy() for f in frames]
-    case.make().combine(rows, given, [f[64 : 64 + nbytes] for f in frames])
+    case.backend.combine(rows, given, [f[64 : 64 + nbytes] for f in frames])
     for row, frame, old in zip(rows, frames, before, strict=True):
         found = case.get(frame)
         assert np.array_equal(found[64 : 64 + nbytes], slow_combine(row, sources)), row
@@ -60,46 +78,33 @@ def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[i
         assert np.array_equal(case.get(put), source), "sources are only read"
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 15, 16, 17, 127, 4097, 300_001, 2 * CELL_BYTES + 13])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_xor_of_any_number_of_sources_and_any_size(case: Case, nbytes: int, count: int) -> None:
-    check(case, [(1,) * count], nbytes)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_combination_of_any_size_at_any_alignment(case: Case, data: st.DataObject) -> None:
+    count, coded = data.draw(st.integers(1, 7)), data.draw(st.booleans())
+    if coded:
+        grains = st.one_of(st.integers(0, 40), st.just(CELL_BYTES // GRAIN_BYTES + 5))
+        nbytes, factors = data.draw(grains) * GRAIN_BYTES, st.integers(0, 255)
+    else:
+        nbytes, factors = data.draw(st.one_of(st.integers(0, 5003), st.just(300_001))), st.integers(0, 1)
+    rows = data.draw(st.lists(st.tuples(*[factors] * count), min_size=1, max_size=3))
+    offsets = data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 8, 12]), min_size=1, max_size=3))
+    check(case, rows, nbytes, tuple(offsets))
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("offsets", [(1,), (2,), (4,), (8,), (0, 8), (0, 1, 2), (4, 8, 12)])
-def test_xor_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
-    check(case, [(1, 1, 1)], 5003, offsets)
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
-    "nbytes", [0, GRAIN_BYTES, 3 * GRAIN_BYTES, CELL_BYTES, 3 * CELL_BYTES + 37 * GRAIN_BYTES]
+    ("rows", "nbytes"),
+    [
+        (parity_rows(3, 5), 3 * CELL_BYTES + 37 * GRAIN_BYTES),
+        ([(1, 1, 1)], 2 * CELL_BYTES + 13),
+        ([(0, 0, 0), (0, 1, 1)], 1001),
+        *(([tuple(range(first, first + 64))], GRAIN_BYTES) for first in range(0, 256, 64)),
+    ],
 )
-def test_reed_solomon_encoding_of_whole_and_partial_cells(case: Case, nbytes: int) -> None:
-    check(case, list(parity_rows(3, 5)), nbytes)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("offsets", [(8,), (4,), (2,), (1,), (0, 4)])
-def test_reed_solomon_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
-    check(case, list(parity_rows(2, 3)), CELL_BYTES + GRAIN_BYTES, offsets)
-
-
-@pytest.mark.process
-def test_every_coefficient(case: Case) -> None:
-    # Kernels are compiled for their coefficients: a sample has to do, their bit matrices are tested alone.
-    every = 1 if isinstance(case.make(), ChunkedBackend) else 9
-    for first in range(0, 256, 64):
-        check(case, [tuple(range(first, first + 64, every))], GRAIN_BYTES)
-    check(case, [(c, 255 - c) for c in range(8)], 2 * GRAIN_BYTES)
-
-
-@pytest.mark.process
-def test_zero_rows_and_unused_sources(case: Case) -> None:
-    check(case, [(0, 0, 0), (0, 1, 0), (0, 1, 1)], 1001)
-    check(case, [(0, 0, 0), (0, 7, 0), (0, 1, 1)], CELL_BYTES + GRAIN_BYTES)
+def test_whole_and_partial_cells_and_every_coefficient(
+    case: Case, rows: list[tuple[int, ...]], nbytes: int
+) -> None:
+    check(case, list(rows), nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
@@ -117,14 +122,13 @@ def test_bit_patterns_survive(case: Case, dtype: torch.dtype) -> None:
     lost = tensor.view(torch.uint8).numpy()
     others = [random_bytes(rng, len(lost)) for _ in range(2)]
     parity = case.put(aligned(len(lost)))
-    backend = case.make()
+    backend = case.backend
     backend.combine([(1, 1, 1)], [case.put(b) for b in (lost, *others)], [parity])
     back = case.put(aligned(len(lost)))
     backend.combine([(1, 1, 1)], [parity, *(case.put(b) for b in others)], [back])
     assert case.get(back).tobytes() == values.tobytes()
 
 
-@pytest.mark.process
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_short_sources_count_as_padded_with_zeros(case: Case, data: st.DataObject) -> None:
@@ -135,7 +139,7 @@ def test_short_sources_count_as_padded_with_zeros(case: Case, data: st.DataObjec
     rng = np.random.default_rng(1)
     sources = [random_bytes(rng, n) for n in lengths]
     targets = [case.put(random_bytes(rng, nbytes)) for _ in rows]
-    combine_ragged(case.make(), rows, [case.put(s) for s in sources], targets)
+    combine_ragged(case.backend, rows, [case.put(s) for s in sources], targets)
     padded = [np.concatenate([s, np.zeros(nbytes - len(s), np.uint8)]) for s in sources]
     for row, target in zip(rows, targets, strict=True):
         if nbytes:
@@ -143,7 +147,7 @@ def test_short_sources_count_as_padded_with_zeros(case: Case, data: st.DataObjec
 
 
 def test_wrong_arguments_are_refused_with_what_was_found(case: Case) -> None:
-    backend = case.make()
+    backend = case.backend
     short, long = case.put(aligned(64)), case.put(aligned(65))
     with pytest.raises(ValueError, match=r"buffers of \[64, 65\] bytes"):
         backend.combine([(1,)], [short], [long])
@@ -173,59 +177,3 @@ def test_the_backend_follows_the_buffer() -> None:
     assert isinstance(backend_for(torch.zeros(1, dtype=torch.uint8)), TorchBackend)
     with pytest.raises(TypeError, match="bytearray"):
         backend_for(bytearray(1))
-
-
-class OnDevice:
-    """As much of a tensor on a device as is asked where a backend is chosen."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
-
-    def new_zeros(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-OnDevice.__module__ = "torch"
-
-
-class Fused(TorchBackend):
-    """CuPy's part, where a device is."""
-
-    name = "cupy"
-
-
-class CannotCompile(Fused):
-    def combine(self, rows: Any, sources: Any, targets: Any) -> None:
-        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
-
-
-class WrongBytes(Fused):
-    def combine(self, rows: Any, sources: Any, targets: Any) -> None:
-        super().combine(rows, sources, targets)
-        targets[-1][-1] ^= 1
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        (100, Fused, "cupy", ""),
-        (101, CannotCompile, "torch", "failed to load libnvrtc"),
-        (102, WrongBytes, "torch", "other bytes than torch"),
-    ],
-)
-def test_p6_a_cupy_that_does_not_work_leaves_parities_to_torch_and_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: tuple[int, type[Fused], str, str]
-) -> None:
-    index, fused, name, said = case
-    monkeypatch.setattr("reft.protect.backend.CupyBackend", fused)
-    assert [backend_for(OnDevice(index)).name for _ in range(2)] == [name] * 2
-    assert len(caplog.messages) == bool(said)
-    if said:
-        assert said in caplog.text
-        assert "reft-ckpt[cuda12]" in caplog.text
-
-
-@pytest.mark.skipif(has_cupy(), reason="CuPy is installed")
-def test_without_cupy_the_message_names_the_extras() -> None:
-    with pytest.raises(ConfigError, match=r"cuda12.*cuda13.*rocm7"):
-        CupyBackend()

@@ -13,13 +13,7 @@ import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
-from reft.protect.host_adam import (
-    AdamKind,
-    AdamReplica,
-    ReplicaTensors,
-    recipe_of,
-    step_of,
-)
+from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, recipe_of, step_of
 
 STEPS = 240
 SIZES = (1037, 258)

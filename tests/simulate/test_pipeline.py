@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedules
 from hypothesis import assume, given, settings
@@ -16,21 +14,9 @@ from benchmarks.simulator.instructions import (
     BackwardWeight,
     Compute,
     ForwardPass,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
 )
-from benchmarks.simulator.pipeline import DeadlockError, simulate
-from benchmarks.simulator.schedules import (
-    SCHEDULES,
-    TAIL,
-    Schedule,
-    from_deepspeed,
-    interleaved,
-    one_f_one_b,
-    zero_bubble_h1,
-)
+from benchmarks.simulator.pipeline import simulate
+from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
 from reft.snapshot.scheduling.trace import StepTrace
 
 whole_secs = st.integers(1, 1000).map(float)
@@ -149,15 +135,6 @@ def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
-def test_interleaving_divides_the_bubble_by_the_chunks(stages, groups, chunks, data):
-    t_f, t_b = 4 * data.draw(whole_secs), 4 * data.draw(whole_secs)
-    schedule = interleaved(stages, stages * groups, chunks)
-    for stage in simulate(schedule, Costs.equal(stages, t_f, t_b)).stages:
-        assert stage.idle_secs == (stages - 1) * (t_f + t_b) / chunks
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 3), whole_secs, whole_secs)
 def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     """The paper says (P-1)(t_F + t_B - t_W), t_B without t_W; exact where all three are equal."""
@@ -178,26 +155,6 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
 
 
 F, B = ForwardPass(0), BackwardPass(0)
-
-
-def test_a_deadlock_names_stages_and_instructions():
-    """Both sides send first and neither receives, which works only if sends do not wait."""
-    schedule = Schedule(
-        "crossed",
-        2,
-        (
-            (F, SendActivation(0), ForwardPass(1), SendActivation(1), RecvGrad(0), B, *TAIL),
-            (RecvActivation(0), F, B, SendGrad(0), RecvActivation(1), *TAIL),
-        ),
-        ((0,), (1,)),
-        queued_p2p=False,
-    )
-    simulate(schedule, Costs.equal(2, 1.0, 2.0))
-    blocking = dataclasses.replace(Costs.equal(2, 1.0, 2.0), blocking_sends=True)
-    with pytest.raises(DeadlockError) as caught:
-        simulate(schedule, blocking)
-    assert "stage 0 waits in SendActivation(micro-batch 1) (instruction 3) for stage 1" in str(caught.value)
-    assert "stage 1 waits in SendGrad(micro-batch 0) (instruction 3) for stage 0" in str(caught.value)
 
 
 # ---- what comes out ----

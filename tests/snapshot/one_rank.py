@@ -36,12 +36,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def make_worker(
-    folder: Path,
-    copier: Copier,
-    pacer: Any = None,
-    *,
-    control: WorkerControl | None = None,
-    **watchers: Any,
+    folder: Path, copier: Copier, pacer: Any = None, *, control: WorkerControl | None = None, **watchers: Any
 ) -> SnapshotWorker:
     """Without protection, with two arenas in ``folder``."""
     at = TOPOLOGY.coordinates[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import FaultPoint
-from reft.errors import CopyOrderError
 from reft.memory.arena import Arena, checksum
-from reft.memory.stream import CutRanges, PlainHashingCopier, Ranges
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
@@ -24,10 +21,9 @@ from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages
-from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
-from tests.snapshot.devices import WAIT_SECS, random_bytes
+from tests.snapshot.devices import random_bytes
 
 
 class OneByOne(HostGate):
@@ -160,36 +156,6 @@ def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
         assert max(copied, default=0) <= most, (
             "beside computation a call copies a block, or until training waits"
         )
-
-
-def test_p2_the_fence_waits_for_the_call_that_copies_a_block_and_no_other_begins_behind_it() -> None:
-    inside, release, fenced = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow(PlainHashingCopier):
-        def copy(self, ranges: Ranges) -> None:
-            inside.set()
-            assert release.wait(WAIT_SECS)
-            super().copy(ranges)
-
-    source, target = random_bytes(4096, 1), torch.zeros(4096, dtype=torch.uint8)
-    cut = CutRanges.of([[(target.data_ptr(), source.data_ptr(), 4096)]])
-    engine = CpuCopyEngine()
-    engine.begin()
-    copying = threading.Thread(target=engine.copy_hashed, args=(cut, (0, 1), Slow()))
-    copying.start()
-    assert inside.wait(WAIT_SECS)
-    training = threading.Thread(target=lambda: (engine.fence(), fenced.set()))
-    training.start()
-    assert not fenced.wait(0.05)
-    release.set()
-    assert fenced.wait(WAIT_SECS)
-    for thread in (copying, training):
-        thread.join(WAIT_SECS)
-    assert torch.equal(target, source)
-    target.zero_()
-    with pytest.raises(CopyOrderError, match="no version is open"):
-        engine.copy_hashed(cut, (0, 1), PlainHashingCopier())
-    assert not target.any()
 
 
 def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:

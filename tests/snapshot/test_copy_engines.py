@@ -302,17 +302,6 @@ def test_memory_may_be_registered_again(device: Cpu, engine: CopyEngine) -> None
     assert engine.register(memoryview(b""))
 
 
-def test_a_registered_mapping_stays_mapped(device: Cpu, engine: CopyEngine) -> None:
-    if not device.asynchronous:
-        pytest.skip("on a CPU nothing is registered")
-    mapping = mmap.mmap(-1, mmap.PAGESIZE)
-    engine.register(memoryview(mapping))
-    with pytest.raises(BufferError):
-        mapping.close()
-    engine.unregister(memoryview(mapping))
-    mapping.close()
-
-
 def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
     assert engine.bytes_per_sec is None
     memory = host_memory(engine, 2 * 2**20)

@@ -22,9 +22,9 @@ from reft.naming import Label
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
-from reft.snapshot.copying.pacing import SETTLED_STEPS, PaceOptions, Pacer
+from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
@@ -305,22 +305,6 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
 
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
-def test_p6_a_device_that_refuses_memory_is_asked_again_later(
-    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise RuntimeError("out of memory, though there seemed to be some")
-
-    job.engine.transfer_secs = 0.002
-    monkeypatch.setattr(job.engine, "device_memory", refuse)
-    train(job, 12)
-    assert job.stats.staged == 0
-    assert job.stats.committed > 2
-    assert "snapshots cannot be staged" in caplog.text
-    job.check()
-
-
-@pytest.mark.parametrize("job", [STAGING], indirect=True)
 def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,29 +410,3 @@ def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
     assert not job.pacer.plan.fits
     assert job.stats.staged > 0, "all was queued beside computation, and the fence waited for it"
     assert job.gate.handed_out[2] > 0
-
-
-def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
-    engine = SimulatedCudaEngine(torch.device("cuda", 0))
-
-    def busy(secs: float) -> None:
-        cuda.compute.put(lambda: time.sleep(secs))
-
-    pacer = Pacer(StreamGate(), PaceOptions("profiled", Limits(), 0, 2, 1), lambda: None, engine)
-    for _ in range(SETTLED_STEPS + 2):
-        pacer.begin_step("step")
-        forward = (pacer.stamp(), busy(0.01), pacer.stamp())
-        pacer.open(1, receives=True)
-        busy(0.03)  # waits for a neighbour; the call returns at once
-        pacer.close()
-        busy(0.01)
-        pacer.end_step("step", NAMES, [forward[::2]])
-        pacer.version_done({"replicated": 1000}, ())
-    assert pacer.plan is not None
-    (window,) = pacer.plan.windows
-    assert (window.position, window.kind) == (1, "mid")
-    assert window.start_secs >= 0.01
-    assert window.length_secs >= 0.03
-    assert pacer.plan.step_secs >= 0.05
-    engine.close()

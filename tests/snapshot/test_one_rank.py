@@ -21,7 +21,7 @@ from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage

@@ -9,15 +9,7 @@ import pytest
 
 from reft.snapshot.copying.engine import ComputeClock
 from reft.snapshot.copying.gate import HostGate
-from reft.snapshot.copying.pacing import (
-    Observed,
-    PaceOptions,
-    Pacer,
-    Wait,
-    WindowMeter,
-    waits,
-    window_kind,
-)
+from reft.snapshot.copying.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter, waits, window_kind
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import WindowKind, instructions

@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.pinning import PinnedRanges
-from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 
 @given(
@@ -55,16 +53,3 @@ def test_memory_is_pinned_whole_or_not_at_all() -> None:
     assert chunks == {}
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert ranges.split(address, len(memory)) == [(len(memory), False)]
-
-
-def test_everything_pinned_is_unpinned_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
-    engine = SimulatedCudaEngine(torch.device("cuda", 0), chunk_bytes=2 * mmap.PAGESIZE)
-    kept = [memoryview(mmap.mmap(-1, n * mmap.PAGESIZE - 7)) for n in (1, 2, 5)]
-    for memory in kept:
-        assert engine.register(memory)
-    runtime = cuda.runtime
-    assert sum(runtime.registered.values()) == 8 * mmap.PAGESIZE
-    assert all(0 < n <= 2 * mmap.PAGESIZE and not a % mmap.PAGESIZE for a, n in runtime.calls)
-    engine.close()
-    assert runtime.registered == {}

@@ -79,18 +79,6 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
     assert seen == {(s, m) for s in STATE_SECTIONS for m in (0, 1)}
 
 
-def test_how_often_versions_go_to_storage_is_agreed_by_the_vote_that_commits_them(tmp_path: Path) -> None:
-    """The largest wish wins, and every rank finds the same for the same version."""
-    results = launch(tmp_path, "persist")
-    for result in results:
-        assert result["agreed"] == [
-            *([s, 13] for s in (1, 2, 3)),
-            [4, 30],
-            [5, 30],
-            *([s, 7] for s in (6, 7, 8)),
-        ]
-
-
 def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> None:
     results = launch(tmp_path, "memory")
     for result in results:
@@ -107,20 +95,12 @@ def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_p
         assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}
 
 
-def test_p2_a_version_that_the_next_one_has_overtaken_is_dropped(tmp_path: Path) -> None:
-    for rank, result in enumerate(launch(tmp_path, "overtaken")):
-        assert result == {"outcome": [True, False, True]}
-        versions = versions_in(tmp_path, rank)
-        assert set(versions) == {2, 4}
-        _check_content(versions[2], rank, 2)
-        _check_content(versions[4], rank, 4)
-
-
-def test_ranks_agree_to_take_versions_less_often_where_one_cannot_keep_up(tmp_path: Path) -> None:
-    for result in launch(tmp_path, "interval"):
+def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(tmp_path: Path) -> None:
+    """The largest wish wins, and every rank finds the same for the same version."""
+    for result in launch(tmp_path, "wishes"):
         # Step 3 carries the wish; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
-        assert result["committed"] == 6
+        assert result["agreed"] == [[1, 13], [2, 13], [3, 13], [4, 30], [6, 7], [9, 7]]
 
 
 def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(tmp_path: Path) -> None:

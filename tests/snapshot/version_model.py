@@ -295,12 +295,7 @@ class OneRank:
             after = rank.tensors + 1
             yield (
                 "changes the tensors",
-                replace(
-                    changed,
-                    tensors=after,
-                    handed=False,
-                    device=rank.device if rules.behind else after,
-                ),
+                replace(changed, tensors=after, handed=False, device=rank.device if rules.behind else after),
             )
 
     def _working(self, rank: Rank) -> Iterator[Move]:

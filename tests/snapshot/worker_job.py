@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,7 @@ from reft.memory.arena import Arena
 from reft.memory.arena_files import SlotFiles, scan
 from reft.memory.jobdir import write_json
 from reft.naming import Label
-from reft.node.protection import (
-    REQUEST_FILE,
-    Order,
-    OrderWatch,
-    ProtectionRecord,
-    write_order,
-    write_record,
-)
+from reft.node.protection import REQUEST_FILE, Order, OrderWatch, ProtectionRecord, write_order, write_record
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import Cause
@@ -41,8 +33,7 @@ from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.filling import Filling
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -254,39 +245,15 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     return result
 
 
-def scenario_overtaken(rank: int, root: Path) -> dict[str, object]:
-    """P2: a version that waits for its turn is dropped at the fence, also when the next one has been handed
-    over by then: the tensors that it would copy are that one's."""
-    me = Rank(rank, root)
-    sealing, release, hash_rest = threading.Event(), threading.Event(), Filling.hash_rest
-
-    def held(filling: Filling) -> None:
-        sealing.set()
-        assert release.wait(60)
-        hash_rest(filling)
-
-    me.step(1)
-    me.settle(me.snapshot(1, must=True))
-    with mock.patch.object(Filling, "hash_rest", held):
-        me.step(2)
-        requests = [me.snapshot(2)]
-        assert sealing.wait(60)
-        for step in (3, 4):
-            me.step(step)
-            requests.append(me.snapshot(step))
-        release.set()
-        outcome = [me.settle(request) for request in requests]
-    me.worker.close(10)
-    return {"outcome": outcome}
-
-
-def scenario_interval(rank: int, root: Path) -> dict[str, object]:
-    """What does not fit before the optimizer step on one rank makes versions rarer on all."""
+def scenario_wishes(rank: int, root: Path) -> dict[str, object]:
+    """Every rank has a wish of its own for how often versions are taken, and how often they go to storage."""
     pacer = _Pacer()
-    me = Rank(rank, root, pacer=pacer)
-    taken = []
+    to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
+    wish, taken = [0], []
+    me = Rank(rank, root, pacer=pacer, wanted_persist_interval=lambda: wish[0])
     for step in range(1, 11):
-        if rank == 2 and step == 3:
+        wish[0] = to_storage.get(step, wish[0])
+        if rank == 2 and step == 3:  # what does not fit before its optimizer step makes versions rarer on all
             pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
         me.step(step)
         if step % me.worker.votes.interval_steps(step) == 0:
@@ -297,20 +264,7 @@ def scenario_interval(rank: int, root: Path) -> dict[str, object]:
             me.worker.submit(request)
         me.settle(request)
     me.worker.close(10)
-    return {"taken": taken, "committed": me.stats.committed}
-
-
-def scenario_persist(rank: int, root: Path) -> dict[str, object]:
-    """Every rank has a wish of its own for the interval on storage, and changes it when it likes."""
-    wishes = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
-    wish = [0]
-    me = Rank(rank, root, wanted_persist_interval=lambda: wish[0])
-    for step in range(1, 9):
-        wish[0] = wishes.get(step, wish[0])
-        me.step(step)
-        me.settle(me.snapshot(step, must=True))
-    me.worker.close(10)
-    return {"agreed": me.agreed}
+    return {"taken": taken, "agreed": me.agreed}
 
 
 def scenario_switch(rank: int, root: Path) -> dict[str, object]:

@@ -42,11 +42,8 @@ class Finding:
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
-    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the job.
-
-    Raises:
-        ConfigError: it has no ``reft`` block, one that cannot be used, or parts that are no objects.
-    """
+    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the job; a
+    ConfigError where it has none, one that cannot be used, or parts that are no objects."""
     if BLOCK_NAME not in config:
         raise ConfigError(
             f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the job; write '
@@ -137,11 +134,7 @@ def _block_warnings(block: ReftConfig) -> Iterator[tuple[str, str]]:
 
 
 def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object within the configuration; empty where it is missing.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """An object within the configuration; empty where it is missing; a ConfigError where it is none."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f'"{key}" is {value!r}; expected an object')
@@ -164,12 +157,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """What a training script lacks to be resumed as it would have run, as far as reading it tells. What
-    another module does for the script is not seen.
-
-    Raises:
-        ConfigError: it is no Python.
-    """
+    """What a training script lacks to be resumed as it would have run, as far as reading it tells; a
+    ConfigError where it is no Python. What another module does for the script is not seen."""
 
     def __init__(self, source: str | bytes, name: str) -> None:
         try:

@@ -21,12 +21,12 @@ from reft.data.batches import shares_store
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference
 from reft.engine.identity import declared_on_one_host
-from reft.engine.protection import usable_memory_bytes
+from reft.engine.protection import situation_of
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
-from reft.grid import ring_order
 from reft.node.hangs import LEAST_OTHER_SECS
-from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
+from reft.policy.choose import node_bytes, rank_loads
+from reft.policy.loads import OwnedBy
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -38,8 +38,7 @@ _NODES_SHOWN = 8
 
 def check_start(session: Session) -> None:
     """Called on all ranks when everything is known that the ranks agree on at the start, before any state is
-    restored or copied. An error that is raised here, on all ranks alike, ends the start and leaves the job's
-    memory as it was.
+    restored or copied. An error, on all ranks alike, ends the start and leaves the job's memory as it was.
 
     Raises:
         ConfigError: on several nodes fewer losses are survived than wished, and the block does not allow it.
@@ -129,11 +128,8 @@ def what_is_missing(persists: bool) -> str | None:
 
 
 def check_orders(session: Session, orders: Orders) -> None:
-    """Called on all ranks before the first step, when the script has made its loaders.
-
-    Raises:
-        ConfigError: ranks read one thing in different orders. On all ranks alike.
-    """
+    """Called on all ranks before the first step, when the script has made its loaders: a ConfigError on all
+    ranks alike where they read one thing in different orders."""
     ranks = [
         json.loads(told) for told in session.control.gather_bytes(json.dumps(orders, default=str).encode())
     ]
@@ -180,11 +176,8 @@ def _persist_dir_lacks(wanted: Path | None) -> str | None:
 
 
 def warn(session: Session, text: str, *, strict: bool = True) -> None:
-    """Say what would make a recovery impossible or different (P12). On all ranks alike.
-
-    Raises:
-        ConfigError: ``strict``, and the block is.
-    """
+    """Say what would make a recovery impossible or different (P12), by a ConfigError where ``strict`` and the
+    block is. On all ranks alike."""
     if strict and session.config.strict:
         raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
     if session.is_rank_zero:
@@ -192,11 +185,8 @@ def warn(session: Session, text: str, *, strict: bool = True) -> None:
 
 
 def require_first_version(session: Session) -> None:
-    """A strict job goes on only if the first version of its state could be taken: no later one would be.
-
-    Raises:
-        ConfigError: it was given up; the ranks have agreed on that.
-    """
+    """A strict job goes on only if the first version of its state could be taken: no later one would be. The
+    ranks have agreed on that."""
     request = session.first_request
     if not session.config.strict or request is None:
         return
@@ -286,30 +276,21 @@ def _shortfall(session: Session) -> str | None:
 
 
 def _end_dry_run(session: Session) -> None:
-    """Say on rank 0 what the job would keep and copy. Collective.
-
-    Raises:
-        SystemExit: with code 0.
-        ConfigError: a node has less memory to spare than the job would reserve (P9).
-    """
+    """Say on rank 0 what the job would keep and copy, and exit; a ConfigError where a node has less memory to
+    spare than the job would reserve (P9). Collective."""
     config, topology = session.config, session.topology
-    loads = _loads(session)
-    mine = usable_memory_bytes(config, session.memory.job_dir.path)
-    usable = [value for (value,) in session.control.gather_ints([mine])]
+    situation = situation_of(session)
+    owned_by = OwnedBy.AOR if config.recompute else OwnedBy.PEER
+    loads = rank_loads(situation, session.protection.record.parsed, owned_by)
     nodes = []
-    for node in dict.fromkeys(topology.nodes):
-        ranks = topology.local_ranks(node)
-        needs = sum(loads[rank].memory_bytes for rank in ranks)
-        has = min(usable[rank] for rank in ranks)
-        nodes.append(
-            (
-                has - needs,
-                f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used",
-            )
-        )
+    assert situation.memory_bytes is not None
+    for node, needs in node_bytes(topology, loads).items():
+        has = situation.memory_bytes[node]
+        said = f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used"
+        nodes.append((has - needs, said))
     nodes.sort()
     copied, sent = max(x.to_host_bytes for x in loads.values()), max(x.sent_bytes for x in loads.values())
-    said = [
+    lines = [
         f"dry run: {topology.degrees} on {len(set(topology.failure_domains))} node(s), {session.engine.name}",
         f"protection: {session.protection.record.scheme}, survives {session.tolerance} lost node(s) per "
         f"sharding group",
@@ -324,7 +305,7 @@ def _end_dry_run(session: Session) -> None:
         "nothing was trained, and the job's own memory was not touched",
     ]
     if session.is_rank_zero:
-        print("\n".join(said), flush=True)
+        print("\n".join(lines), flush=True)
     if lacking := [text for spare, text in nodes if spare < 0]:
         raise ConfigError(
             f"{len(lacking)} of {len(nodes)} node(s) have too little memory for reft: {lacking[0]}. The job "
@@ -333,26 +314,6 @@ def _end_dry_run(session: Session) -> None:
             f"nodes"
         )
     raise SystemExit(0)
-
-
-def _loads(session: Session) -> dict[int, Load]:
-    """What each rank keeps and copies. Collective."""
-    config, topology = session.config, session.topology
-    mine = [*session.state.adapter.expected_bytes(), config.host_state_bytes]
-    sections = [RankSections(*nbytes) for nbytes in session.control.gather_ints(mine)]
-    found: dict[int, Load] = {}
-    for pp, tp in topology.groups():
-        members = topology.group(pp, tp)
-        loads = group_loads(
-            [sections[rank] for rank in members],
-            ring_order(topology.group_nodes(pp, tp)),
-            session.protection.record.parsed,
-            OwnedBy.AOR if config.recompute else OwnedBy.PEER,
-            arenas=config.arena_count,
-            block_bytes=config.block_bytes,
-        )
-        found |= dict(zip(members, loads, strict=True))
-    return found
 
 
 def _mib(nbytes: int) -> str:

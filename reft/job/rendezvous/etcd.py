@@ -208,8 +208,12 @@ class EtcdLine:
                 f"python3-etcd3"
             ) from error
         self.settings = settings
-        credentials = self._credentials() if settings.tls else None
-        self._channels = [self._channel(e, credentials) for e in settings.endpoints]
+        make, credentials = self._grpc.insecure_channel, tuple[Any, ...]()
+        if settings.tls:
+            authority, key, cert = map(_read, (settings.ca_cert, settings.key, settings.cert))
+            make = self._grpc.secure_channel
+            credentials = (self._grpc.ssl_channel_credentials(authority, key, cert),)
+        self._channels = [make(e, *credentials, options=_OPTIONS) for e in settings.endpoints]
         self._lock = threading.Lock()
         self._current = 0
         self._token: str | None = None
@@ -237,7 +241,10 @@ class EtcdLine:
                 name = self.settings.endpoints[at]
                 secs = min(patience, deadline - time.monotonic())
                 if secs <= 0 or self._closed:
-                    raise StoreError(self._silence(tried))
+                    members = ", ".join(self.settings.endpoints)
+                    why = "; ".join(f"{member}: {said}" for member, said in tried.items())
+                    said = f" ({why})" if why else ""
+                    raise StoreError(f"the etcd cluster {members} does not answer{said}")
                 try:
                     return self._ask_member(at, service, method, request, secs)
                 except self._grpc.RpcError as error:
@@ -249,7 +256,9 @@ class EtcdLine:
                     if code not in _ELSEWHERE:
                         raise self._refusal(name, code, details) from error
                     tried[name] = details or code
-                    self._leave(at)
+                    with self._lock:
+                        if self._current == at:
+                            self._current = (at + 1) % len(self._channels)
                 except ValueError as error:  # gRPC's, for a closed channel
                     raise StoreError(f"the connection to etcd is closed: {error}") from error
             time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
@@ -273,8 +282,12 @@ class EtcdLine:
     def _ask_member(self, at: int, service: str, method: str, request: Any, secs: float) -> Any:
         deadline = time.monotonic() + secs
         metadata = None
-        if self.settings.user is not None and service != "Maintenance":
-            metadata = (("token", self._token or self._sign_in(at, secs)),)
+        if (user := self.settings.user) is not None and service != "Maintenance":
+            if (token := self._token) is None:
+                who = self.messages.AuthenticateRequest(name=user, password=self.settings.password)
+                answer = self.messages.AuthStub(self._channels[at]).Authenticate(who, timeout=secs)
+                token = self._token = str(answer.token)
+            metadata = (("token", token),)
         call = getattr(getattr(self.messages, f"{service}Stub")(self._channels[at]), method)
         left = max(0.001, deadline - time.monotonic())
         if method == "LeaseKeepAlive":
@@ -282,12 +295,6 @@ class EtcdLine:
             answers = list(call(iter([request]), timeout=left, metadata=metadata))
             return answers[0] if answers else self.messages.LeaseKeepAliveResponse(ID=request.ID)
         return call(request, timeout=left, metadata=metadata)
-
-    def _sign_in(self, at: int, secs: float) -> str:
-        request = self.messages.AuthenticateRequest(name=self.settings.user, password=self.settings.password)
-        answer = self.messages.AuthStub(self._channels[at]).Authenticate(request, timeout=secs)
-        self._token = str(answer.token)
-        return self._token
 
     def _refusal(self, member: str, code: str, details: str) -> Exception:
         user = self.settings.user
@@ -314,26 +321,6 @@ class EtcdLine:
         if code == "UNIMPLEMENTED":
             return ConfigError(f"{member} is no etcd of version 3 ({details}): check --rdzv-endpoint")
         return RefusedError(member, code, details)
-
-    def _leave(self, at: int) -> None:
-        with self._lock:
-            if self._current == at:
-                self._current = (at + 1) % len(self._channels)
-
-    def _silence(self, tried: dict[str, str]) -> str:
-        members = ", ".join(self.settings.endpoints)
-        why = "; ".join(f"{member}: {said}" for member, said in tried.items())
-        return f"the etcd cluster {members} does not answer" + (f" ({why})" if why else "")
-
-    def _channel(self, endpoint: str, credentials: Any) -> Any:
-        if credentials is None:
-            return self._grpc.insecure_channel(endpoint, options=_OPTIONS)
-        return self._grpc.secure_channel(endpoint, credentials, options=_OPTIONS)
-
-    def _credentials(self) -> Any:
-        settings = self.settings
-        authority, key, cert = map(_read, (settings.ca_cert, settings.key, settings.cert))
-        return self._grpc.ssl_channel_credentials(authority, key, cert)
 
 
 def _read(path: Path | None) -> bytes | None:
@@ -459,7 +446,8 @@ class EtcdStore(RendezvousStore):
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
         with self._asking() as deadline:
-            request = self._line.messages.RangeRequest(key=first, range_end=_end_of(first))
+            end = first[:-1] + bytes([first[-1] + 1])  # the first key after all with that prefix
+            request = self._line.messages.RangeRequest(key=first, range_end=end)
             answer = self._line.ask("KV", "Range", request, deadline)
         found = {bytes(kv.key): bytes(kv.value) for kv in answer.kvs}
         for key, value in found.items():
@@ -645,11 +633,6 @@ class _Leases:
 
 def _held(found: Any) -> _Held:
     return _Held(int(found[0].mod_revision), bytes(found[0].value)) if found else _Held(0, None)
-
-
-def _end_of(prefix: bytes) -> bytes:
-    """The first key behind all that begin with ``prefix``, which ends in no byte of 255."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 def _number_of(seed: bytes) -> int:

@@ -99,25 +99,22 @@ class Scaler:
 
     def _situation(self, agreement: Agreement) -> Situation:
         config, record = self._options.config, read_record(self._path)
+        state = self._handler.state
+        sizes, ranks = state.sizes, state.participants
+        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
         named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
         return Situation(
             least=config.min_nodes,
             most=config.max_nodes,
             nodes=agreement.nodes,
-            spares=len(self._handler.state.redundancy_list),
+            spares=len(state.redundancy_list),
             workers=config.nproc_per_node,
             tolerance=self._board.tolerance_left(agreement.incarnation),
             degrees=self._board.degrees,
             parities=record.parsed if record is not None and named else None,
             size=read_size(self._path),
-            sizes=self._sizes_of_this_round(),
+            sizes=sizes if sizes is not None and sizes.members == here else None,
         )
-
-    def _sizes_of_this_round(self) -> Sizes | None:
-        state = self._handler.state
-        sizes, ranks = state.sizes, state.participants
-        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
-        return sizes if sizes is not None and sizes.members == here else None
 
     def _note_sizes(self, agreement: Agreement) -> None:
         """Have all nodes know with how many the job can train, by its newest version."""

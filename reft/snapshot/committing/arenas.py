@@ -19,7 +19,7 @@ from reft.naming import Label
 from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout
+from reft.snapshot.plan import GroupLayout
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class ArenaSet:
         self._unused: frozenset[int] = frozenset()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        self._unsettled = False
+        self.unsettled = False
+        """Whether memory is reserved behind the next commit, which takes a while."""
 
     def begin(
         self, label: Label, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
@@ -143,11 +144,8 @@ class ArenaSet:
     # -- what others may do to the files -----------------------------------------------------------
 
     def look_after(self) -> bool:
-        """Notice what has become of the files since the last version; what is lost is made anew (P3).
-
-        Returns:
-            Whether something was lost: nobody may keep an arena mapped then.
-        """
+        """Notice what has become of the files since the last version; what is lost is made anew (P3). Returns
+        whether something was lost: nobody may keep an arena mapped then."""
         lost = {slot: cause for slot, arena in self._arenas.items() if (cause := arena.lost()) is not None}
         for slot, cause in lost.items():
             self._lose(slot, cause)
@@ -170,7 +168,7 @@ class ArenaSet:
         )
         self._forget(arena)
         arena.unlock()
-        self._unsettled = True
+        self.unsettled = True
         # Another rank's arena in this place may be all that is left of that rank's part.
         found = self._files.coordinate_in(arena.path)
         if found not in (None, self._identity.coordinate):
@@ -179,13 +177,9 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no snapshot pays for it
-        later (P9, trap 17), and give back what another layout took there. What does not fit is refused
-        when a version needs it.
-
-        Returns:
-            Why a slot could not be reserved; None if all were.
-        """
+        """Allocate and touch every slot that may be written now, so that no snapshot pays for it later (P9,
+        trap 17), and give back what another layout took there. What does not fit is refused when a version
+        needs it. Returns why a slot could not be reserved, if one could not."""
         tried: list[int] = []
         pinned = False
         try:
@@ -202,7 +196,7 @@ class ArenaSet:
             logger.warning("memory for snapshots: %s", error)
             return str(error)
         finally:
-            self._unsettled = pinned or len(tried) < self.count
+            self.unsettled = pinned or len(tried) < self.count
         self._refusals.reset()
         self._skip_versions = 0
         return None
@@ -223,20 +217,10 @@ class ArenaSet:
     def settle(self, layout: GroupLayout) -> None:
         """After a commit: reserve what could not be before, because it held the version of another layout
         or incarnation that this one has replaced."""
-        if self._unsettled:
+        if self.unsettled:
             self.use(self._wanted)
             self.reserve(layout)
-            self._unsettled = False
-
-    @property
-    def committed_label(self) -> Label | None:
-        """Newest version known here to be committed in this incarnation."""
-        return self.slots.committed_label
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether memory is reserved behind the next commit, which takes a while."""
-        return self._unsettled
+            self.unsettled = False
 
     # -- what it takes -----------------------------------------------------------------------------
 

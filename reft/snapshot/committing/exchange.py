@@ -14,12 +14,7 @@ from reft.snapshot.stats import Kind
 
 
 class RingExchange:
-    """The exchange of one rank with the members of its sharding group.
-
-    Args:
-        control: carries the bytes.
-        topology: who is where.
-    """
+    """The exchange of one rank with the members of its sharding group."""
 
     def __init__(self, control: WorkerControl, topology: Topology) -> None:
         self._control = control
@@ -27,10 +22,7 @@ class RingExchange:
 
     def facts(self, filling: Filling) -> None:
         """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the group.
-
-        Raises:
-            TransferError: a peer vanished or announced what was not agreed.
-        """
+        Raises TransferError where a peer vanished or announced what was not agreed."""
         holders, kept = self._peers(filling)
         facts = filling.own_facts()
         incoming = {m: torch.empty(filling.facts_length(m), dtype=torch.int64) for m in kept}
@@ -43,14 +35,8 @@ class RingExchange:
             filling.expect(member, peer_facts)
 
     def blocks(self, filling: Filling) -> dict[int, torch.Tensor]:
-        """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
-
-        Returns:
-            Which blocks have arrived, by member: see :meth:`Filling.check_received`.
-
-        Raises:
-            TransferError: a peer vanished.
-        """
+        """Send the blocks that the predecessors lack, take those that this rank lacks. Collective. Returns
+        which blocks have arrived, by member: see :meth:`Filling.check_received`."""
         holders, kept = self._peers(filling)
         me = filling.layout.member
         lacking = {m: filling.wanted(m) for m in kept}
@@ -102,14 +88,8 @@ class PeerTraffic:
         self._memory = None
 
     def send(self, data: memoryview) -> tuple[int, int]:
-        """Send to the next rank and receive from the one before. Collective.
-
-        Returns:
-            The rank that was sent to, and the bytes.
-
-        Raises:
-            TransferError: a peer vanished.
-        """
+        """Send to the next rank and receive from the one before. Collective. Returns the rank that was sent
+        to, and the bytes."""
         rank, world = self._control.rank, self._control.world_size
         if world == 1:
             return rank, 0

@@ -12,7 +12,7 @@ from reft.naming import Label
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot.committing.version import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.stats import SnapshotStats
 
@@ -89,7 +89,6 @@ class Watchers:
     """Who watches the versions of one rank.
 
     Attributes:
-        stats: counts them.
         faults: disturbs them, where a test asks for it.
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.

@@ -41,7 +41,7 @@ from reft.node.protection import (
 )
 from reft.protect.placement import CALM_SECS, Level, MemoryWatch, ladder, tolerance
 from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.layout import GroupLayout, layout_under
+from reft.snapshot.plan import GroupLayout, layout_under
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +99,8 @@ class Room:
 
 
 def agree_on_room(control: ControlGroup, topology: Topology, room: Room) -> str | None:
-    """Whether every rank and every node has room. Collective; the answer is the same on all ranks.
-
-    Args:
-        control: to agree by.
-        topology: which ranks share a node's memory.
-        room: of this rank; nodes may differ in what must stay free.
-
-    Returns:
-        What is missing on the first rank or node that lacks it, in words; None where all have enough.
-    """
+    """What is missing on the first rank or node that lacks memory, in words; None where all have enough.
+    Collective; the same on all ranks. Nodes may differ in what must stay free."""
     rooms = [Room(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
         if found.over_limit:
@@ -176,11 +168,8 @@ class InForce:
         return (self.heard_level,) if self.heard_level < self.level else range(self.heard_level, levels)
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks use what they have tried: all of them do, or none.
-
-        Args:
-            failed: of every rank, whether it could not reserve its arenas.
-        """
+        """Whether the ranks use what they have tried, given of every rank whether it could not reserve its
+        arenas: all of them do, or none."""
         return not any(failed)
 
     def followed(self, order: int) -> InForce:
@@ -217,8 +206,7 @@ class SchemeSwitch:
     """The protection in force on one rank, and how it changes. Used by the worker thread.
 
     Args:
-        control: carries the agreement.
-        topology: placement of this incarnation.
+        control, topology: carry the agreement.
         record: what this incarnation begins with, the same on all ranks.
         orders: where this node's orders are found; None: only those of others are followed.
         keeping: how much is kept.
@@ -242,18 +230,14 @@ class SchemeSwitch:
         self._on_change = on_change
         self.record = record
         self._ladder = self._ladder_of(record)
-        self._in_force = InForce.at_start(record.number)
+        self.in_force = InForce.at_start(record.number)
         self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
         self._wanted_level = 0
         self._looked = 0.0
-        self._settled = False
+        self.settled = False
+        """Whether a version was committed under what is in force."""
         self._look_failed = False
         self._above: GroupLayout | None = None
-
-    @property
-    def level(self) -> int:
-        """How far down the ladder what is in force is."""
-        return self._in_force.level
 
     @property
     def wanted(self) -> Level:
@@ -272,12 +256,16 @@ class SchemeSwitch:
         Looked at now and then, and only once a version is committed under what is in force: what the last
         change gave back is not free before."""
         now = time.monotonic()
-        if layout is not None and self._settled and now - self._looked >= self._keeping.look_secs:
+        if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
             try:
                 room = Room.of(arenas, layout, arenas.count)
                 self._wanted_level = self._watch.wanted_level(
-                    self.level, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
+                    self.in_force.level,
+                    len(self._ladder),
+                    room.left_bytes,
+                    lambda: self._growth(layout, arenas),
+                    now,
                 )
             except OSError as error:
                 # Whether versions can be taken is another question, which the arenas answer.
@@ -288,7 +276,7 @@ class SchemeSwitch:
 
     def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
         """What this node would take for the next level up, as far as one rank can tell."""
-        level = self._ladder[self.level - 1]
+        level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
         room = Room.of(arenas, self._above, level.arenas)
@@ -297,20 +285,7 @@ class SchemeSwitch:
 
     def hear(self, order: int, level: int) -> None:
         """A vote named this order and this level, on all ranks the same."""
-        self._in_force = self._in_force.heard(order, level)
-
-    def would_change(self, order: int, level: int) -> bool:
-        """Whether a vote with this order and level has a change follow."""
-        return self._in_force.would_change(order, level)
-
-    @property
-    def due(self) -> bool:
-        """Whether something is to be changed now; all ranks say the same after the same vote."""
-        return self._in_force.due
-
-    def committed(self) -> None:
-        """A version was committed under what is in force."""
-        self._settled = True
+        self.in_force = self.in_force.heard(order, level)
 
     # -- changes, collective -----------------------------------------------------------------------
 
@@ -324,9 +299,9 @@ class SchemeSwitch:
             self.record = newest
             self._ladder = self._ladder_of(newest)
             self._on_change(newest)
-        self._in_force = self._in_force.resync(newest.number, len(self._ladder))
-        self._wanted_level = self.level
-        self._settled = False
+        self.in_force = self.in_force.resync(newest.number, len(self._ladder))
+        self._wanted_level = self.in_force.level
+        self.settled = False
         self._above = None
 
     def fit(self, label: Label, layout: GroupLayout, arenas: ArenaSet) -> GroupLayout:
@@ -355,33 +330,23 @@ class SchemeSwitch:
         *,
         before_record: Callable[[], None] = lambda: None,
     ) -> GroupLayout | None:
-        """Do what is due, between two versions.
+        """Do what is due, between two versions; returns the layout to go on with.
 
         Args:
             label: the version after which the change takes place.
             layout: in force; None before the first version.
             arenas: this rank's memory.
             before_record: called between reserving memory and saying so.
-
-        Returns:
-            The layout to go on with.
-
-        Raises:
-            TransferError: a peer is gone.
         """
-        if self._in_force.ordered:
+        if self.in_force.ordered:
             return self._follow_order(label, layout, arenas, before_record)
         if layout is None:
-            self._in_force = self._in_force.now_on(self.level)
+            self.in_force = self.in_force.now_on(self.in_force.level)
             return layout
         return self._change_level(label, layout, arenas, before_record)
 
     def _follow_order(
-        self,
-        label: Label,
-        layout: GroupLayout | None,
-        arenas: ArenaSet,
-        before_record: Callable[[], None],
+        self, label: Label, layout: GroupLayout | None, arenas: ArenaSet, before_record: Callable[[], None]
     ) -> GroupLayout | None:
         order = self._agree_on_order()
         cause: str | None
@@ -394,7 +359,7 @@ class SchemeSwitch:
         else:
             cause, new = self._move(Level(scheme, self._keeping.versions), layout, arenas)
         before_record()
-        self._in_force = self._in_force.followed(order.number)
+        self.in_force = self.in_force.followed(order.number)
         if cause is None:
             self.record = replace(
                 self.record, scheme=str(scheme), number=order.number, refused=None, ordered=True
@@ -413,16 +378,16 @@ class SchemeSwitch:
     ) -> GroupLayout:
         """Go down, past levels that cannot be reserved; or up, since there is room again on every node, it
         seems."""
-        down = self._in_force.heard_level > self.level
+        down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
         why = self._why_short(layout, arenas) if down else degraded.cause if degraded is not None else None
-        new, target = None, self.level
-        for target in self._in_force.targets(len(self._ladder)):
+        new, target = None, self.in_force.level
+        for target in self.in_force.targets(len(self._ladder)):
             _, new = self._move(self._ladder[target], layout, arenas)
             if new is not None:
                 break
         before_record()
-        if self._now_on(target if new is not None else self.level, arenas):
+        if self._now_on(target if new is not None else self.in_force.level, arenas):
             self._publish(label, why)
         return new or layout
 
@@ -441,7 +406,7 @@ class SchemeSwitch:
         arenas.use(level.arenas)
         problem = arenas.reserve(new)
         failed = [bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])]
-        if self._in_force.moves(failed):
+        if self.in_force.moves(failed):
             return None, new
         arenas.use(before)
         arenas.reserve(layout)
@@ -459,19 +424,19 @@ class SchemeSwitch:
 
     def _now_on(self, level: int, arenas: ArenaSet) -> bool:
         """This is the level in force, on all ranks; returns whether it is another one."""
-        before = self.level
+        before = self.in_force.level
         arenas.use(self._ladder[level].arenas)
         self._watch.moved(before, level, time.monotonic())
-        self._in_force, self._wanted_level = self._in_force.now_on(level), level
-        self._settled = False
+        self.in_force, self._wanted_level = self.in_force.now_on(level), level
+        self.settled = False
         self._above = None
         return level != before
 
     def _publish(self, label: Label, cause: str | None) -> None:
         """Note what is in force since the version after ``label``, and why it is not what is wanted."""
-        level = self._ladder[self.level]
+        level = self._ladder[self.in_force.level]
         degraded = None
-        if self.level:
+        if self.in_force.level:
             degraded = Degradation(str(level.scheme), level.arenas, cause or "", label.step)
         self.record = replace(
             self.record,

@@ -412,11 +412,7 @@ class Slots:
 
     @classmethod
     def make(cls, count: int, frozen: Mapping[int, Label] | None = None) -> Slots:
-        """Nothing is written yet.
-
-        Raises:
-            ValueError: for fewer than one slot.
-        """
+        """Nothing is written yet."""
         if count < 1:
             raise ValueError(
                 f"{count} slots; expected at least 1 (2 keep a version while the next is written)"
@@ -448,36 +444,21 @@ class Slots:
         return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
 
     def choose(self, pinned: Collection[int] = ()) -> int | None:
-        """Slot to write next: an empty one, else the one with the oldest version.
-
-        Args:
-            pinned: slots that a reader holds, or that must not be used for another reason.
-
-        Returns:
-            The slot, or None: this version has to be skipped.
-        """
+        """Slot to write next: an empty one, else the one with the oldest version; None: this version has to
+        be skipped. ``pinned``: slots that a reader holds, or that must not be used for another reason."""
         free = [i for i in range(len(self.held)) if i not in self.kept and i not in pinned]
         return min(free, key=self._age, default=None)
 
     def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
         """Slots whose memory is given back where ``count`` versions are to be held: none that is kept, and
-        one that may be written always stays.
-
-        Args:
-            count: versions to hold.
-            unused: slots that were given up before: one that exists is not given up for one that would have
-                to be made.
-        """
+        one that may be written always stays; ``unused`` ones, given up before, rather than one that
+        exists."""
         kept = self.kept & {*range(len(self.held))}
         order = sorted(range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot))
         return frozenset(order[max(count, len(kept) + 1) :])
 
     def began(self, slot: int, label: Label) -> Slots:
-        """``slot`` is to be recorded WRITING. Only for a slot that :meth:`choose` would allow.
-
-        Raises:
-            ValueError: if the slot must not be written.
-        """
+        """``slot`` is to be recorded WRITING. Raises ValueError if :meth:`choose` would not allow it."""
         if self.choose(set(range(len(self.held))) - {slot}) != slot:
             raise ValueError(f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}")
         return self._with(slot, Slot(ArenaState.WRITING, label))
@@ -493,11 +474,7 @@ class Slots:
 
     def aborted(self, slot: int) -> Slots:
         """A vote said no, or this rank gave the version up before it voted: the slot is free. Not for a vote
-        whose result was not learned: others may have committed the version.
-
-        Raises:
-            ValueError: if no version is open in the slot.
-        """
+        whose result was not learned: others may have committed the version."""
         if not self.held[slot].is_open:
             raise ValueError(f"slot {slot} cannot be aborted: it holds {self._describe(slot)}")
         return self._with(slot, Slot())

@@ -32,12 +32,8 @@ def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int
 
 
 def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
-    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind training.
-
-    Args:
-        holds_up: before the next vote, it has more to do than seal the version.
-        step, newest_step, late: as for :func:`named_step`.
-    """
+    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind training:
+    before the next one it has more to do than seal the version, or it is behind already."""
     return holds_up or (late and step < newest_step)
 
 
@@ -107,12 +103,8 @@ class Votes:
         self._incarnation, self.newest_step = version.incarnation, version.step
 
     def cast(self, version: Label, mine: Ballot) -> Ballot:
-        """Vote on a version. Collective.
-
-        Args:
-            version: which.
-            mine: what this rank says of it; ``late``: before the next vote, it has more to do than seal the
-                version. The rest is filled in here.
+        """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the next vote,
+        it has more to do than seal the version. The rest is filled in here.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.

@@ -21,8 +21,7 @@ from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying.engine import CheckedPieces, Encode, Piece, host_bytes
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import GroupLayout, LiveImages
-from reft.snapshot.plan import Block, PlacedBlock
+from reft.snapshot.plan import Block, GroupLayout, LiveImages, PlacedBlock
 from reft.snapshot.stats import Kind, kind_of
 from reft.state.catalogue import SectionImage
 
@@ -195,13 +194,7 @@ def _cut_block(
     cut = CutRanges.of(map(_in_order, pieces, parts)) if on_host else None
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
-            placed,
-            kind,
-            of_part,
-            _hashed_only(part),
-            last=number == len(parts) - 1,
-            cut=cut,
-            number=number,
+            placed, kind, of_part, _hashed_only(part), last=number == len(parts) - 1, cut=cut, number=number
         )
 
 

@@ -17,7 +17,7 @@ from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.layout import LiveImages
+from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.stats import Kind
 
@@ -122,11 +122,8 @@ class Copier:
         return records
 
     def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
-        """Bring what was staged to the arena; training goes on meanwhile, whatever it does.
-
-        Returns:
-            What was copied when.
-        """
+        """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
+        copied when."""
         staged, self.staged = self.staged, ()
         if self.engine.asynchronous:
             pieces = {item.number: item.pieces for item in staged}
@@ -168,11 +165,7 @@ class Copier:
         self.staged = self.staging.stage(chunks, first)
 
     def _copy(
-        self,
-        chunks: Sequence[Chunk],
-        filling: Filling,
-        gate: Gate,
-        stages: Callable[[int, Permit], bool],
+        self, chunks: Sequence[Chunk], filling: Filling, gate: Gate, stages: Callable[[int, Permit], bool]
     ) -> list[ChunkRecord]:
         """As much at a time as the gate lets through, and no more than the rest of a block."""
         records, number = [], 0
@@ -209,11 +202,8 @@ class Copier:
         permit: Permit,
         staged: Sequence[Piece] | None = None,
     ) -> tuple[ChunkRecord, int]:
-        """Chunks of one block, hashed on the way; ``staged``: other sources of the one.
-
-        Returns:
-            What was copied when, and how many of the chunks: fewer where training did not wait for them.
-        """
+        """Chunks of one block, hashed on the way; ``staged``: other sources of the one. Returns what was
+        copied when, and how many of the chunks: fewer where training did not wait for them."""
         began = ended = time.perf_counter()
         first, at_once = chunks[0], self._at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS

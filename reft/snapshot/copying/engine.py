@@ -106,11 +106,7 @@ class ComputeClock(Protocol):
 
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
         """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
-        training thread.
-
-        Raises:
-            RuntimeError: the device failed.
-        """
+        training thread."""
 
 
 class CopyEngine(ABC):
@@ -145,12 +141,9 @@ class CopyEngine(ABC):
         """See :class:`ComputeClock`."""
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
-        """Tell the engine about an arena's data region, once, when it was made; takes seconds for
-        tens of GB. The engine keeps the memory mapped until :meth:`unregister`.
-
-        Returns:
-            Whether copies go straight there. False costs speed only; it was logged why.
-        """
+        """Tell the engine about an arena's data region, once, when it was made; takes seconds for tens of GB.
+        The engine keeps the memory mapped until :meth:`unregister`. Returns whether copies go straight there:
+        False costs speed only, and was logged."""
         return True
 
     def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027
@@ -158,20 +151,12 @@ class CopyEngine(ABC):
         Memory that is not registered is fine."""
 
     def begin(self) -> None:
-        """Open a version: the state is final now.
-
-        Raises:
-            CopyOrderError: the version before was not fenced, or the engine is closed.
-        """
+        """Open a version: the state is final now."""
         self._order.begin()
 
     def mark(self) -> Mark:
         """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
-        open.
-
-        Raises:
-            CopyOrderError: the engine is closed.
-        """
+        open."""
         return Mark(self._order.mark())
 
     @abstractmethod
@@ -211,11 +196,7 @@ class CopyEngine(ABC):
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
-        """Copy pieces of the open version into a staging buffer, by the fence.
-
-        Args:
-            pieces, encode: as in :meth:`copy`.
-            buffer: 1-D uint8 on the device, of at least as many bytes.
+        """Copy pieces of the open version into a staging buffer, 1-D uint8 on the device, by the fence.
 
         Returns:
             What is to be drained: pieces from the buffer to the same targets. Sources in host memory were
@@ -227,11 +208,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what was staged to its targets; also while no version is open.
-
-        Args:
-            staged: as :meth:`stage` returned it.
-            after: begin no earlier than there; a mark of any version.
+        """Copy what :meth:`stage` returned to its targets, no earlier than a mark of any version; also while
+        no version is open.
 
         Raises:
             CopyOrderError: the engine was closed; the version is not whole.
@@ -266,11 +244,7 @@ class CheckedPieces(tuple[Piece, ...]):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> CheckedPieces:
-        """Check pieces.
-
-        Raises:
-            CopyError: see :meth:`CopyEngine.copy`.
-        """
+        """Check pieces; raises CopyError as :meth:`CopyEngine.copy` does."""
         return pieces if isinstance(pieces, cls) else cls(byte_views(pieces))
 
     @cached_property
@@ -291,11 +265,7 @@ def host_bytes(view: torch.Tensor) -> memoryview:
 
 
 def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
-    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out.
-
-    Raises:
-        CopyError: see :meth:`CopyEngine.copy`.
-    """
+    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out."""
     if isinstance(pieces, CheckedPieces):
         return list(pieces)
     views = []
@@ -317,11 +287,7 @@ def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def into_buffer(views: Sequence[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-    """Each piece with its place in a staging buffer.
-
-    Raises:
-        CopyError: the buffer is too small.
-    """
+    """Each piece with its place in a staging buffer."""
     wanted = sum(target.numel() for _, target in views)
     if wanted > buffer.numel():
         raise CopyError(f"{wanted} bytes are to be staged; the buffer has {buffer.numel()}")
@@ -434,8 +400,8 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """No copy begins any more, and none is inside ``copy`` unless it is stuck there. Returns whether a
-        version was open."""
+        """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether a version
+        was open."""
         with self._changed:
             if self._phase is not _Phase.OPEN:
                 return False

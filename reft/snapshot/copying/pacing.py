@@ -52,15 +52,8 @@ def queues_transfers(names: Sequence[str]) -> bool:
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Whether a device may wait in the last of ``names``.
-
-    Args:
-        names: of all instructions up to that one.
-        queues: whether this schedule is known to queue its transfers.
-
-    Returns:
-        Whether it may wait; and whether that is for something it receives.
-    """
+    """Whether a device may wait in the last of ``names``, all instructions up to that one, and whether that
+    is for something it receives. ``queues``: this schedule is known to queue its transfers."""
     name = names[-1]
     if name.startswith(_RUNS_QUEUE):
         queued = _queued(names, len(names) - 1)
@@ -111,7 +104,6 @@ class Wait:
 
     Attributes:
         position: of the instruction in the step's stream; ``len(stream)`` is what follows it.
-        begin_secs, end_secs: when the compute stream came there, by the host's clock.
         overrun_secs: how long training then waited for a chunk.
         open: whether copies were let in.
     """
@@ -193,12 +185,7 @@ class Smoothed:
 
 @dataclass
 class WindowMeter:
-    """Windows of one schedule, measured step by step. Pure.
-
-    Attributes:
-        names: class name of every instruction, in order; a wait at ``len(names)`` is the drain.
-        steps: seen so far.
-    """
+    """Windows of one schedule, measured step by step. A wait at ``len(names)`` is the drain. Pure."""
 
     names: Sequence[str]
     steps: int = 0
@@ -266,7 +253,6 @@ class PaceOptions:
         estimator: ``profiled``, ``analytic`` or ``paper``.
         limits: of HAS; their ``staging_bytes`` are asked for anew for every plan.
         staging_fallback: how 'staging' goes on where there is no memory for it.
-        stage_id, stages, micro_batches: of this rank; the formulas need them.
     """
 
     estimator: str
@@ -336,12 +322,8 @@ class Pacer:
         self._began = self.stamp()
 
     def open(self, position: int, receives: bool) -> None:
-        """The instruction at ``position`` may make the device wait.
-
-        Args:
-            position: in the step's stream.
-            receives: whether it is a receive: before anything was measured, each is a window.
-        """
+        """The instruction at ``position`` of the step's stream may make the device wait. Before anything was
+        measured, each receive is a window."""
         budget: tuple[int | None, int] | None = None
         if self._planned_step:
             budget = self._budgets.get(position)
@@ -370,7 +352,6 @@ class Pacer:
         self._optimizer_began = self.stamp()
 
     def end_optimizer(self) -> None:
-        """The optimizer step has ended."""
         if self._optimizer_began is not None:
             self._optimizer = (self._optimizer_began, self.stamp())
             self._optimizer_began = None
@@ -401,12 +382,8 @@ class Pacer:
     # -- copying thread ------------------------------------------------------------------------------
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
-        """A version was copied: learn from it, plan the next ones.
-
-        Args:
-            sections: bytes by section that this rank copies.
-            chunks: what was copied when.
-        """
+        """A version of so many bytes by section was copied by these chunks: learn from it, plan the next
+        ones."""
         self._learn(chunks)
         last: Observed | None = None
         for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind

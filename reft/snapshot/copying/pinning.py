@@ -53,13 +53,9 @@ class PinnedRanges:
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
-        """Register memory; the same or a part of it once more changes nothing. Whole pages are
-        registered: memory that others register too must not share a page with it (a mapping never
-        does).
-
-        Raises:
-            Whatever ``pin`` raises; nothing of the memory is registered then.
-        """
+        """Register memory, or nothing of it where the driver refuses, which is raised; the same or a part of
+        it once more changes nothing. Whole pages are registered: memory that others register too must not
+        share a page with it (a mapping never does)."""
         array = _bytes_of(memory)
         start, stop = _extent(array)
         if start == stop:
@@ -106,11 +102,8 @@ class PinnedRanges:
         self._chunks = sorted(c for p in self._pinned for c in p.chunks)
 
     def split(self, address: int, nbytes: int) -> list[tuple[int, bool]]:
-        """Cut ``[address, address + nbytes)`` into parts of one chunk each.
-
-        Returns:
-            ``(nbytes, pinned)`` of the parts, in order.
-        """
+        """Cut ``[address, address + nbytes)`` into parts of one chunk each: ``(nbytes, pinned)`` of each, in
+        order."""
         chunks, parts, stop = self._chunks, [], address + nbytes
         while address < stop:
             at = bisect_right(chunks, (address, sys.maxsize)) - 1

@@ -30,13 +30,7 @@ _MOST_PLANS_WITHOUT = 64
 
 @dataclass(frozen=True, slots=True)
 class StagedChunk:
-    """A chunk whose bytes lie in the staging area.
-
-    Attributes:
-        number: position in its version.
-        chunk: what it is.
-        pieces: from the staging area to the arena.
-    """
+    """A chunk, its position in its version, and the pieces from the staging area to the arena."""
 
     number: int
     chunk: Chunk
@@ -70,11 +64,8 @@ class StagingArea:
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
-        """Have room for what a plan stages; nothing must be staged meanwhile.
-
-        Returns:
-            Whether there is. If not, it was logged, and what does not fit waits at the fence.
-        """
+        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there is. If
+        not, it was logged, and what does not fit waits at the fence."""
         if not nbytes:
             self._unused_plans += 1
             if self._unused_plans >= _KEPT_PLANS:
@@ -103,11 +94,7 @@ class StagingArea:
         return number
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from ``first`` on into the staging area, by the fence.
-
-        Raises:
-            RuntimeError: the device failed.
-        """
+        """Copy the chunks from ``first`` on into the staging area, by the fence."""
         assert self._memory is not None
         staged, at = [], 0
         for number in range(first, len(chunks)):

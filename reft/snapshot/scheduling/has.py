@@ -44,12 +44,8 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of one step in which the device computes, or the network is busy.
-
-    Attributes:
-        start_secs, stop_secs: begin and end within the step.
-        position: of the communication instruction, in the step's stream, where a gate is to act on it.
-    """
+    """A stretch of one step in which the device computes, or the network is busy; ``position``: of the
+    communication instruction, where a gate is to act on it."""
 
     start_secs: float
     stop_secs: float
@@ -122,13 +118,11 @@ class HasSchedule:
     Attributes:
         sections: bytes of this rank by section of the stage image.
         windows: tier 1, one entry per usable window, in order of time (index = window number).
-        computing: tier 2.
-        communicating: tier 3.
+        computing, communicating: tiers 2 and 3.
         step_secs: length of an iteration without snapshots.
-        left_over_bytes: what fits no tier before the optimizer step.
-        left_over_secs: how long the optimizer step would wait for it.
+        left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long that would
+            wait.
         advised_interval_steps: the smallest interval that keeps within the allowed overhead.
-        overflow: what is done about the rest.
         staged_bytes: what is copied on the device at the deadline.
         estimator: where the windows come from.
     """
@@ -348,17 +342,11 @@ def _no_scale(position: int) -> float:
 
 @dataclass
 class BandwidthModel:
-    """What running steps teach: the bandwidth, and how much of each window can really be used.
+    """What running steps teach: the bandwidth in bytes per second, and how much of each window can really be
+    used.
 
-    Exponential smoothing with bounds. A window that was overrun (its copies still ran when training
-    wanted to go on) shrinks; one that had room left after its bytes grows back.
-
-    Attributes:
-        window: smoothed bytes per second inside windows.
-        compute: likewise beside computation.
-        communication: likewise beside communication.
-        smoothing: weight of the newest observation, 0 to 1.
-    """
+    Exponential smoothing with bounds. A window that was overrun (its copies still ran when training wanted to
+    go on) shrinks; one that had room left after its bytes grows back."""
 
     window: float = 2e9
     compute: float = 1e9
@@ -374,14 +362,8 @@ class BandwidthModel:
         return self._factors.get(position, 1.0)
 
     def observe_window(self, position: int, *, open_secs: float, overrun_secs: float, full: bool) -> None:
-        """One window went by.
-
-        Args:
-            position: of its instruction.
-            open_secs: how long it was.
-            overrun_secs: how long training then waited for the copies.
-            full: all that was planned for it was copied with time to spare.
-        """
+        """One window of ``open_secs`` went by; training then waited ``overrun_secs`` for the copies.
+        ``full``: all that was planned for it was copied with time to spare."""
         old = self.factor(position)
         if overrun_secs > 0.1 * max(open_secs, SHORTEST_WINDOW_SECS):
             wanted = old * open_secs / (open_secs + overrun_secs)

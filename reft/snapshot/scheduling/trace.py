@@ -15,12 +15,11 @@ class InstructionRecord:
     """One instruction of the schedule that the engine executed.
 
     Attributes:
-        position: index in the stage's flattened instruction stream of one step, woven instructions
-            not counted.
+        position: index in the stage's flattened instruction stream of one step, woven instructions not
+            counted.
         name: class name, for example ``"RecvActivation"``.
         micro_batch: the micro batch it works on; None where the schedule does not say.
-        begin_secs: when its call began.
-        end_secs: when its call returned.
+        begin_secs, end_secs: when its call began and returned.
     """
 
     position: int
@@ -36,9 +35,6 @@ class ChunkRecord:
 
     Attributes:
         tier: 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced.
-        nbytes: bytes copied.
-        begin_secs: when the copy began.
-        end_secs: when it ended.
         window: index into the windows of the plan; None outside of windows.
         section: section of the stage image ("replicated", "owned", "host").
     """
@@ -57,10 +53,8 @@ class StepTrace:
 
     Attributes:
         step: global step after it (``engine.global_steps``).
-        rank: global rank.
-        stage_id: pipeline stage.
-        begin_secs: when the engine began to execute the schedule.
-        end_secs: when the step boundary had been handled.
+        begin_secs, end_secs: when the engine began to execute the schedule, and when the step boundary had
+            been handled.
         instructions: in order of execution.
         chunks: in order of copying; those of the version that was copied *during* this step.
         fence_secs: seconds the training thread waited before the optimizer step.
@@ -81,11 +75,7 @@ class StepTrace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTrace:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-        """
+        """The inverse of :meth:`to_json`."""
         fields = dict(data)
         fields["instructions"] = tuple(InstructionRecord(**i) for i in data["instructions"])
         fields["chunks"] = tuple(ChunkRecord(**c) for c in data["chunks"])

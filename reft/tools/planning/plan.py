@@ -12,7 +12,7 @@ from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Load
-from reft.policy.rate import Costs, Frequency, frequency, most_lost_steps
+from reft.policy.rate import Costs, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
@@ -67,8 +67,8 @@ class JobPlan:
         return self.planned.fit.overhead / self.version_steps
 
     @cached_property
-    def rate(self) -> Frequency:
-        """How often snapshots are worth their cost, by CheckFreq's Algorithm 1, completed."""
+    def rate(self) -> int:
+        """Steps between two snapshots that are worth their cost, by CheckFreq's Algorithm 1, completed."""
         assert self.planned.fit is not None
         step, cost = self.pace.step_secs, self.planned.fit.overhead * self.pace.step_secs
         copy = max(s.load.to_host_bytes / s.bytes_per_sec for s in self.stages)
@@ -79,7 +79,7 @@ class JobPlan:
     @property
     def why_rate(self) -> str:
         """Why snapshots are taken so often, for people."""
-        best, every = int(self.rate.interval_steps), self.version_steps
+        best, every = int(self.rate), self.version_steps
         lost = f"at most {most_lost_steps(every)} steps are made again after a failure that memory survives"
         if self.job.block.adapts:
             said = f"as Algorithm 1 of CheckFreq finds it for an overhead of at most {self.max_overhead:.1%}"
@@ -98,7 +98,7 @@ class JobPlan:
     @property
     def version_steps(self) -> int:
         """Steps between two snapshots: of the block, or where the job finds it, as predicted."""
-        return int(self.rate.interval_steps) if self.job.block.adapts else self.job.block.version_steps
+        return int(self.rate) if self.job.block.adapts else self.job.block.version_steps
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -177,7 +177,7 @@ class JobPlan:
             },
             "rate": {
                 "interval_steps": self.version_steps,
-                "algorithm_1_steps": int(self.rate.interval_steps),
+                "algorithm_1_steps": int(self.rate),
                 "most_lost_steps": most_lost_steps(self.version_steps),
                 "max_overhead": self.max_overhead,
                 "why": self.why_rate,

@@ -17,8 +17,7 @@ from torch import nn
 
 CONFIG = json.loads(Path(sys.argv[1]).read_text())
 BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
-WIDTH, HIDDEN = int(os.environ.get("TEST_WIDTH", "8")), int(os.environ.get("TEST_HIDDEN", "33"))
-PAUSE_SECS = float(os.environ.get("TEST_PAUSE_SECS", "0.1"))
+WIDTH, HIDDEN, PAUSE_SECS = 8, 33, 0.1
 OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
