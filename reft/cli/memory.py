@@ -19,7 +19,7 @@ from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
 from reft.naming import Label
-from reft.recover.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
+from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job
 
 EXIT_NOT_WELL = 1
 
@@ -224,6 +224,7 @@ def _versions_table(report: JobReport) -> Table:
         title=f"job {report.job_id}",
     )
     for version in report.versions:
+        age = version.age_secs()
         table.add_row(
             _label(version.label),
             "yes" if version.recoverable else "no",
@@ -231,7 +232,7 @@ def _versions_table(report: JobReport) -> Table:
             f"{version.whole_ranks} of {version.ranks} ranks",
             version.scheme or "not said",
             say_size(version.nbytes),
-            _age(version),
+            "never" if age is None else f"{age:.0f} s ago",
         )
     return table
 
@@ -294,8 +295,3 @@ def _label(label: Label) -> str:
 def say_size(nbytes: int) -> str:
     """For people."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 1024:.1f} KiB"
-
-
-def _age(version: VersionReport) -> str:
-    age = version.age_secs()
-    return "never" if age is None else f"{age:.0f} s ago"

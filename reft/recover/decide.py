@@ -88,7 +88,7 @@ def decode_verdicts(body: bytes) -> Verdicts:
 class Decision:
     """What all ranks restore."""
 
-    label: Label  # the version
+    label: Label
     rejected: tuple[str, ...]  # for every newer version why it is not used
     decodes: bool  # whether some group has to decode lost blocks first
 

@@ -80,7 +80,7 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
     return parts
 
 
-Group = tuple[int, int]  # A sharding group: (pp, tp)
+Group = tuple[int, int]  # a sharding group: (pp, tp)
 
 _MOST_NAMED = 6
 

@@ -32,7 +32,7 @@ class ArenaReport:
     """One arena file."""
 
     node: str  # node it lies on
-    path: Path  # the file
+    path: Path
     header: ArenaHeader | None  # what it says about itself; None for an EMPTY one
     nbytes: int  # memory it takes
     # blocks whose bytes do not match their checksum; None if they were not read
@@ -82,7 +82,7 @@ class ArenaReport:
 class VersionReport:
     """One version, over all nodes that were looked at."""
 
-    label: Label  # the version
+    label: Label
     arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
     ranks: int  # ranks of the job
     recoverable: bool  # whether every byte of it is there (and, if verified, right)
@@ -139,7 +139,7 @@ class VersionReport:
 class JobReport:
     """The memory of one job."""
 
-    job_id: str  # the job
+    job_id: str
     directories: Mapping[str, Path]  # directory looked at, per node
     alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node
     versions: tuple[VersionReport, ...]  # newest first

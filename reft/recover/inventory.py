@@ -132,7 +132,7 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
+ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
 
 
 @contextmanager
@@ -167,13 +167,9 @@ def _close(arenas: ArenaSet) -> None:
 
 
 def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
-    """The directories of one job by node id; of equal ids, as of directories brought together from
-    elsewhere, each is told by its path.
-
-    Raises:
-        ArenaError: if they are several jobs', or none's.
-        AuthenticationError: if a directory is somebody else's or its secret is missing.
-    """
+    """The directories of one job by node id; of equal ids, as of directories brought together from elsewhere,
+    each is told by its path. Raises AuthenticationError: if a directory is somebody else's or its secret
+    is missing."""
     jobs = [JobDir.open(path) for path in job_dirs]
     if len({(job.job_id, job.secret) for job in jobs}) != 1:
         found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"

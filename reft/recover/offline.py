@@ -49,7 +49,8 @@ def persist_offline(
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
 
     Raises:
-        PersistError: if the directories are not one job's, or it cannot be written.
+        ArenaError: if the directories are not one job's.
+        PersistError: if it cannot be written.
         UnrecoverableError: if no version is whole; says what is missing.
         LayoutError: if there is nothing to take the layout from.
     """

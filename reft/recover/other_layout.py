@@ -63,7 +63,7 @@ class OtherMemory:
         self._here = Inventory(self._node, ())
         self._plan: RecoveryPlan
         self._blocks: dict[tuple[Coordinate, Section], list[tuple[int, int]]] = {}
-        self.moved: list[TransferStats] = []  # What this rank has brought
+        self.moved: list[TransferStats] = []  # what this rank has brought
 
     def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
         """The newest whole version in another layout, as its job would recover it; every block was

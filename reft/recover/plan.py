@@ -24,7 +24,7 @@ from reft.protect.decode import plan_decode
 class LostBlock:
     """A replicated block to be decoded."""
 
-    key: BlockKey  # identity
+    key: BlockKey
     start_bytes: int  # offset in the replicated image
     nbytes: int  # true length
     padded_bytes: int  # length at which its stripe was encoded
@@ -110,7 +110,7 @@ class Fetch:
     pp: int  # pipeline stage of the sharding group
     tp: int  # tensor slice of the sharding group
     start_bytes: int  # offset in the section's image
-    nbytes: int  # length
+    nbytes: int
     checksum: int  # xxh3_64 of the bytes, taken when they were copied
     kind: SourceKind  # level of the ladder
     node: str  # node that holds the source
@@ -173,7 +173,7 @@ class Rebuild:
 class RecoveryPlan:
     """Which version is restored and from where, in one sharding group or in the whole job."""
 
-    label: Label  # the version
+    label: Label
     # whether some arena had already marked it committed. A version that all ranks sealed is as good: every
     # byte of it is there and checked.
     committed: bool

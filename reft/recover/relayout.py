@@ -21,8 +21,8 @@ import msgpack
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 
-WEIGHT = "model"  # What a model computes with; the other parts of a parameter's state are the optimizer's
-WHOLE = -1  # Of `Parameter.split`: every tensor slice has the same
+WEIGHT = "model"  # what a model computes with; the other parts of a parameter's state are the optimizer's
+WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
 Group = tuple[int, int]  # (pp, tp)
 
 

@@ -24,11 +24,11 @@ class Piece(NamedTuple):
 
     member: int  # dp index of the owner
     start_bytes: int  # offset in its owned image
-    nbytes: int  # length
+    nbytes: int
     target_bytes: int  # offset in the new owner's image
 
 
-Wanted = Mapping[int, Sequence[Piece]]  # What the members of a new group take of the partitions, by dp index
+Wanted = Mapping[int, Sequence[Piece]]  # what the members of a new group take of the partitions, by dp index
 
 NOTHING_WANTED: Wanted = {}
 

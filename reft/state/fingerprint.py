@@ -17,7 +17,7 @@ Fact = str | int | float | bool | None
 
 _FORMAT = 1
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
-ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
+ACCEPT_KEY = "accept_changes"  # key of the ``reft`` block that lists facts which may differ
 AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
@@ -72,7 +72,7 @@ class Fingerprint:
             facts = content["facts"] if content["format"] == _FORMAT else None
         except (ValueError, KeyError, TypeError):
             facts = None
-        if not isinstance(facts, dict) or not all(_is_fact(fact) for fact in facts.values()):
+        if not isinstance(facts, dict) or not all(isinstance(fact, Fact) for fact in facts.values()):
             raise FingerprintError(
                 "the fingerprint of the stored state cannot be read: expected a JSON object of format "
                 f"{_FORMAT} with facts; it was damaged, or written by another release of reft"
@@ -197,10 +197,6 @@ def _of_batch(was: Fingerprint, names: Sequence[str]) -> str:
 
 def _is_under(name: str, tops: Collection[str]) -> bool:
     return any(name == top or name.startswith(top + ".") for top in tops)
-
-
-def _is_fact(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
 
 
 def _same(a: object, b: object) -> bool:

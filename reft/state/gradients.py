@@ -47,10 +47,10 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: StepRecord | None = None  # Of the step that is being made
+        self.record: StepRecord | None = None  # of the step that is being made
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
-        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # Where it is captured, by member and name
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # where it is captured, by member and name
         self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
         self._closed = False
         self._undo: list[Callable[[], None]] = []
@@ -137,7 +137,8 @@ class GradientCapture:
     def _when_reduced(self) -> None:
         """All gradients are averaged, those of other partitions are about to be dropped."""
         wrapper = self._wrapper
-        if self._closed or not _at_boundary(wrapper):
+        boundary = wrapper.is_gradient_accumulation_boundary
+        if self._closed or not (boundary() if callable(boundary) else boundary):
             return
         self._fence()
         for g, params in enumerate(wrapper.round_robin_bit16_groups):
@@ -201,11 +202,6 @@ def _check_zero(wrapper: Any) -> None:
             f"its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
             f'"data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
         )
-
-
-def _at_boundary(wrapper: Any) -> bool:
-    boundary = wrapper.is_gradient_accumulation_boundary
-    return bool(boundary() if callable(boundary) else boundary)
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:

@@ -49,9 +49,10 @@ def same_host_rng(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def capture_rng() -> dict[str, Any]:
     """State of all generators, encodable; no generator is advanced."""
+    name, device = _accelerator()
     return {
         **capture_host_rng(),
-        "device": _capture_device(),
+        "device": None if name == "cpu" else {"name": name, "state": device.get_rng_state().cpu()},
         "trackers": {name: _capture_tracker(name, tracker) for name, tracker in _trackers()},
     }
 
@@ -70,11 +71,6 @@ def restore_rng(state: dict[str, Any]) -> None:
                 f"the snapshot has the random states {sorted(states)} of {name}, which this process has not "
                 f"imported; start the job as it was started when the snapshot was taken"
             )
-
-
-def _capture_device() -> dict[str, Any] | None:
-    name, device = _accelerator()
-    return None if name == "cpu" else {"name": name, "state": device.get_rng_state().cpu()}
 
 
 def _restore_device(saved: dict[str, Any]) -> None:

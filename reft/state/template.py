@@ -27,7 +27,7 @@ from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-Node = list[Any]  # A kind and its parts. The kinds are part of the stored format: append, never rename.
+Node = list[Any]  # a kind and its parts. The kinds are part of the stored format: append, never rename.
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
 

@@ -226,22 +226,22 @@ def read_part(work: WorkDir, coordinate: Coordinate, secret: bytes) -> Part:
     return part
 
 
-def _die_with(parent: int) -> None:
-    """A killed daemon takes this process along."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def main() -> int:
     """Serve requests until standard input ends."""
-    _die_with(int(sys.argv[1]))
+    # A killed daemon takes this process along.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(1)
     # Batch systems signal every process of a job; what is being written is the daemon's to give up.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _import_all()
+    import reft.state.blob
+    import reft.state.deepspeed_format  # noqa: F401
+
+    with suppress(ImportError):
+        import deepspeed  # noqa: F401
     os.nice(NICENESS)  # now: at this priority the imports alone took a minute beside busy trainers
     answers.write(json.dumps({"ok": True}) + "\n")
     answers.flush()
@@ -249,14 +249,6 @@ def main() -> int:
         answers.write(json.dumps(_serve(json.loads(line))) + "\n")
         answers.flush()
     return 0
-
-
-def _import_all() -> None:
-    import reft.state.blob
-    import reft.state.deepspeed_format  # noqa: F401
-
-    with suppress(ImportError):
-        import deepspeed  # noqa: F401
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class VersionSource:
     """The part of a version that one process writes."""
 
     job_id: str  # job whose state it is
-    label: Label  # the version
+    label: Label
     degrees: Degrees  # parallel degrees of the job
     layouts: Mapping[Coordinate, str]  # layout hash of every coordinate in ``blocks``
     # own blocks of every coordinate that is written here: its shard of the replicated image, its owned and
@@ -247,17 +247,10 @@ def write_version(
     unpin: Callable[[], None] = lambda: None,
     reach: Callable[[Coordinate], None] = lambda coordinate: None,
 ) -> PersistedInfo:
-    """Write this process's part of a version and see the checkpoint through to its name.
-
-    Args:
-        unpin: called as soon as the blocks are not read any more.
-        reach: called in the middle of writing the blocks of each coordinate.
-
-    Raises:
-        FencedError: a newer start of the job writes here.
-        PersistError: if it was not written. A failing leader leaves no working directory behind;
-            other nodes leave the reason in it.
-    """
+    """Write this process's part of a version and see the checkpoint through to its name. ``unpin``: called as
+    soon as the blocks are not read any more. ``reach``: called in the middle of writing the blocks of each
+    coordinate. Raises FencedError: a newer start of the job writes here. Raises PersistError: if it was
+    not written. A failing leader leaves no working directory behind; other nodes leave the reason in it."""
     writing = _Writing(source, options)
     try:
         present = published(writing.work)

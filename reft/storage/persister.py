@@ -82,13 +82,13 @@ class Persister:
         self._assembler = Assembler()
         self._warm = False
         self._newest: Label | None = None
-        self._told: Label | None = None  # The version whose lag was warned of
+        self._told: Label | None = None  # the version whose lag was warned of
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
-        self._refused: Label | None = None  # The version that storage did not take last
-        self._missed: Label | None = None  # The first version that memory overtook since one was written
-        self.progress: PersistProgress | None = None  # Of what is being written, as it was told last
+        self._refused: Label | None = None  # the version that storage did not take last
+        self._missed: Label | None = None  # the first version that memory overtook since one was written
+        self.progress: PersistProgress | None = None  # of what is being written, as it was told last
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:

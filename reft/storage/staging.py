@@ -40,7 +40,7 @@ from reft.storage.persisted import tag_of
 
 logger = logging.getLogger(__name__)
 
-LEADER = Coordinate(0, 0, 0)  # The node of this coordinate names the checkpoint in the end
+LEADER = Coordinate(0, 0, 0)  # the node of this coordinate names the checkpoint in the end
 
 _PERSON = b"reft-persist"
 
@@ -222,7 +222,7 @@ class StagedImages:
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
         """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its checksum.
-        Returns A private, writable view: of the mapped file where the range lies in one, else of a copy."""
+        Returns a private, writable view: of the mapped file where the range lies in one, else of a copy."""
         if start < 0 or nbytes < 1 or start + nbytes > self.image_bytes(section):
             raise PersistError(
                 f"bytes [{start}, {start + nbytes}) were asked of the {section} image of "

@@ -304,7 +304,7 @@ def memory_of(setup: StormSetup, scratch: Path) -> Iterator[tuple[Path, bool]]:
             yield path, False
         return
     place = scratch / "tmpfs"
-    with small_file_system(place, setup.memory_mib) as reason:
+    with small_file_system(place, f"{setup.memory_mib}m") as reason:
         if reason is None:
             yield place, True
             return

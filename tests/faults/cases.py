@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import combinations
 from itertools import product as iter_product
 from typing import Any, Protocol, TypeVar
@@ -22,31 +21,16 @@ _PERSIST_STEPS = 80
 _TAIL_STEPS = 6
 
 
-class Moment(StrEnum):
-    """When a node fails."""
-
-    BEFORE_ANY_COMMIT = "before any commit"
-    DURING_COPY = "during copying"
-    AFTER_SEAL = "after seal"
-    BEFORE_COMMIT = "between prepare and commit"
-    DURING_STEP = "during the next step"
-    DURING_RECOVERY = "during recovery"
-    DURING_PERSIST = "during persist"
-
-    @property
-    def point(self) -> FaultPoint:
-        return _POINTS[self]
-
-
-_POINTS = {
-    Moment.BEFORE_ANY_COMMIT: FaultPoint.BEFORE_COPY,
-    Moment.DURING_COPY: FaultPoint.DURING_COPY,
-    Moment.AFTER_SEAL: FaultPoint.AFTER_SEAL,
-    Moment.BEFORE_COMMIT: FaultPoint.BEFORE_COMMIT,
-    Moment.DURING_STEP: FaultPoint.DURING_STEP,
-    Moment.DURING_RECOVERY: FaultPoint.DURING_RECOVERY,
-    Moment.DURING_PERSIST: FaultPoint.DURING_PERSIST,
-}
+MOMENTS = (
+    FaultPoint.BEFORE_COPY,
+    FaultPoint.DURING_COPY,
+    FaultPoint.AFTER_SEAL,
+    FaultPoint.DURING_RECOVERY,
+    FaultPoint.BEFORE_COMMIT,
+    FaultPoint.DURING_STEP,
+    FaultPoint.DURING_PERSIST,
+)
+"""When a node fails, in the order within a job. Before the copy of the first version nothing is committed."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +108,7 @@ class Setup:
 class Case:
     """One cell of the matrix."""
 
-    moment: Moment
+    moment: FaultPoint
     node: int
     setup: Setup
 
@@ -147,7 +131,7 @@ def _pairs(values: Sequence[Any]) -> frozenset[Pair]:
 
 def product(chosen: Iterable[Setup]) -> list[Case]:
     """Every cell of some setups."""
-    return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in Moment]
+    return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in MOMENTS]
 
 
 class _Paired(Protocol):
@@ -183,7 +167,7 @@ class PlannedFault:
     """One fault of a job."""
 
     case: Case | None  # the cell it stands for; None: it only leads up to the next one
-    moment: Moment  # when
+    moment: FaultPoint
     coordinate: Coordinate  # whose node fails
     action: str  # ``kill_node`` or ``kill``
     incarnation: int  # in which life of the job
@@ -192,12 +176,12 @@ class PlannedFault:
     @property
     def restarts(self) -> bool:
         """Whether trainers end: a daemon that dies alone does not stop them."""
-        return self.moment is not Moment.DURING_PERSIST or self.action == "kill_node"
+        return self.moment is not FaultPoint.DURING_PERSIST or self.action == "kill_node"
 
     def config(self) -> list[dict[str, Any]]:
         """Its entries of ``reft.faults``."""
         c = self.coordinate
-        common = {"point": str(self.moment.point), "pp": c.pp, "dp": c.dp, "tp": c.tp}
+        common = {"point": str(self.moment), "pp": c.pp, "dp": c.dp, "tp": c.tp}
         common |= {"incarnation": self.incarnation, "action": self.action}
         return [{**common, "step": step} for step in self.steps]
 
@@ -267,17 +251,6 @@ def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
     return [plan_job(job, number) for number, job in enumerate(j for jobs in waiting.values() for j in jobs)]
 
 
-_ORDER = (
-    Moment.BEFORE_ANY_COMMIT,
-    Moment.DURING_COPY,
-    Moment.AFTER_SEAL,
-    Moment.DURING_RECOVERY,
-    Moment.BEFORE_COMMIT,
-    Moment.DURING_STEP,
-    Moment.DURING_PERSIST,
-)
-
-
 @dataclass
 class _Plan:
     """A job as it is put together, fault by fault."""
@@ -287,7 +260,7 @@ class _Plan:
     incarnation: int = 1
     faults: list[PlannedFault] = field(default_factory=list)
 
-    def add(self, case: Case, moment: Moment, *, counts: bool = True) -> None:
+    def add(self, case: Case, moment: FaultPoint, *, counts: bool = True) -> None:
         steps = self._steps(moment)
         coordinates = case.setup.shape.coordinates(case.node)
         fault = PlannedFault(
@@ -302,18 +275,18 @@ class _Plan:
         self.incarnation += fault.restarts
         self.action = _OTHER[fault.action]
 
-    def _action(self, moment: Moment) -> str:
-        if moment is Moment.DURING_RECOVERY:
+    def _action(self, moment: FaultPoint) -> str:
+        if moment is FaultPoint.DURING_RECOVERY:
             # Until the restored version is committed anew, the second lost node would be one too many.
             return _OTHER[self.faults[-1].action]
         return self.action
 
-    def _steps(self, moment: Moment) -> range:
-        if moment is Moment.BEFORE_ANY_COMMIT:
+    def _steps(self, moment: FaultPoint) -> range:
+        if moment is FaultPoint.BEFORE_COPY:
             return range(1, 2)
-        if moment is Moment.DURING_RECOVERY:
+        if moment is FaultPoint.DURING_RECOVERY:
             return range(1, self.step + 1)
-        if moment is Moment.DURING_PERSIST:
+        if moment is FaultPoint.DURING_PERSIST:
             # The first version of this life that is written: writing one takes as long as many steps.
             self.step += _PERSIST_STEPS
             return range(1, self.step)
@@ -327,16 +300,18 @@ _OTHER = {"kill": "kill_node", "kill_node": "kill"}
 def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
     """One job for cases of the same setup. ``cases``: every moment at most once. ``number``: of the job; the
     first action alternates with it."""
-    ordered = sorted(cases, key=lambda case: _ORDER.index(case.moment))
+    ordered = sorted(cases, key=lambda case: MOMENTS.index(case.moment))
     plan = _Plan(action=("kill_node", "kill")[number % 2])
     for case in ordered:
-        nothing_restored = all(f.moment is Moment.BEFORE_ANY_COMMIT for f in plan.faults)
-        if case.moment is Moment.DURING_RECOVERY and nothing_restored:
+        nothing_restored = all(f.moment is FaultPoint.BEFORE_COPY for f in plan.faults)
+        if case.moment is FaultPoint.DURING_RECOVERY and nothing_restored:
             plan.add(
-                replace(case, node=(case.node + 1) % case.setup.shape.nodes), Moment.DURING_STEP, counts=False
+                replace(case, node=(case.node + 1) % case.setup.shape.nodes),
+                FaultPoint.DURING_STEP,
+                counts=False,
             )
         plan.add(case, case.moment)
-    persists = any(fault.moment is Moment.DURING_PERSIST for fault in plan.faults)
+    persists = any(fault.moment is FaultPoint.DURING_PERSIST for fault in plan.faults)
     return PlannedJob(
         setup=ordered[0].setup,
         faults=tuple(plan.faults),

@@ -78,10 +78,10 @@ def memory_directory() -> Iterator[Path]:
 
 
 @contextmanager
-def small_file_system(path: Path, mebibytes: int) -> Iterator[str | None]:
+def small_file_system(path: Path, size: str) -> Iterator[str | None]:
     """A tmpfs of its own on ``path``; yields why there is none where it cannot be mounted."""
     path.mkdir(parents=True, exist_ok=True)
-    reason = _mount("-t", "tmpfs", "-o", f"size={mebibytes}m,mode=0700", "tmpfs", str(path))
+    reason = _mount("-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(path))
     try:
         yield reason
     finally:

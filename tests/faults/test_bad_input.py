@@ -11,7 +11,6 @@ from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DP1 = Shape("PP1xDP1", Degrees(1, 1, 1), nodes=1, procs_per_node=1)
-TOGETHER = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=1, procs_per_node=2)
 OPTIMIZER = OPTIMIZERS[2]
 
 

@@ -72,7 +72,7 @@ def _job(scratch: Scratch, name: str, block: dict[str, Any], memory_root: Path |
 @pytest.mark.nightly
 def test_memory_full(scratch: Scratch) -> None:
     memory_root = scratch.root / "small-memory"
-    with small_file_system(memory_root, 48) as reason:
+    with small_file_system(memory_root, "48m") as reason:
         if reason is not None:
             pytest.skip(reason)
         # Enough for the daemons' own files, not for one arena.
@@ -95,7 +95,7 @@ def test_memory_runs_short(scratch: Scratch) -> None:
     """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
     would not survive the loss of a node any more is written to disk at once (P3)."""
     memory_root = scratch.root / "shared-memory"
-    with small_file_system(memory_root, 48) as reason:
+    with small_file_system(memory_root, "48m") as reason:
         if reason is not None:
             pytest.skip(reason)
         persist_dir = scratch.root / "short-persisted"
@@ -150,7 +150,7 @@ def test_storage_and_daemon_fail(scratch: Scratch) -> None:
     with _job(scratch, "storage", _block(persist_dir)) as job:
         # The file system is not there: only one level is ever made.
         _goes_stale(job, "No such file")
-        with small_file_system(persist_dir.parent, 8) as reason:
+        with small_file_system(persist_dir.parent, "8m") as reason:
             if reason is None:
                 make_read_only(persist_dir.parent)
                 _goes_stale(job, "Read-only")

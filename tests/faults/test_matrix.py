@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 
+from reft.config import FaultPoint
 from reft.grid import Degrees
 from tests.faults.cases import (
     OPTIMIZERS,
     PAIRS,
     SHAPES,
     Case,
-    Moment,
     Optimizer,
     PlannedJob,
     Setup,
@@ -38,7 +38,7 @@ DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 @pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
 def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, protection: str) -> None:
     optimizer = OPTIMIZER["zero1-bf16-fp32"]
-    job = plan_job([Case(Moment.DURING_STEP, 1, Setup(DP3, optimizer, protection=protection))])
+    job = plan_job([Case(FaultPoint.DURING_STEP, 1, Setup(DP3, optimizer, protection=protection))])
     outcome = run_planned(scratch, job, protection, scratch.reference(DP3, optimizer, job.steps))
     assert outcome.problems == (), f"logs: {outcome.directory}"
     assert [r.source for r in outcome.recoveries] == ["memory"]
@@ -52,18 +52,18 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
         (
             SHAPE["PP2xDP2"],
             OPTIMIZER["zero1-bf16-fp32"],
-            {Moment.BEFORE_ANY_COMMIT: 0, Moment.AFTER_SEAL: 3, Moment.DURING_RECOVERY: 1},
+            {FaultPoint.BEFORE_COPY: 0, FaultPoint.AFTER_SEAL: 3, FaultPoint.DURING_RECOVERY: 1},
         ),
         (
             SHAPE["TP2xDP2"],
             OPTIMIZER["zero0-fp32"],
-            {Moment.DURING_COPY: 0, Moment.BEFORE_COMMIT: 1, Moment.DURING_PERSIST: 0},
+            {FaultPoint.DURING_COPY: 0, FaultPoint.BEFORE_COMMIT: 1, FaultPoint.DURING_PERSIST: 0},
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Shape | Optimizer) else "",
 )
 def test_losses_are_equal_after_failures(
-    scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[Moment, int]
+    scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[FaultPoint, int]
 ) -> None:
     job = plan_job([Case(moment, node, Setup(shape, optimizer)) for moment, node in moments.items()])
     reference = scratch.reference(shape, optimizer, job.steps)
@@ -71,7 +71,7 @@ def test_losses_are_equal_after_failures(
     assert outcome.problems == (), f"logs: {outcome.directory}"
     # Whoever trained after a commit came back from memory; a node that dies as soon as anything is
     # persisted does so before the first step.
-    early = {Moment.BEFORE_ANY_COMMIT, Moment.DURING_RECOVERY, Moment.DURING_PERSIST}
+    early = {FaultPoint.BEFORE_COPY, FaultPoint.DURING_RECOVERY, FaultPoint.DURING_PERSIST}
     after_commit = {fault.moment for fault in job.faults} - early
     assert [r.source for r in outcome.recoveries].count("memory") >= len(after_commit)
 

@@ -6,9 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,12 @@ from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.offline import persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
+from reft.state.template import same_value
 from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
 from reft.storage.staging import WorkDir
+from tests.faults.memory import small_file_system
 from tests.persist import latest_persisted, verify_persisted
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
 from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
@@ -64,24 +64,11 @@ def check_checkpoint(directory: Path, label: Label) -> None:
     names = {"reft.json"}
     for at in DEGREES.coordinates():
         for name, expected in expected_files(at, label.step).items():
-            same(torch.load(info.path / name, weights_only=True), expected)
+            assert same_value(torch.load(info.path / name, weights_only=True), expected), name
             names.add(name)
         assert read_host_file(info.path / host_file_name(at)) == host_state(at, label.step)
         names.add(host_file_name(at))
     assert {p.name for p in info.path.iterdir()} == names
-
-
-def same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key, value in expected.items():
-            same(found[key], value)
-    else:
-        assert found == expected
 
 
 def no_debris(directory: Path) -> bool:
@@ -240,25 +227,14 @@ def test_p6_a_node_that_is_cut_off_tells_nothing(memory: Memory, tmp_path: Path)
     assert no_debris(directory)
 
 
-@contextmanager
-def small_disk(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.mark.integration
 def test_a_full_disk_is_an_error_without_debris_and_goes_on_when_there_is_room(
     memory: Memory, tmp_path: Path
 ) -> None:
-    with small_disk(tmp_path / "disk", "size=96k") as disk:
+    disk = tmp_path / "disk"
+    with small_file_system(disk, "96k") as reason:
+        if reason is not None:
+            pytest.skip(reason)
         directory = disk / "checkpoints"
         config = memory.config(directory)
         results = persist_on_all(memory, V4, config, NODES)

@@ -70,7 +70,6 @@ SCENARIOS = {
     "prepare_fails": Scenario(lost=("n2",)),
     "no_room_to_decode": Scenario(AEC, lost=("n2",)),
     "injected_raise": Scenario(lost=("n2",)),
-    "whole_plan_executed": Scenario(lost=("n2",)),
     "completed": Scenario(lost=("n2",)),
     "completed_again": Scenario(GRID, lost=("n1",)),
     "no_room_to_complete": Scenario(lost=("n2",)),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from reft.protect.blocks import Section
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
@@ -296,19 +295,6 @@ def test_injected_fault_fires_once_in_the_middle(results):
     assert results["injected_raise"][1]["error"] == "InjectedFaultError"
     assert 0 < results["injected_raise"][1]["calls"] < results["injected_raise"][0]["calls"]
     assert all("InjectedFault" in results["injected_raise"][r]["message"] for r in (0, 2, 3))
-
-
-def test_execute_alone_moves_all_sections_and_refuses_what_a_server_cannot_read(results):
-    for rank, result in enumerate(results["whole_plan_executed"]):
-        assert result["bad"] == (["n1"] if result["bad"] else [])
-        if rank != 1 and not result["bad"]:
-            assert result["moved"] == result["planned"]
-        assert sum(result["seen"].values()) == sum(result["moved"].values())
-        assert all(result["in_room"])
-    assert results["whole_plan_executed"][2]["in_room"]  # what was given a room of its own arrives there
-    assert results["whole_plan_executed"][2]["bad"] == ["n1"]
-    assert results["whole_plan_executed"][2]["seen"][Section.REPLICATED] > 0  # what others serve arrives
-    assert results["whole_plan_executed"][0]["seen"][Section.HOST] > 0
 
 
 @pytest.mark.parametrize("name", ["completed", "completed_again", "corrupt_while_completing"])

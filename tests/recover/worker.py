@@ -30,11 +30,9 @@ from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.complete import Blueprint, Completing, Room
-from reft.recover.inventory import opened_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
-from reft.recover.transfer import execute
 from tests.control.mpi_calls import refuse_pickling
 
 from .fleet import JOB, NEW, SECRET, arena_name
@@ -281,39 +279,6 @@ def no_room_for_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def execute_whole(me: Rank) -> dict[str, object]:
-    """``execute`` alone, host section included; a missing arena of a server must not hang its peers. Half of the
-    replicated blocks arrive in rooms of their own."""
-    plan = me.recovery().survey()
-    inventory = take_inventory(me.job_dir, me.node, SECRET)
-    seen: dict[Section, int] = dict.fromkeys(Section, 0)
-    rooms: dict[object, torch.Tensor] = {}
-    in_room: list[bool] = []
-
-    def room_for(fetch) -> torch.Tensor | None:
-        if fetch.key.section is not Section.REPLICATED or fetch.key.index % 2:
-            return None
-        return rooms.setdefault(fetch.key, torch.zeros(fetch.nbytes, dtype=torch.uint8))
-
-    def sink(fetch, data: torch.Tensor) -> None:
-        seen[fetch.key.section] += fetch.nbytes
-        if fetch.key in rooms:
-            in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
-
-    with opened_arenas(me.job_dir, inventory, SECRET) as found:
-        arenas = {} if me.node == "n1" else found
-        stats, bad = execute(
-            [plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6
-        )
-    return {
-        "in_room": in_room,
-        "seen": {str(k): v for k, v in seen.items()},
-        "bad": sorted({source.node for source in bad}),
-        "moved": stats.bytes_from,
-        "planned": plan.bytes_from_at(me.at),
-    }
-
-
 def messages(control: ControlGroup) -> dict[str, object]:
     def length(rank: int) -> int:
         return 0 if rank == 2 else 1000 * rank + 1
@@ -370,8 +335,6 @@ def main() -> None:
             results[name] = messages(control)
         elif name == "forged_message":
             results[name] = forged_message(rank)
-        elif name == "whole_plan_executed":
-            results[name] = execute_whole(Rank(root, name, control))
         elif name in RESIZED:
             results[name] = run_resized(root, name, control)
         else:

@@ -180,7 +180,7 @@ class CheckpointParts:
         )
 
 
-SAVED_BY = "saved_by"  # Key of a host file: which job saved it, and when in its life
+SAVED_BY = "saved_by"  # key of a host file: which job saved it, and when in its life
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
@@ -189,7 +189,7 @@ class DiskCheckpoint:
     """A checkpoint on disk."""
 
     directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
-    tag: str  # its tag
+    tag: str
     step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
     # the version, where this job wrote it; None for what another job, or no reft, wrote
     label: Label | None = None
@@ -244,7 +244,7 @@ class Resumed:
     """What a load has brought back, before the first step."""
 
     path: Any  # as it was returned to the script
-    client_state: Any  # likewise
+    client_state: Any
     # the checkpoint, or the version in memory; None: a load that reft knows nothing of
     source: DiskCheckpoint | Label | None
 
@@ -372,9 +372,11 @@ def _of_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
     """What the first host file that can be read says of the job that saved it, and of the step."""
+    from reft.state.deepspeed_format import read_host_file
+
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
         try:
-            state = _read_host_file(file)
+            state = read_host_file(file)
         except (ReftError, OSError):
             continue
         if isinstance(state, dict):
@@ -511,13 +513,9 @@ def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
 
 def read_host_state(checkpoint: Path, coordinate: Coordinate) -> dict[str, Any] | None:
     """Host state that reft saved beside a DeepSpeed checkpoint; None if there is none."""
-    return _read_host_file(host_file(checkpoint, coordinate))
-
-
-def _read_host_file(path: Path) -> dict[str, Any] | None:
     from reft.state.deepspeed_format import read_host_file
 
     try:
-        return read_host_file(path)
+        return read_host_file(host_file(checkpoint, coordinate))
     except FileNotFoundError:
         return None

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 _T = TypeVar("_T")
-Live = Mapping[str, torch.Tensor]  # What a plan names, flat
+Live = Mapping[str, torch.Tensor]  # what a plan names, flat
 
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:

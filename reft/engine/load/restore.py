@@ -154,7 +154,7 @@ def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Cal
 class LoadCall:
     """One call of ``load_checkpoint``."""
 
-    load_dir: Any  # as given
+    load_dir: Any
     tag: Any  # the checkpoint that is asked for; None: the newest
     options: dict[str, Any]  # everything else, by name
 
@@ -219,9 +219,9 @@ class Restorer:
         self._engine = engine
         self._memory = MemoryRestorer(session)
         self._other = OtherLayoutRestorer(session, engine, self._memory)
-        self._trains = False  # Whether this process has begun to train
+        self._trains = False  # whether this process has begun to train
         self._resumed: Resumed | None = None
-        self._bases: list[LoadCall] = []  # Loads of base weights before the first step
+        self._bases: list[LoadCall] = []  # loads of base weights before the first step
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
         self._unprotected = False
