@@ -61,6 +61,8 @@ class Scaling:
 
 
 _SCALING, _SIZES = TypeAdapter(Scaling), TypeAdapter(Sizes)
+_SETS, _TIMES = ("wait_list", "redundancy_list", "leaving"), ("last_heartbeats", "seats")
+"""Of the state: nodes, and when each was last seen."""
 
 
 class JobState(_RendezvousState):
@@ -83,20 +85,19 @@ class JobState(_RendezvousState):
 
 
 def encode_state(state: JobState) -> bytes:
-    fields = {
+    fields: dict[str, Any] = {
         "round": state.round,
         "complete": state.complete,
         "closed": state.closed,
         "deadline": state.deadline and _seconds(state.deadline),
-        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
-        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
-        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
-        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
-        "seats": [[*_node_fields(n), _seconds(at)] for n, at in state.seats.items()],
-        "leaving": [_node_fields(n) for n in sorted(state.leaving)],
+        "participants": [[*member_of(n), rank] for n, rank in state.participants.items()],
         "scaling": None if (scaling := state.scaling) is None else asdict(scaling),
         "sizes": None if (sizes := state.sizes) is None else asdict(sizes),
     }
+    for name in _SETS:
+        fields[name] = [member_of(n) for n in sorted(getattr(state, name))]
+    for name in _TIMES:
+        fields[name] = [[*member_of(n), _seconds(at)] for n, at in getattr(state, name).items()]
     return json.dumps(fields).encode()
 
 
@@ -111,11 +112,10 @@ def decode_state(data: bytes) -> JobState:
         state.closed = bool(fields["closed"])
         state.deadline = None if deadline is None else _time(deadline)
         state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
-        state.wait_list = {_node(f) for f in fields["wait_list"]}
-        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
-        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
-        state.seats.update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
-        state.leaving.update(_node(f) for f in fields["leaving"])
+        for name in _SETS:
+            setattr(state, name, {_node(f) for f in fields[name]})
+        for name in _TIMES:
+            setattr(state, name, {_node(f[:3]): _time(f[3]) for f in fields[name]})
         if (scaling := fields["scaling"]) is not None:
             state.scaling = _SCALING.validate_python(scaling)
         if (sizes := fields["sizes"]) is not None:
@@ -149,10 +149,6 @@ def limited(settings: RendezvousSettings, state: JobState) -> RendezvousSettings
 def look_secs(nodes: int) -> float:
     """Seconds between two looks at the shared state of a rendezvous of so many nodes."""
     return min(_MOST_SECS, max(_LEAST_SECS, nodes / _NODES_PER_SEC))
-
-
-def _node_fields(node: _NodeDesc) -> list[Any]:
-    return [node.addr, node.pid, node.local_id]
 
 
 def _node(fields: Iterable[Any]) -> _NodeDesc:
