@@ -378,13 +378,15 @@ def tolerance_now(rows: Iterable[Row]) -> int | None:
             lost = frozenset(dp for dp, r in enumerate(held) if r is None or r.signal is Signal.OFFLINE)
             groups.add((nodes, lost))
     try:
-        return min(_left(nodes, lost, scheme) for nodes, lost in groups)
+        return min(losses_left(nodes, lost, scheme) for nodes, lost in groups)
     except ReftError:  # another release's scheme
         return None
 
 
 @lru_cache(maxsize=1024)
-def _left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
+def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
+    """Further node losses that a sharding group survives, whose members at ``lost`` are gone; below 0: it
+    is lost. Raises ReftError: there is no such scheme."""
     parsed = Scheme.parse(scheme)
     return tolerance_left(nodes, place_group(nodes, parsed.copies, parsed.parities), lost)
 

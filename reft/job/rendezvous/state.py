@@ -32,8 +32,8 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.scale_orders import Size
 from reft.naming import committed_key
+from reft.node.report import losses_left
 from reft.protect.codes import Scheme
-from reft.protect.placement import place_group, tolerance_left
 
 _GRACE_SECS = 0.5
 """In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
@@ -137,8 +137,7 @@ class Sizes:
     def tolerance(self) -> int | None:
         """Node losses that are survived, whichever they are, while none is lost; None: not known."""
         with suppress(ReftError):
-            scheme = Scheme.parse(self.scheme)
-            return min((self._tolerance(group, (), scheme) for group in self.groups), default=None)
+            return min((self._tolerance(group, ()) for group in self.groups), default=None)
         return None
 
     def _choices(self, old: list[int], number: int) -> Iterator[set[int]]:
@@ -166,15 +165,14 @@ class Sizes:
         if not self.scheme or not self.groups:
             return unless_known
         try:
-            scheme = Scheme.parse(self.scheme)
             lost = {group: [at for at, rank in enumerate(group) if rank not in kept] for group in self.groups}
-            return all(self._tolerance(group, places, scheme) >= 0 for group, places in lost.items())
+            return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
         except ReftError:  # another release's scheme
             return unless_known
 
-    def _tolerance(self, group: tuple[int, ...], lost: Sequence[int], scheme: Scheme) -> int:
+    def _tolerance(self, group: tuple[int, ...], lost: Sequence[int]) -> int:
         nodes = tuple(str(self.domains[rank]) for rank in group)
-        return tolerance_left(nodes, place_group(nodes, scheme.copies, scheme.parities), lost)
+        return losses_left(nodes, frozenset(lost), self.scheme)
 
 
 def _some_of(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
