@@ -27,8 +27,7 @@ from reft.grid import Coordinate, Degrees
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
-from reft.node.accounts import Accounts
-from reft.node.observe import Doing, NodeObserver
+from reft.node.observe import Accounts, Doing, NodeObserver
 from reft.node.report import (
     BOARD_FILE,
     Board,

@@ -3,18 +3,26 @@ stacks written. The agent ends them, as trainers that failed."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ReftError
 from reft.job.exits import EX_PEER_FAILED, Cause, Failure
-from reft.node.hangs import LEAST_OTHER_SECS, STOPPED, Verdict, Waiting, name_culprit, step_limit_secs
+from reft.node.hangs import (
+    LEAST_OTHER_SECS,
+    STOPPED,
+    WAITING,
+    Verdict,
+    Waiting,
+    name_culprit,
+    step_limit_secs,
+)
 from reft.node.progress import STACKS_SUFFIX
 
 logger = logging.getLogger(__name__)
@@ -39,13 +47,13 @@ class Hangs:
 
     def take(self, answer: Any) -> None:
         """What the daemon says its trainers are at; called by another thread."""
-        with suppress(ValueError, TypeError, KeyError):
-            self._waiting = [Waiting.from_json({**w, "node": self._node}) for w in answer]
+        with suppress(ValueError):
+            self._waiting = [replace(w, node=self._node) for w in WAITING.validate_python(answer)]
 
     def clear(self) -> None:
         """Another round: nobody is suspected."""
         self._waiting = []
-        self._told: str | None = None
+        self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
         self._open_since: float | None = None
@@ -93,15 +101,14 @@ class Hangs:
         """Tell what this node's trainers are at, and hear of the others'; by number of the node."""
         reports = {index: mine}
         try:
-            told = json.dumps([w.to_json() for w in mine]) if mine else None
+            told = WAITING.dump_json(mine) if mine else None
             if told != self._told:
-                table.set(f"hang/{index}", told or "[]")
+                table.set(f"hang/{index}", told or b"[]")
                 self._told = told
             for other in range(size):
                 if other != index and table.check([f"hang/{other}"]):
-                    answer = json.loads(table.get(f"hang/{other}"))
-                    reports[other] = [Waiting.from_json(fields) for fields in answer]
-        except (ReftError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+                    reports[other] = WAITING.validate_json(table.get(f"hang/{other}"))
+        except (ReftError, RuntimeError, OSError, ValueError) as error:
             if not self._cannot_ask:
                 logger.warning("other nodes cannot be asked what their trainers wait for: %s", error)
             self._cannot_ask = True

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
-            "trainers": lambda _: [w.to_json() for w in self._waiting],
+            "trainers": lambda _: [asdict(w) for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,
             "skipped": self._skipped,

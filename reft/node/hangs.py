@@ -9,9 +9,10 @@ itself, or a clock that jumps, accuses nobody.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from reft.node.progress import Phase, Seen
 
@@ -58,16 +59,6 @@ class Waiting:
         name = self.seen.instruction
         return name.startswith(_WAITING) and name not in _COMPUTING
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Waiting:
-        """Raises ValueError, TypeError, KeyError: it is none."""
-        seen = dict(fields["seen"])
-        seen["phase"] = Phase(seen["phase"])
-        return cls(Seen(**seen), float(fields["quiet_secs"]), str(fields["node"]))
-
     def __str__(self) -> str:
         seen = self.seen
         where = f"{self.node} " if self.node else ""
@@ -79,6 +70,9 @@ class Waiting:
         return (
             f"rank {seen.rank}: {where} behind step {seen.step}{at}, quiet for {self.quiet_secs:.1f} s{state}"
         )
+
+
+WAITING = TypeAdapter(list[Waiting])
 
 
 def step_limit_secs(seen: Seen) -> float:

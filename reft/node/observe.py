@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from reft.errors import ArenaError, ReftError
@@ -23,7 +24,8 @@ from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
-from reft.node.report import MOST_WARNINGS, NodeReport, Shard, Signal, cut
+from reft.node.report import MOST_WARNINGS, Counts, NodeReport, Shard, Signal, cut
+from reft.node.stragglers import Straggler
 
 _SPEED_STEPS = 64
 _MOST_STEPS = 32
@@ -32,6 +34,8 @@ _MOST_MEMORIES, _MOST_RUNNING_OUT = 24, 3
 _STALE_STEPS = 10
 """A busy machine skips a version now and then; a node that has taken none for so many steps is not well."""
 _PER_SEC = 10**9
+_MOST_SECS = 60.0
+"""Between two looks at the accounts: what is longer was spent asleep, and nobody knows on what."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,60 @@ class Speed:
             return None
         (first, began), (last, ended) = self._steps[0], self._steps[-1]
         return (last - first) * _PER_SEC / max(1, ended - began)
+
+
+class Accounts:
+    """Keeps the :class:`Counts`. Each launcher does, and has them in its node's report, whose copy in the
+    memory of the job outlives it: ``known`` are those of a launcher before this one. Used by one thread."""
+
+    def __init__(self, path: Path, known: Counts | None = None) -> None:
+        self._path = path
+        self._counts = known or Counts(began_unix_secs=time.time())
+        self._looked = time.monotonic()
+        self._pid = 0
+        self._step_secs = 0.0
+        self._stalls = 0
+
+    def look(self, slow: Sequence[Straggler]) -> Counts:
+        """Take another look at the node. ``slow``: who is slow now."""
+        now = time.monotonic()
+        elapsed, self._looked = min(_MOST_SECS, now - self._looked), now
+        counts = self._counts
+        pages = read_pages(self._path)
+        page = pages[0] if pages else None
+        idle = (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED)
+        if page is not None and (page.phase in idle or page.state in ("", "Z")):
+            page = None  # it makes no steps, nor what lies between them
+        if page is not None and page.pid != self._pid:
+            if self._pid or counts.newest_step is not None:
+                rounds = read_history(self._path)
+                resumed = (rounds[-1].resumed_step or 0) if rounds else 0
+                counts = counts.went_back(resumed, self._step_secs)
+            self._pid, self._stalls = page.pid, 0
+        if (timed := read_times(self._path)) and timed[0].steps:
+            self._step_secs = median(s.whole for s in timed[0].steps)
+        if page is None:
+            counts = counts.waited(elapsed)
+        else:
+            per_sample = max(max(0, p.flops_per_token) * p.tokens_per_sample for p in pages)
+            counts = counts.trained(
+                elapsed,
+                page.step,
+                samples=page.samples_per_step,
+                flops=float(page.samples_per_step * per_sample),
+                stall_secs=self._stalled(),
+                straggler_secs=max((s.cost_secs for s in slow), default=0.0),
+            )
+        self._counts = counts
+        return counts
+
+    def _stalled(self) -> float:
+        """Seconds that training waited for versions since the last look: of each version the median."""
+        status = read_json(self._path / STATUS_FILE) or {}
+        stats = ((status.get("trainers") or {}).get("0") or {}).get("stats") or {}
+        taken = int(stats.get("taken") or 0)
+        before, self._stalls = self._stalls, taken
+        return max(0, taken - before) * float(stats.get("stall_secs_median") or 0.0)
 
 
 class NodeObserver:

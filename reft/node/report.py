@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,6 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
 from reft.naming import Label
-from reft.node.accounts import Counts
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.progress import RankSteps
@@ -81,6 +80,102 @@ def cut(value: Any) -> Any:
 
 _Text = Annotated[str, BeforeValidator(cut)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of a job's time was training that counts, since it began and over all its restarts, and what
+    the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
+    however often they were made.
+
+    Attributes:
+        elapsed_secs: that it was looked at.
+        first_step, newest_step: that it began with, and that it has reached.
+        last_step: made last; below ``newest_step`` while steps are made again.
+        repeated_steps: made again after a rollback; ``repeated_secs``: their time.
+        samples: of a step that was made twice once; ``flops``: of the model for these, as far as known.
+        starting_secs: until its first step.
+        recovering_secs: in which no step was made later: trainers were gone, or loaded.
+        snapshot_secs: in which training waited for versions.
+        straggler_secs: that stragglers have cost, at most.
+    """
+
+    began_unix_secs: float
+    elapsed_secs: float = 0.0
+    first_step: int | None = None
+    newest_step: int | None = None
+    last_step: int | None = None
+    repeated_steps: int = 0
+    repeated_secs: float = 0.0
+    samples: int = 0
+    flops: float = 0.0
+    starting_secs: float = 0.0
+    recovering_secs: float = 0.0
+    snapshot_secs: float = 0.0
+    straggler_secs: float = 0.0
+
+    @property
+    def lost_secs(self) -> dict[str, float]:
+        """By what it was lost to."""
+        return {
+            "starting": self.starting_secs,
+            "recovering": self.recovering_secs,
+            "repeated steps": self.repeated_secs,
+            "snapshots": self.snapshot_secs,
+            "stragglers": self.straggler_secs,
+        }
+
+    @property
+    def effective_ratio(self) -> float | None:
+        """Effective training time ratio, 0 to 1; None before there was time."""
+        if self.elapsed_secs <= 0.0:
+            return None
+        return max(0.0, 1.0 - sum(self.lost_secs.values()) / self.elapsed_secs)
+
+    @property
+    def samples_per_sec(self) -> float | None:
+        """Over the whole time, losses included; None where the engine does not tell its batch."""
+        return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
+
+    def waited(self, secs: float) -> Counts:
+        """No step was made for so long."""
+        name = "starting_secs" if self.newest_step is None else "recovering_secs"
+        changes = {name: getattr(self, name) + secs}
+        return replace(self, elapsed_secs=self.elapsed_secs + secs, **changes)
+
+    def trained(
+        self,
+        secs: float,
+        step: int,
+        *,
+        samples: int = 0,
+        flops: float = 0.0,
+        stall_secs: float = 0.0,
+        straggler_secs: float = 0.0,
+    ) -> Counts:
+        """Training went on for so long, up to ``step``."""
+        made = 0 if self.newest_step is None else max(0, step - self.newest_step)
+        return replace(
+            self,
+            elapsed_secs=self.elapsed_secs + secs,
+            first_step=step if self.first_step is None else self.first_step,
+            newest_step=max(step, step if self.newest_step is None else self.newest_step),
+            last_step=step,
+            samples=self.samples + made * samples,
+            flops=self.flops + made * flops,
+            snapshot_secs=self.snapshot_secs + stall_secs,
+            straggler_secs=self.straggler_secs + made * straggler_secs,
+        )
+
+    def went_back(self, resumed_step: int, step_secs: float) -> Counts:
+        """The job goes on from ``resumed_step``: what it had made beyond that, it makes again."""
+        again = max(0, (self.last_step or 0) - resumed_step)
+        return replace(
+            self,
+            last_step=resumed_step,
+            repeated_steps=self.repeated_steps + again,
+            repeated_secs=self.repeated_secs + again * step_secs,
+        )
 
 
 @dataclass(frozen=True)
@@ -283,13 +378,15 @@ def tolerance_now(rows: Iterable[Row]) -> int | None:
             lost = frozenset(dp for dp, r in enumerate(held) if r is None or r.signal is Signal.OFFLINE)
             groups.add((nodes, lost))
     try:
-        return min(_left(nodes, lost, scheme) for nodes, lost in groups)
+        return min(losses_left(nodes, lost, scheme) for nodes, lost in groups)
     except ReftError:  # another release's scheme
         return None
 
 
 @lru_cache(maxsize=1024)
-def _left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
+def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
+    """Further node losses that a sharding group survives, whose members at ``lost`` are gone; below 0: it
+    is lost. Raises ReftError: there is no such scheme."""
     parsed = Scheme.parse(scheme)
     return tolerance_left(nodes, place_group(nodes, parsed.copies, parsed.parities), lost)
 

@@ -28,8 +28,7 @@ from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous import state as state_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import asked, leavers, told
-from reft.job.rendezvous.sizes import Sizes
-from reft.job.rendezvous.state import IncarnationRecord, decode_state
+from reft.job.rendezvous.state import IncarnationRecord, Sizes, decode_state
 from reft.memory.scale_orders import ScaleOrder
 from reft.naming import committed_key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def table() -> Iterator[Any]:
 
 
 def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[dict[str, Any]]:
-    return [Waiting(replace(SEEN, rank=rank, pid=PIDS[rank], **seen), quiet_secs).to_json()]
+    return [asdict(Waiting(replace(SEEN, rank=rank, pid=PIDS[rank], **seen), quiet_secs))]
 
 
 class Clock:

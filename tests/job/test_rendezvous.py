@@ -52,20 +52,3 @@ def test_a_taken_port_is_said() -> None:
         RendezvousServer("192.0.2.1", 0, SECRET)  # no address of this machine
     with pytest.raises(ConfigError, match="65535"):
         RendezvousServer(None, 70_000, SECRET)
-
-
-@pytest.mark.process
-def test_the_command_line_says_it_without_a_traceback() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [*COMMAND, "--host", "127.0.0.1", "--port", port],
-            capture_output=True,
-            check=False,
-            text=True,
-            env=ENV,
-            timeout=240,
-        )
-    assert done.returncode == 2
-    assert "already in use" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reft.grid import Coordinate, Degrees
-from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
+from reft.job.rendezvous.state import Sizes, sizes_of_job, why_not
 from reft.memory.scale_orders import Size
 
 EIGHT = Sizes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
@@ -81,32 +80,3 @@ def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> 
         assert raw.recv(1) == b""
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS)
-
-
-class Troubled:
-    """A listener that once cannot accept: the process has no descriptor left."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._troubles = [OSError(errno.EMFILE, "Too many open files")]
-
-    def accept(self) -> object:
-        if self._troubles:
-            raise self._troubles.pop()
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._listener, name)
-
-
-def test_p6_a_relay_that_has_no_descriptor_left_serves_again_later(
-    table: KeyValueStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = TrainerStore.open(table, SECRET, 0, 2, None)
-    monkeypatch.setattr("reft.job.trainer_store.listen", lambda *a: Troubled(listen(*a)))
-    second = TrainerStore.open(table, SECRET, 1, 2, None)
-    try:
-        assert trainer(second).add("sum", 1) == 1
-    finally:
-        second.close()
-        first.close()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from reft.memory.jobdir import write_json
-from reft.node import accounts
-from reft.node.accounts import Accounts, Counts
+from reft.node import observe
 from reft.node.history import RESUMED, STARTED, note
+from reft.node.observe import Accounts
 from reft.node.progress import ProgressPage
+from reft.node.report import Counts
 
 
 def test_every_second_that_is_lost_has_its_cause() -> None:
@@ -68,7 +69,7 @@ def make_steps(path: Path, *steps: int) -> ProgressPage:
 
 def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(accounts, "time", clock)
+    monkeypatch.setattr(observe, "time", clock)
 
     def look(keeper: Accounts, secs: float = 10.0) -> Counts:
         clock.secs += secs

@@ -17,12 +17,11 @@ from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
-from reft.node.accounts import Counts
 from reft.node.daemon import NodeStatus
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.metrics import METRICS, MetricsServer, values
-from reft.node.report import BOARD_FILE, Board, NodeReport, Row, Shard, Signal
+from reft.node.report import BOARD_FILE, Board, Counts, NodeReport, Row, Shard, Signal
 from reft.node.stragglers import Kind, RankSpeed, Straggler
 from reft.storage.persister import PersistStatus
 from tests.job.daemons import wait_for

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from reft.job.board import sort_out
-from reft.node.accounts import Counts
 from reft.node.history import Round
 from reft.node.report import (
     MOST_CHARACTERS,
     Board,
+    Counts,
     NodeReport,
     Row,
     Shard,

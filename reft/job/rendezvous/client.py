@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.authenticated import format_endpoint, is_loopback, listen, parse_endpoint
@@ -22,6 +21,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
+from reft.job.hosts import is_this_host
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import StoreRendezvous
@@ -111,7 +111,7 @@ class ServedPlace:
             return True
         if is_reachable(endpoint):
             return False
-        if _matches_machine_hostname(host):
+        if is_this_host(host):
             return True
         self._wait_for_the_store(conf)
         return False

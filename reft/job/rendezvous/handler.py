@@ -44,11 +44,11 @@ from torch.distributed.elastic.rendezvous.utils import _delay
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
-from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import (
     IncarnationRecord,
     JobState,
     Scaling,
+    Sizes,
     StateHolder,
     limited,
     look_secs,
@@ -482,7 +482,7 @@ def _secs(parameters: RendezvousParameters, name: str) -> timedelta | None:
 class RendezvousExecutor(_DistributedRendezvousOpExecutor):
     """TorchElastic's, which looks once a second: gathering takes several looks, one after the other, while
     the whole job waits. This one looks more often where there are not hundreds of nodes to do so. A round
-    is complete with as many nodes as were asked for, and as fit the job (:mod:`reft.job.rendezvous.sizes`).
+    is complete with as many nodes as were asked for, and as fit the job (:mod:`reft.job.rendezvous.state`).
     """
 
     _state_holder: StateHolder

@@ -25,8 +25,7 @@ from reft.grid import Degrees
 from reft.job.agreement import Agreement
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
-from reft.job.rendezvous.state import JobState, Scaling, member_of
+from reft.job.rendezvous.state import JobState, Scaling, Sizes, member_of, sizes_of_job, why_not
 from reft.memory.scale_orders import (
     ORDER_FILE,
     ScaleAnswer,
