@@ -357,7 +357,7 @@ def _nodes(told: dict[str, Any]) -> Table:
         doing = "waits as a spare" if node["spare"] else node["doing"]
         table.add_row(
             escape(node["node"]),
-            f"[{_STYLES[signal]}]{signal}[/]",
+            f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
             "" if since is None else _clock(since),
             str(_or(node["step"], "")),
             escape(_shards(node)),
