@@ -92,7 +92,7 @@ def ragged_ranges(
 
 
 _MOST_ORDERS = 24
-_MOST_TRIES = 8
+_MOST_TRIES = 16
 
 Operand = tuple[int, int]
 """A packet: buffer and position in its cell. Buffers are the sources, then the targets."""
@@ -315,63 +315,32 @@ def _ones(coefficient: int) -> int:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by as few additions of one bit to another as a greedy search finds.
+    """Multiplication in place by additions of one bit to another, the cheapest way of some.
 
     Returns:
         For every bit the one that first takes its name, and then the additions (i, j): bit i += bit j.
     """
     chance = random.Random(coefficient)
-    found = (_reduce(coefficient, chance) for _ in range(_MOST_TRIES))
-    return min((way for way in found if way is not None), key=lambda way: len(way[1]))
+    return min((_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1]))
 
 
-def _reduce(
-    coefficient: int, chance: random.Random
-) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None:
-    """Adds rows and columns of the bit matrix to each other until it is a permutation: of all additions the
-    one that leaves fewest ones in it and in its inverse. None if that leads nowhere."""
-    matrix, inverted = _bit_rows(coefficient), _bit_rows(inverse(coefficient))
-    before: list[tuple[int, int]] = []  # columns: applied to the factor
-    after: list[tuple[int, int]] = []  # rows: applied to the product
-    while _weight(matrix) > PACKETS:
-        if len(before) + len(after) > PACKETS * PACKETS:
-            return None
-        columns, inverted_columns = _transposed(matrix), _transposed(inverted)
-        _, _, by_row, i, j = min(
-            (_gain(m, i, j) + _gain(n, j, i), chance.random(), by_row, i, j)
-            for by_row, m, n in ((True, matrix, inverted_columns), (False, columns, inverted))
-            for i in range(PACKETS)
-            for j in range(PACKETS)
-            if i != j
+def _reduce(coefficient: int, chance: random.Random) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Adds rows of the bit matrix to each other until it is a permutation, by Gauss and Jordan's method, with
+    pivots of columns that have few ones."""
+    matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
+    rows, columns = {*range(PACKETS)}, {*range(PACKETS)}
+    additions = []
+    while rows:
+        _, _, pivot, column = min(
+            (sum(row >> c & 1 for row in matrix), chance.random(), r, c)
+            for c in columns
+            for r in rows
+            if matrix[r] >> c & 1
         )
-        if by_row:
-            matrix[i] ^= matrix[j]
-            inverted_columns[j] ^= inverted_columns[i]
-            inverted = _transposed(inverted_columns)
-            after.append((i, j))
-        else:
-            columns[i] ^= columns[j]
-            matrix = _transposed(columns)
-            inverted[j] ^= inverted[i]
-            before.append((j, i))
-    # With P left over, the product is  after^-1 · P · before^-1 · factor.
-    names = tuple(row.bit_length() - 1 for row in matrix)
-    renamed = {old: new for new, old in enumerate(names)}
-    first = [(renamed[i], renamed[j]) for i, j in before]
-    return names, (*first, *reversed(after))
-
-
-def _bit_rows(coefficient: int) -> list[int]:
-    return [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
-
-
-def _transposed(matrix: list[int]) -> list[int]:
-    return [sum((row >> i & 1) << j for j, row in enumerate(matrix)) for i in range(PACKETS)]
-
-
-def _weight(matrix: list[int]) -> int:
-    return sum(row.bit_count() for row in matrix)
-
-
-def _gain(matrix: list[int], i: int, j: int) -> int:
-    return (matrix[i] ^ matrix[j]).bit_count() - matrix[i].bit_count()
+        rows.remove(pivot)
+        columns.remove(column)
+        for r in range(PACKETS):
+            if r != pivot and matrix[r] >> column & 1:
+                matrix[r] ^= matrix[pivot]
+                additions.append((r, pivot))
+    return tuple(row.bit_length() - 1 for row in matrix), (*reversed(additions),)

@@ -309,28 +309,18 @@ class _CoreOfTraining:
             self._allowed = set()  # cores were taken from the process: leave it to the system
 
 
-def _core_getter() -> Callable[[], int] | None:
-    if not hasattr(os, "sched_setaffinity"):
-        return None
+def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
+    """A function of the C library without arguments; None where there is none."""
     try:
-        # Without letting go of the GIL: it takes less than a microsecond.
-        getter: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+        function: Callable[[], int] = getattr(library(None), name)
     except (OSError, AttributeError):
         return None
-    return getter
+    return function
 
 
-def _yielder() -> Callable[[], object]:
-    try:
-        # Unlike os.sched_yield this lets go of the GIL.
-        yielder: Callable[[], object] = ctypes.CDLL(None).sched_yield
-    except (OSError, AttributeError):
-        return lambda: None
-    return yielder
-
-
-_yield_core = _yielder()
-_current_core = _core_getter()
+# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a microsecond.
+_yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
+_current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
 
 
 class StreamGate(Gate):
