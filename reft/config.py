@@ -60,7 +60,7 @@ class PersistConfig(Block):
         None,
         gt=0,
         lt=1,
-        description="wished probability, such as 0.999, that memory alone carries the job from one version "
+        description="wanted probability, such as 0.999, that memory alone carries the job from one version "
         "on storage to the next, for 'auto'; null: what failures make worth it",
     )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")

@@ -7,7 +7,7 @@ follows from what versions cost: CheckFreq's Algorithm 1 for memory, after a pro
 storage also how often memory fails (:mod:`reft.policy.storage_interval`). Where the interval leaves no steps
 without a version in memory, versions are taken less often for a few steps now and then, to have some.
 
-One decision is followed by all: every rank says its wish in the vote on a version, and the longest interval
+All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
 wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
 """
 

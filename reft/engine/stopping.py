@@ -22,7 +22,7 @@ _REPEAT_SECS = 2.0
 
 
 class Preemption:
-    """Notes the wish to stop. The next votes carry it to all ranks, so that all stop after the same
+    """Notes the request to stop. The next votes carry it to all ranks, so that all stop after the same
     step. Batch systems signal every process of a job and the launcher passes its own on, so repeats
     within two seconds mean the same; a later one acts at once, as if reft were not there."""
 
@@ -39,7 +39,7 @@ class Preemption:
 
     @property
     def waited_secs(self) -> float:
-        """Time since the wish; 0 if there was none."""
+        """Time since the request; 0 if there was none."""
         return time.monotonic() - self._since_secs if self.requested else 0.0
 
     def install(self) -> str | None:

@@ -51,7 +51,7 @@ def read_size(job_dir: Path) -> Size | None:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """A wish for another number of nodes.
+    """A request for another number of nodes.
 
     Attributes:
         number: milliseconds since the epoch.

@@ -213,7 +213,7 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 
 
 class MemoryWatch:
-    """Which level one rank wishes for, from how much memory its node has left.
+    """Which level one rank wants, from how much memory its node has left.
 
     Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
     as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to

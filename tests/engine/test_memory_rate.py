@@ -19,7 +19,7 @@ from reft.snapshot.committing.version import Stage, Version
 
 
 class SimulatedRanks:
-    """Steps of a second, longer while a version is under way; the longest wish holds from the step after the
+    """Steps of a second, longer while a version is under way; the longest request holds from the step after the
     next on, as in the votes.
 
     Args:
@@ -109,7 +109,7 @@ def test_the_overhead_is_held_when_another_job_loads_the_link_and_the_rate_comes
 
 
 def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
-    """It is written to a file by the thread that asks for the wish; a step ends meanwhile."""
+    """It is written to a file by the thread that asks for the request; a step ends meanwhile."""
     ended = []
 
     def keep(costs: Costs, interval_steps: int) -> None:

@@ -88,7 +88,7 @@ class SwitchingRank(OneRank):
                 yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
-        """Orders that this rank may know of, and levels that it may wish for."""
+        """Orders that this rank may know of, and levels that it may want."""
         now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
         orders, levels = {now.heard_order}, {now.level}
         if keeps.layout is not None:

@@ -28,7 +28,7 @@ class SnapshotRequest:
         encode: makes it, on the worker thread.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
         step: how the optimizer got here, if peers' partitions are recomputed.
-        idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
+        idle: nothing to take after this step; the ranks only vote, so that a request to stop gets around.
         variant: when the bytes are copied; all variants are the same to recovery.
         cause: why it cannot be taken, though the ranks vote on it; None if it can.
         copied: set when it does not need the live tensors any more.

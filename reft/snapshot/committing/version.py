@@ -376,7 +376,7 @@ def resume_from(standings: Sequence[Standing]) -> Resumption:
     return Resumption(
         after=after,
         committed=max((s.committed for s in standings if s.committed is not None), default=None),
-        # A step that some rank may have passed is no longer one to stop at: the wish is voted on again.
+        # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
         stop_step=min(stops) if stops and min(stops) > after.step + 1 else None,
     )
 

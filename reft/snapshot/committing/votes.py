@@ -41,7 +41,7 @@ class Votes:
     """Casts the ballots of one rank and remembers what came of them.
 
     A version of which some rank still drains a staged part, or behind which memory is reserved for another
-    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a wish to stop
+    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a request to stop
     that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
     next.
 
@@ -49,7 +49,7 @@ class Votes:
         control: carries the ballots.
         advised_interval: how often this rank could take versions.
         wanted_persist_interval: how often they should go to storage; 0: as the block says.
-        complaints: told where a wish cannot be found out: it is advice, and the last agreed number stays.
+        complaints: told where a request cannot be found out: it is advice, and the last agreed number stays.
             The peers hear of all complaints with the next vote (P6).
     """
 

@@ -124,7 +124,7 @@ class JobPlan:
     def problems(self) -> list[Finding]:
         """What the plan does not satisfy; empty if it satisfies all."""
         found = []
-        if why := self.planned.why_not(self.choice.wished):
+        if why := self.planned.why_not(self.choice.wanted):
             better = self.planned is not self.choice.chosen and self.choice.reached
             does = [f'write "protection": "{self.choice.chosen.name}", which would do'] if better else []
             found.append((f"{self.planned.name}: {why}", "; ".join([*does, *self.choice.needed])))
@@ -189,7 +189,7 @@ class JobPlan:
                 "auto_would_choose": self.choice.chosen.name,
                 "why": self.choice.reason,
                 "needed": list(self.choice.needed),
-                "wished_tolerance": self.choice.wished,
+                "wished_tolerance": self.choice.wanted,
                 "tolerance": self.planned.tolerance,
                 "overhead": self.overhead,
             },
@@ -216,7 +216,7 @@ class JobPlan:
             "chosen": alternative is self.choice.chosen,
             "planned": alternative is self.planned,
             "possible": alternative.fits_memory,
-            "reaches_wish": alternative.fits_memory and alternative.tolerance >= self.choice.wished,
+            "reaches_wish": alternative.fits_memory and alternative.tolerance >= self.choice.wanted,
             "available": alternative.available,
             "why_not": self.choice.why_not_chosen(alternative),
             "tolerance": alternative.tolerance,
