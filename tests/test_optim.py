@@ -99,6 +99,14 @@ def test_numpy_gives_the_same_bits(decoupled: bool) -> None:
     assert all(0 < float(t.abs()[t != 0].min()) < 1e-38 for t in found[1:] if decoupled), "no denormals"
 
 
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_torchs_adam_goes_the_same_way(decoupled: bool) -> None:
+    ours = run(lambda params: exact(params, decoupled_weight_decay=decoupled))
+    theirs = run(lambda params: (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **OPTIONS))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
 class Operations(TorchDispatchMode):
     """Every operation on vectors, with its scalars."""
 

@@ -29,8 +29,8 @@ MOST_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Order:
-    """A request to switch to a scheme as in the block, ``arc:2+aec``. Of several the one with the highest number
-    counts: milliseconds since the epoch, and more than that of any order dealt with before."""
+    """A request to switch to a scheme as in the block, ``arc:2+aec``. Of several the one with the
+    highest number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
 
     number: int
     scheme: str
@@ -167,7 +167,7 @@ def resume(
 ) -> ProtectionRecord:
     """What a start of the job begins with: the last switch that any node's record tells of, unless the block
     was edited since, which then is the newer request. Orders dealt with stay so in both cases; what memory
-    there is, is found out anew. ``scheme``: what ``configured``, the block's words, mean; None: they are one."""
+    there is, is found out anew. ``scheme``: what ``configured``, the block's words, mean."""
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)
