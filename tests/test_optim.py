@@ -18,8 +18,7 @@ from reft.optim import ExactAdam
 
 STEPS = 120
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.05}
-COUNT = 2 * optim.HOST_ELEMENTS + 1037
-"""Some whole slices and a rest that no vector width divides."""
+COUNT = 2 * optim.HOST_ELEMENTS + 1037  # Some whole slices and a rest that no vector width divides
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, Array, Array]

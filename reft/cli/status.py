@@ -120,11 +120,7 @@ def _resumed(row: Round) -> str:
 
 
 class _Looker:
-    """Looks at a job again and again.
-
-    Args:
-        paths: its memory, on the nodes of this host that are asked.
-    """
+    """Looks at a job again and again."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths

@@ -77,8 +77,7 @@ _LONG_STEP_SECS = 0.5
 """From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
 measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
 _VOTE_SECS = 5.0
-_VOTE_SHARE = 0.1
-"""Of a step: most that it waits for a vote that does not come."""
+_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
 
 _CLOSE_SECS = 1.0
 _ALONE_SHARE = 0.5

@@ -80,25 +80,18 @@ class Pace(Protocol):
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to protect the job.
-
-    Attributes:
-        owned_by: what protects partitions; None where there are none, or nothing is protected.
-        loads: of the busiest rank of each stage.
-        node: the fullest node, in relation to its memory: what it has to reserve, and may (None: not known).
-        fatal: a smallest set of nodes whose loss is not survived.
-        fit: prediction for the step; None where windows or bandwidth are not known.
-        available: False where it recomputes partitions unasked, or does not although that was asked for.
-    """
+    """One way to protect the job."""
 
     scheme: Scheme
-    owned_by: OwnedBy | None
-    loads: Mapping[int, Load]
+    owned_by: OwnedBy | None  # what protects partitions; None where there are none, or nothing is protected
+    loads: Mapping[int, Load]  # of the busiest rank of each stage
+    # the fullest node, in relation to its memory: what it has to reserve, and may (None: not known)
     node: str
     memory_bytes: int
     limit_bytes: int | None
-    fatal: tuple[str, ...]
-    fit: Fit | None = None
+    fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
+    fit: Fit | None = None  # prediction for the step; None where windows or bandwidth are not known
+    # False where it recomputes partitions unasked, or does not although that was asked for
     available: bool = True
 
     @property
@@ -169,11 +162,7 @@ class Choice:
         return self.chosen.why_not(self.wanted) is None
 
     def of(self, name: str) -> Alternative:
-        """The alternative of that name.
-
-        Raises:
-            ConfigError: it has no room in the groups, or is not among those that were evaluated.
-        """
+        """The alternative of that name."""
         known = {alternative.name: alternative for alternative in self.alternatives}
         if name not in known:
             why = dict(self.excluded).get(name, f"known: {', '.join(known)}")
@@ -202,15 +191,10 @@ def choose(
     also: Sequence[Scheme] = (),
     beyond: int = 0,
 ) -> Choice:
-    """Evaluate every alternative and choose one. Deterministic.
-
-    Args:
-        wanted: node losses that every sharding group should survive.
-        recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is
-            evaluated too.
-        also: schemes to evaluate in any case.
-        beyond: evaluate schemes that survive so many more losses than needed.
-    """
+    """Evaluate every alternative and choose one. Deterministic. ``wanted``: node losses that every sharding
+    group should survive. ``recompute``: partitions are to be recomputed by ring peers (AOR), as
+    ``auto+aor`` asks; the other way is evaluated too. ``also``: schemes to evaluate in any case.
+    ``beyond``: evaluate schemes that survive so many more losses than needed."""
     candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
         _evaluate(situation, candidates, pace, recompute), key=lambda alternative: alternative.cost

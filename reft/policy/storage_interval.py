@@ -121,17 +121,13 @@ class StorageCosts:
 
 @dataclass(frozen=True)
 class Goals:
-    """What the interval has to keep to.
-
-    Attributes:
-        survival_secs: time after which memory alone no longer carries the job with the wanted probability
-            (:func:`reft.protect.survival.persist_interval_secs`).
-        most_lost_steps: bound on the steps that are made again; None: none.
-    """
+    """What the interval has to keep to."""
 
     max_overhead: float | None = None
+    # time after which memory alone no longer carries the job with the wanted probability
+    # (`reft.protect.survival.persist_interval_secs`)
     survival_secs: float = inf
-    most_lost_steps: int | None = None
+    most_lost_steps: int | None = None  # bound on the steps that are made again; None: none
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ PACKETS = 8
 PACKET_BYTES = 64 * 2**10
 """Long enough for the host's prefetchers: with packets of a page the codes run at half the speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
-GRAIN_BYTES = PACKETS * 16
-"""Length of buffers in codes with more than XOR: a multiple of this."""
+GRAIN_BYTES = PACKETS * 16  # Length of buffers in codes with more than XOR: a multiple of this
 
 _POWER_ROWS = 3
 
@@ -100,19 +99,12 @@ Operand = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one.
+    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one."""
 
-    Attributes:
-        target: first packet written.
-        count: neighbouring packets.
-        left: first packet read; may be ``target``.
-        right: the same, or None: a copy.
-    """
-
-    target: Operand
-    count: int
-    left: Operand
-    right: Operand | None
+    target: Operand  # first packet written
+    count: int  # neighbouring packets
+    left: Operand  # first packet read; may be ``target``
+    right: Operand | None  # the same, or None: a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +123,8 @@ class _Elimination:
 @lru_cache(maxsize=1024)
 def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[Step, ...]:
     """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell by cell.
-
-    Args:
-        rows: coefficients of the sources, one row per equation; no row is all zeros.
-        matrix: coefficients of the targets, square and regular; None: each target is the sum of its row.
-
-    Raises:
-        ValueError: if the matrix is not regular, or a row is all zeros.
-    """
+    ``rows``: coefficients of the sources, one row per equation; no row is all zeros. ``matrix``:
+    coefficients of the targets, square and regular; None: each target is the sum of its row."""
     if not all(map(any, rows)):
         raise ValueError("an equation without any source: every coefficient is 0")
     plan: _Elimination | None = _Elimination(tuple(range(len(rows))), ())
@@ -180,8 +166,7 @@ def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination 
     return _Elimination(unknown, tuple(operations))
 
 
-_Move = int | None
-"""Add a source, or double what was added so far."""
+_Move = int | None  # Add a source, or double what was added so far
 
 
 def _moves(row: Row) -> list[_Move]:
@@ -315,11 +300,8 @@ def _ones(coefficient: int) -> int:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by additions of one bit to another, the cheapest way of some.
-
-    Returns:
-        For every bit the one that first takes its name, and then the additions (i, j): bit i += bit j.
-    """
+    """Multiplication in place by additions of one bit to another, the cheapest way of some. Returns for every
+    bit the one that first takes its name, and then the additions (i, j): bit i += bit j."""
     chance = random.Random(coefficient)
     return min((_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1]))
 

@@ -49,14 +49,9 @@ DEADLINE_SECS = 90.0
 
 
 class Rank:
-    """One rank with a small state that is a function of (step, rank).
-
-    Args:
-        rank: this one.
-        root: directory for the memory of both.
-        together: both ranks' arenas lie in one directory, as on one node.
-        frozen: slots that hold what is being recovered.
-    """
+    """One rank with a small state that is a function of (step, rank). ``rank``: this one. ``root``: directory
+    for the memory of both. ``together``: both ranks' arenas lie in one directory, as on one node.
+    ``frozen``: slots that hold what is being recovered."""
 
     def __init__(
         self,

@@ -19,14 +19,9 @@ from reft.snapshot.committing.version import Stage, Version
 
 
 class SimulatedRanks:
-    """Steps of a second, longer while a version is under way; the longest request holds from the step after the
-    next on, as in the votes.
-
-    Args:
-        ranks: each with its own noise.
-        noise: standard deviation of a step.
-        config: of every rank.
-    """
+    """Steps of a second, longer while a version is under way; the longest request holds from the step after
+    the next on, as in the votes. ``ranks``: each with its own noise. ``noise``: standard deviation of a
+    step. ``config``: of every rank."""
 
     def __init__(self, ranks: int = 2, noise: float = 0.0, **config: Any) -> None:
         self.now, self.step, self.cost, self.commit_secs = 0.0, 0, 0.01, 0.4

@@ -19,14 +19,9 @@ from reft.policy.storage_interval import whole_interval
 
 
 class SimulatedJob:
-    """Steps of a second, which are slower while a version is being written.
-
-    Args:
-        config: further keys of ``persist``.
-        mtbf_secs: of memory.
-        carried_secs: by it, with a wanted probability.
-        every: steps between two snapshots.
-    """
+    """Steps of a second, which are slower while a version is being written. ``config``: further keys of
+    ``persist``. ``mtbf_secs``: of memory. ``carried_secs``: by it, with a wanted probability. ``every``:
+    steps between two snapshots."""
 
     def __init__(
         self,

@@ -20,8 +20,7 @@ import torch
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.cuda import Driver
 
-POOL = 3
-"""Streams of torch's pool, as few as on ROCm to come; 32 on CUDA."""
+POOL = 3  # Streams of torch's pool, as few as on ROCm to come; 32 on CUDA
 
 
 class SimulatedStream:
@@ -154,8 +153,7 @@ class SimulatedCuda(CudaModule):
         super().__init__(SimulatedStream())
         self.pool: list[SimulatedStream] = []
         """torch's: streams are handed out in turns, to reft and to communicators alike."""
-        self.own: dict[int, SimulatedStream] = {}
-        """Made by the driver, and not destroyed yet."""
+        self.own: dict[int, SimulatedStream] = {}  # Made by the driver, and not destroyed yet
         self._taken = 0
 
     def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802

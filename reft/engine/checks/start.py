@@ -39,11 +39,7 @@ _NODES_SHOWN = 8
 def check_start(session: Session) -> None:
     """Called on all ranks when everything is known that the ranks agree on at the start, before any state is
     restored or copied. An error, on all ranks alike, ends the start and leaves the job's memory as it was.
-
-    Raises:
-        ConfigError: on several nodes fewer losses are survived than wanted, and the block does not allow it.
-        SystemExit: this start is a dry run.
-    """
+    Raises SystemExit: this start is a dry run."""
     session.events.write(
         "attached",
         incarnation=session.memory.incarnation,

@@ -239,17 +239,10 @@ def make_plan(
     max_overhead: float | None = None,
     profile: ProfileResult | None = None,
 ) -> JobPlan:
-    """Plan a job.
-
-    Args:
-        job: what is planned.
-        tolerance, protection, max_overhead: instead of the block's.
-        memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
-        profile: measured windows, instead of estimated ones.
-
-    Raises:
-        ConfigError: a protection that is none, or has no room in the groups; a profile of something else.
-    """
+    """Plan a job. ``job``: what is planned. ``tolerance, protection, max_overhead``: instead of the block's.
+    ``memory_bytes``: that reft may reserve on a node; by default the block's limit, or half of the memory.
+    ``profile``: measured windows, instead of estimated ones. Raises ConfigError: a protection that is
+    none, or has no room in the groups; a profile of something else."""
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
