@@ -14,8 +14,7 @@ from rich.table import Table
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
 from reft.control.authenticated import listen
-from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.control.rendezvous_store import StoreError
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import user_secret

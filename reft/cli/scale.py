@@ -12,8 +12,7 @@ import typer
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.errors import ReftError
-from reft.memory.jobdir import JobDir, live_processes
-from reft.memory.scale_orders import ScaleAnswer, read_answer, write_order
+from reft.memory.jobdir import JobDir, ScaleAnswer, live_processes, read_answer, write_order
 
 _POLL_SECS = 0.1
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from reft.control.mac import derive_key
-from reft.control.wire import Channel
+from reft.control.wire import Channel, derive_key
 from reft.errors import AuthenticationError, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.control.mac import authenticate, check_authentic
 from reft.control.overlay import connect, shared_secret
 from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
+from reft.control.wire import authenticate, check_authentic
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.naming import Label
 

@@ -17,8 +17,7 @@ import msgpack
 import psutil
 
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen, listen_locally
-from reft.control.mac import authenticate, check_authentic
-from reft.control.wire import Channel
+from reft.control.wire import Channel, authenticate, check_authentic
 from reft.env import ENV_INTERFACE
 from reft.errors import ConfigError
 

@@ -23,9 +23,8 @@ from reft.engine.engine import TrainingEngine
 from reft.env import ENV_LAUNCHER_PID, ENV_NODE_DECLARED, ENV_NODE_ID
 from reft.errors import ConfigError, FingerprintError, JobInUseError, LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.memory.jobdir import find_jobs, make_job_directory, newest_record, record_fingerprint
+from reft.memory.jobdir import find_jobs, make_job_directory, newest_record, note_size, record_fingerprint
 from reft.memory.joblock import JobLock, holder
-from reft.memory.scale_orders import note_size
 from reft.naming import Label, own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (

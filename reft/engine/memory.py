@@ -15,8 +15,7 @@ from pathlib import Path
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
-from reft.control.keyvalue import KeyValueStore
-from reft.control.rendezvous_store import StoreError
+from reft.control.keyvalue import KeyValueStore, StoreError
 from reft.engine.identity import Identity, Place, hold_memory, hosts_of
 from reft.env import ENV_INCARNATION, ENV_SECRET, ENV_STORE
 from reft.errors import AuthenticationError, FencedError, ReftError, TransferError

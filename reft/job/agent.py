@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
 from reft.job.agreement import NODE_INFO, Agreement, DuplicateNodeError, NodeInfo, agree

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.engine.identity import kernel_id
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees

@@ -28,9 +28,9 @@ from reft import log
 from reft.config_read import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
-from reft.control.mac import mac
 from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
+from reft.control.wire import mac
 from reft.engine.identity import kernel_id
 from reft.env import (
     ENV_JOB_ID,

@@ -22,7 +22,7 @@ from reft.control.authenticated import (
     listen,
     parse_endpoint,
 )
-from reft.control.rendezvous_store import RendezvousStore
+from reft.control.keyvalue import RendezvousStore
 from reft.control.wire import Channel
 from reft.errors import ConfigError
 

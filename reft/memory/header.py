@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from reft.control.mac import mac
+from reft.control.wire import mac
 from reft.errors import ArenaError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label

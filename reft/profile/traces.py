@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from reft.control.collectives import allgather_bytes, network_errors
-from reft.control.mac import authenticate, check_authentic
+from reft.control.wire import authenticate, check_authentic
 from reft.profile.result import Activity, ProfileError, activity_of
 from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
 

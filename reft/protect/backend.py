@@ -25,14 +25,15 @@ import torch
 
 from reft.builds import compiled
 from reft.errors import ConfigError
-from reft.protect.gf256 import Row, bit_matrix
 from reft.protect.rs import (
     CELL_BYTES,
     GRAIN_BYTES,
     PACKET_BYTES,
     PACKETS,
     Operand,
+    Row,
     Step,
+    bit_matrix,
     needs_packets,
     packet_program,
     ragged_ranges,

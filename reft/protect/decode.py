@@ -12,7 +12,7 @@ import numpy as np
 
 from reft.errors import UnrecoverableError
 from reft.protect.codes import Code
-from reft.protect.gf256 import Matrix, multiply, rank, reduce_rows
+from reft.protect.rs import Matrix, multiply, rank, reduce_rows
 
 _MOST_NAMED = 8
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from reft.control.mac import is_same, mac
+from reft.control.wire import is_same, mac
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, Degrees

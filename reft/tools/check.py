@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from reft.control.rendezvous_store import RendezvousStore
+from reft.control.keyvalue import RendezvousStore
 from reft.errors import ConfigError
 
 logger = logging.getLogger(__name__)

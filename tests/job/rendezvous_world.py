@@ -22,14 +22,14 @@ from unittest.mock import patch
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
 from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous import state as state_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import asked, leavers, told
 from reft.job.rendezvous.state import IncarnationRecord, Sizes, decode_state
-from reft.memory.scale_orders import ScaleOrder
+from reft.memory.jobdir import ScaleOrder
 from reft.naming import committed_key
 
 JOB = "job"

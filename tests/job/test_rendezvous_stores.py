@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from reft.control.authenticated import listen
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
-from reft.control.rendezvous_store import RendezvousStore
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreRelay
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster

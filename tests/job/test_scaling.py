@@ -21,8 +21,7 @@ from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.state import JobState, Scaling, Sizes
-from reft.memory.jobdir import write_json
-from reft.memory.scale_orders import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_order
+from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
 from reft.node.history import read_history
 from reft.protect.codes import Scheme
 

@@ -8,7 +8,7 @@ import pytest
 
 from reft.grid import Coordinate, Degrees
 from reft.job.rendezvous.state import Sizes, sizes_of_job, why_not
-from reft.memory.scale_orders import Size
+from reft.memory.jobdir import Size
 
 EIGHT = Sizes(
     (1, 2, 4, 8),

@@ -28,7 +28,7 @@ from reft.protect.backend import (
     kernel_source,
     launch_of,
 )
-from reft.protect.gf256 import Row
+from reft.protect.rs import Row
 
 _SHIM = """
 struct uint4 { unsigned int x, y, z, w; } __attribute__((aligned(16)));

@@ -18,8 +18,7 @@ from reft.protect.blocks import BlockKey
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code
 from reft.protect.decode import fatal_loss, plan_decode, survives, tolerance
-from reft.protect.gf256 import rank
-from reft.protect.rs import parity_rows
+from reft.protect.rs import parity_rows, rank
 from reft.recover.plan import find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
 from reft.snapshot.copying.chunks import ParityEncoder

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.protect import gf256
-from reft.protect.gf256 import Row, rank
-from reft.protect.rs import parity_rows
+from reft.protect import rs as gf256
+from reft.protect.rs import Row, parity_rows, rank
 from tests.protect.reference import slow_multiply
 
 

@@ -16,8 +16,7 @@ import pytest
 
 import reft
 from reft.protect.backend import NAME, THREADS, kernel_source
-from reft.protect.gf256 import Row
-from reft.protect.rs import parity_rows
+from reft.protect.rs import Row, parity_rows
 
 ROOT = Path(reft.__file__).parents[1]
 ARCHITECTURE = "gfx90a"  # MI250X

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.protect.backend import compiled_run, solve_ragged
-from reft.protect.gf256 import Row, power, rank
-from reft.protect.rs import CELL_BYTES, PACKETS, packet_program
+from reft.protect.rs import CELL_BYTES, PACKETS, Row, packet_program, power, rank
 
 from .reference import slow_combine
 

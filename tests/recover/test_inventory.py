@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reft.control.mac import authenticate, check_authentic
+from reft.control.wire import authenticate, check_authentic
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate, Degrees
 from reft.memory.header import ArenaState

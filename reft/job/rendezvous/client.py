@@ -17,8 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.authenticated import format_endpoint, is_loopback, listen, parse_endpoint
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
 from reft.job.hosts import is_this_host

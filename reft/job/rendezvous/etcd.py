@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
-from reft.control.mac import authenticate, check_authentic
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
+from reft.control.wire import authenticate, check_authentic
 from reft.env import (
     ENV_ETCD_CACERT,
     ENV_ETCD_CERT,

@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
 
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.job.rendezvous.state import (
     IncarnationRecord,

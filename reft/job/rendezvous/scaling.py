@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from reft.config import AUTO
-from reft.control.rendezvous_store import StoreError
+from reft.control.keyvalue import StoreError
 from reft.errors import AuthenticationError
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.state import JobState, Scaling, Sizes, member_of, sizes_of_job, why_not
-from reft.memory.scale_orders import (
+from reft.memory.jobdir import (
     ORDER_FILE,
     ScaleAnswer,
     ScaleOrder,

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reft.control.authenticated import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
-from reft.control.keyvalue import Journal, KeyValueServer
-from reft.control.rendezvous_store import RendezvousStore
+from reft.control.keyvalue import Journal, KeyValueServer, RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
 from reft.memory.jobdir import user_secret
 from reft.refusal import Parser

@@ -27,10 +27,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousStateHolder,
 )
 
-from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.memory.scale_orders import Size
+from reft.memory.jobdir import Size
 from reft.naming import committed_key
 from reft.node.report import losses_left
 from reft.protect.codes import Scheme
