@@ -27,7 +27,6 @@ from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreE
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.job.rendezvous.server import RendezvousServer
-from reft.tools.demo.cluster import LocalNode
 from tests.job.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 from tests.prefork import Popen
@@ -242,11 +241,6 @@ def throw(port: int, run_id: str, bomb: bytes) -> None:
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
         )
         store.set(f"torch.rendezvous.{run_id}", b64encode(bomb).decode())
-
-
-def launcher_descendants(node: LocalNode) -> list[psutil.Process]:
-    launcher = psutil.Process(node.process.pid)
-    return [launcher, *launcher.children(recursive=True)]
 
 
 @pytest.mark.integration
