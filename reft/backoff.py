@@ -7,17 +7,12 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Twice as long after every failure, until it works again.
-
-    Args:
-        first: pause after the first failure, in seconds, versions or whatever the caller counts.
-        most: longest pause, in the same unit.
-    """
+    """Twice as long after every failure, until it works again. ``first``: pause after the first failure, in
+    seconds, versions or whatever the caller counts. ``most``: longest pause, in the same unit."""
 
     def __init__(self, first: float, most: float) -> None:
         self._first, self._most = first, most
-        self.pause = first
-        """What follows the next failure."""
+        self.pause = first  # what follows the next failure
 
     def failed(self) -> float:
         """Count a failure; returns the pause that follows it."""

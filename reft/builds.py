@@ -78,11 +78,7 @@ def _open_files() -> Iterator[tuple[int, int]]:
 
 
 def compiled(module: str, name: str) -> Any:
-    """The C function ``name`` of an extension, its argument types still to be set.
-
-    Raises:
-        OSError: it was not built, or cannot be loaded here.
-    """
+    """The C function ``name`` of an extension, its argument types still to be set."""
     found = find_spec(module)
     if found is None or found.origin is None:
         raise OSError("it was not built when reft was installed; that takes a C++ compiler")

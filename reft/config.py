@@ -60,7 +60,7 @@ class PersistConfig(Block):
         None,
         gt=0,
         lt=1,
-        description="wished probability, such as 0.999, that memory alone carries the job from one version "
+        description="wanted probability, such as 0.999, that memory alone carries the job from one version "
         "on storage to the next, for 'auto'; null: what failures make worth it",
     )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
@@ -95,8 +95,7 @@ class PersistConfig(Block):
         return self
 
 
-AOR = "+aor"
-"""Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
+AOR = "+aor"  # Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
 
 
 class FaultPoint(StrEnum):
@@ -423,11 +422,8 @@ class ReftConfig(Block):
 
     @property
     def scheme(self) -> Scheme:
-        """The redundancy that is really kept; under ``auto`` known only when it was chosen.
-
-        Raises:
-            ConfigError: it was not chosen yet.
-        """
+        """The redundancy that is really kept; under ``auto`` known only when it was chosen. Raises
+        ConfigError: it was not chosen yet."""
         from reft.protect.codes import Scheme
 
         text = self._replicated_protection

@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON or holds something else.
-    """
+    """The object in a file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -49,17 +45,9 @@ _GONE = {
 
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
-    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
-
-    Args:
-        ds_config: the DeepSpeed JSON as a mapping; the block may be absent.
-
-    Returns:
-        The checked configuration; ``enabled`` is False where the block is absent.
-
-    Raises:
-        ConfigError: for unknown keys, wrong types and impossible combinations.
-    """
+    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment. ``ds_config``: the
+    DeepSpeed JSON as a mapping; the block may be absent. Returns the checked configuration; ``enabled`` is
+    False where the block is absent."""
     block = (ds_config or {}).get(BLOCK_NAME, {})
     if not isinstance(block, Mapping):
         raise ConfigError(
@@ -70,11 +58,7 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 
 def read_block(path: Path) -> dict[str, Any]:
-    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else.
-
-    Raises:
-        ConfigError: it cannot be read, or has no such block.
-    """
+    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else."""
     block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
         BLOCK_NAME
     )

@@ -23,9 +23,6 @@ def whole_file(
         sync: have the bytes on storage before it has its name. The directory is the caller's to sync.
         replace: take the place of a file that is there; otherwise that one stays, whoever was first.
         buffering: as of :func:`open`.
-
-    Raises:
-        OSError: it cannot be written.
     """
     host, pid, thread = os.uname().nodename, os.getpid(), threading.get_ident()
     draft = path.with_name(f".{path.name}.{host}.{pid}.{thread}.new")

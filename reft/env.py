@@ -4,46 +4,30 @@ from __future__ import annotations
 
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
 """Directory for the memory of all jobs on this node: ``memory_dir`` of the block."""
-ENV_JOB_ID = "REFT_JOB_ID"
-"""The job's name: ``job_id`` of the block."""
-ENV_CONFIG = "REFT_CONFIG"
-"""A JSON file that holds the ``reft`` block of a program without a DeepSpeed JSON."""
-ENV_NODE_ID = "REFT_NODE_ID"
-"""This node's name."""
+ENV_JOB_ID = "REFT_JOB_ID"  # the job's name: ``job_id`` of the block
+ENV_CONFIG = "REFT_CONFIG"  # a JSON file that holds the ``reft`` block of a program without a DeepSpeed JSON
+ENV_NODE_ID = "REFT_NODE_ID"  # This node's name
 ENV_NODE_DECLARED = "REFT_NODE_DECLARED"
 """1 where the node's id was given by somebody, 0 where the launcher made it."""
-ENV_SECRET = "REFT_SECRET"
-"""The user's secret, in hexadecimal digits."""
-ENV_STORE = "REFT_STORE"
-"""Endpoint of the rendezvous store, where trainers note what is committed."""
+ENV_SECRET = "REFT_SECRET"  # the user's secret, in hexadecimal digits
+ENV_STORE = "REFT_STORE"  # Endpoint of the rendezvous store, where trainers note what is committed
 ENV_ETCD_USER = "REFT_ETCD_USER"
 """etcd's user, where its authentication is on; so are the next five for ``--rdzv-backend etcd-v3`` alone."""
 ENV_ETCD_PASSWORD = "REFT_ETCD_PASSWORD"
 """Of that user; the launcher takes it out of its environment, and trainers do not see it."""
-ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"
-"""A file that holds it."""
-ENV_ETCD_CACERT = "REFT_ETCD_CACERT"
-"""A file with the certificates that sign those of etcd's members."""
-ENV_ETCD_CERT = "REFT_ETCD_CERT"
-"""A file with the launcher's certificate, where etcd asks for one."""
-ENV_ETCD_KEY = "REFT_ETCD_KEY"
-"""A file with its key."""
-ENV_ROUND = "REFT_ROUND"
-"""Number of the rendezvous from which the trainers were started."""
+ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"  # a file that holds it
+ENV_ETCD_CACERT = "REFT_ETCD_CACERT"  # a file with the certificates that sign those of etcd's members
+ENV_ETCD_CERT = "REFT_ETCD_CERT"  # a file with the launcher's certificate, where etcd asks for one
+ENV_ETCD_KEY = "REFT_ETCD_KEY"  # a file with its key
+ENV_ROUND = "REFT_ROUND"  # number of the rendezvous from which the trainers were started
 ENV_INCARNATION = "REFT_INCARNATION"
 """Number of this start of the job, as the launchers agreed on it: greater than those of all starts before."""
-ENV_NODES = "REFT_NODES"
-"""MIN:MAX of the launcher's ``--nnodes``."""
-ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"
-"""The process whose end ends the trainers of this node."""
-ENV_EXIT_DIR = "REFT_EXIT_DIR"
-"""Directory where trainers of one round leave their :class:`~reft.job.exits.ExitNote`."""
-ENV_EVENTS = "REFT_EVENTS"
-"""Directory for :class:`reft.log.EventLog`."""
-ENV_PROFILE = "REFT_PROFILE"
-"""Set by ``reft profile``, which measures jobs with and without the block."""
-ENV_DRY_RUN = "REFT_DRY_RUN"
-"""1 where ``reft launch --dry-run`` wants the job to end before its first step."""
+ENV_NODES = "REFT_NODES"  # MIN:MAX of the launcher's ``--nnodes``
+ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # the process whose end ends the trainers of this node
+ENV_EXIT_DIR = "REFT_EXIT_DIR"  # Directory where trainers of one round leave their `reft.job.exits.ExitNote`
+ENV_EVENTS = "REFT_EVENTS"  # Directory for `reft.log.EventLog`
+ENV_PROFILE = "REFT_PROFILE"  # set by ``reft profile``, which measures jobs with and without the block
+ENV_DRY_RUN = "REFT_DRY_RUN"  # 1 where ``reft launch --dry-run`` wants the job to end before its first step
 ENV_WARM = "REFT_WARM"
 """1 or 0: whether trainers are forked from a process that has torch imported, where the command line does not
 say."""
@@ -57,9 +41,6 @@ ENV_ROOM = "REFT_ROOM"
 
 # Of others, by the names that they gave.
 
-ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface, here as for torch's gloo."""
-ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""TorchElastic's: where a trainer leaves what ended it."""
-ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
-"""Root of torch's folder of compiled operators."""
+ENV_INTERFACE = "GLOO_SOCKET_IFNAME"  # names the network interface, here as for torch's gloo
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # TorchElastic's: where a trainer leaves what ended it
+ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # Root of torch's folder of compiled operators

@@ -29,14 +29,9 @@ class InjectedFaultError(ReftError):
 
 
 class FaultPlan:
-    """The faults of one rank in one incarnation.
-
-    Args:
-        faults: configured faults.
-        coordinate: where this rank sits.
-        incarnation: the running incarnation of the job.
-        kill_node: kills everything on this node, memory included; needed for ``kill_node`` only.
-    """
+    """The faults of one rank in one incarnation. ``faults``: configured faults. ``coordinate``: where this
+    rank sits. ``incarnation``: the running incarnation of the job. ``kill_node``: kills everything on this
+    node, memory included; needed for ``kill_node`` only."""
 
     def __init__(
         self,

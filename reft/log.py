@@ -35,18 +35,12 @@ class _Place:
         return f"reft [{inside}]" if inside else "reft:"
 
 
-_PLACE = _Place()
-"""Where this process is: it is one rank, one launcher or one daemon."""
+_PLACE = _Place()  # where this process is: it is one rank, one launcher or one daemon
 
 
 def set_place(job: str, who: str, step: int | None = None) -> None:
-    """Say whose lines these are.
-
-    Args:
-        job: the job's id.
-        who: the coordinate of a rank, or what else this process is.
-        step: as for :func:`set_step`.
-    """
+    """Say whose lines these are. ``job``: the job's id. ``who``: the coordinate of a rank, or what else this
+    process is. ``step``: as for :func:`set_step`."""
     _PLACE.job, _PLACE.who, _PLACE.step = job, who, step
 
 
@@ -106,12 +100,9 @@ logger = logging.getLogger(__name__)
 
 class EventLog:
     """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL. Events that
-    cannot be written are lost, which is said once, and nothing else happens (P6).
-
-    Args:
-        rank: of the process; -1 for a launcher.
-        writer: who writes, the first word of the file's name: ``reft``, or ``rank`` for a training script.
-    """
+    cannot be written are lost, which is said once, and nothing else happens (P6). ``rank``: of the
+    process; -1 for a launcher. ``writer``: who writes, the first word of the file's name: ``reft``, or
+    ``rank`` for a training script."""
 
     def __init__(self, rank: int, writer: str = "reft") -> None:
         self._fd: int | None = None

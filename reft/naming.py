@@ -25,22 +25,16 @@ class Label:
     """A version of the job's state.
 
     Ordered by incarnation first: a later incarnation starts from the best version there was, so what
-    it commits replaces everything older, also where a node that was cut off ran further.
+    it commits replaces everything older, also where a node that was cut off ran further."""
 
-    Attributes:
-        incarnation: 1 for the first start of the job, one more after every restart.
-        step: optimizer steps that the state has seen (DeepSpeed's ``global_steps``).
-    """
-
-    incarnation: int
-    step: int
+    incarnation: int  # 1 for the first start of the job, one more after every restart
+    step: int  # optimizer steps that the state has seen (DeepSpeed's ``global_steps``)
 
     def __str__(self) -> str:
         return f"step {self.step} (incarnation {self.incarnation})"
 
 
-BLOCK_NAME = "reft"
-"""Key of the block in DeepSpeed's JSON."""
+BLOCK_NAME = "reft"  # key of the block in DeepSpeed's JSON
 
 _MOST_CHARACTERS = 128
 JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -67,12 +61,8 @@ def safe_name(text: str) -> str:
 
 def own_name(program: str, arguments: Sequence[str], *, module: bool = False) -> str:
     """A name for the job that this user starts in this directory with this program and these arguments.
-
-    Args:
-        program: path of the script or program, or the name of a module.
-        arguments: of the program.
-        module: ``program`` is a module's name.
-    """
+    ``program``: path of the script or program, or the name of a module. ``arguments``: of the program.
+    ``module``: ``program`` is a module's name."""
     where = program if module else os.path.realpath(program)
     stem = program.rpartition(".")[2] if module else Path(program).stem
     stem = _UNFIT.sub("-", stem).strip("-.")[:_STEM_CHARACTERS] or "job"

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from reft import __version__
 from reft.env import ENV_ERROR_FILE
 
-EX_REFUSED = 2
-"""Exit code of a trainer that reft refused: wrong use, as of every command."""
+EX_REFUSED = 2  # Exit code of a trainer that reft refused: wrong use, as of every command
 
 _REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "UnrecoverableError"})
 _IN_USE = "JobInUseError"
@@ -89,12 +88,9 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``.
-
-    Args:
-        words: what stands behind the options in the line of usage.
-        others: as for :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft demo``.
-    """
+    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``. ``words``: what
+    stands behind the options in the line of usage. ``others``: as for :class:`argparse.ArgumentParser`;
+    ``prog`` is the command, such as ``reft demo``."""
 
     def __init__(self, *, words: str = "", **others: Any) -> None:
         usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])

@@ -50,14 +50,9 @@ def require() -> Path:
 
 
 class EtcdCluster:
-    """Members on loopback, by number. Use it as a context manager.
-
-    Args:
-        directory: for data and logs.
-        size: number of members.
-        options: further options of every etcd.
-        scheme: ``https`` where ``options`` set up TLS.
-    """
+    """Members on loopback, by number. Use it as a context manager. ``directory``: for data and logs.
+    ``size``: number of members. ``options``: further options of every etcd. ``scheme``: ``https`` where
+    ``options`` set up TLS."""
 
     def __init__(
         self, directory: Path, size: int = 3, options: Sequence[str] = (), scheme: str = "http"
@@ -70,8 +65,7 @@ class EtcdCluster:
         self._clients = [free_port() for _ in range(size)]
         self._peers = [free_port() for _ in range(size)]
         self._members: dict[int, subprocess.Popen[bytes]] = {}
-        self.flags: list[str] = []
-        """Of etcdctl: certificates, user."""
+        self.flags: list[str] = []  # of etcdctl: certificates, user
 
     def __enter__(self) -> EtcdCluster:
         for index in range(len(self._clients)):

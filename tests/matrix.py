@@ -32,25 +32,19 @@ TESTS = (
 )
 """Folders and files."""
 ROOT = Path(__file__).resolve().parents[1]
-EX_MORE = 75
-"""The time was over before all files were run; none has failed so far. sysexits' EX_TEMPFAIL."""
+EX_MORE = 75  # the time was over before all files were run; none has failed so far. sysexits' EX_TEMPFAIL.
 _OTHER_TESTS = ("megatron-core",)
 """Of the extra ``dev``, what none of ``TESTS`` needs and what does not go with the oldest torch."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Versions to be tested together.
+    """Versions to be tested together."""
 
-    Attributes:
-        deepspeed: release.
-        python: ``3.13``; None: the one that runs this, and everything else of its environment.
-        torch: release, where ``python`` is given.
-    """
-
-    deepspeed: str
+    deepspeed: str  # release
+    # ``3.13``; None: the one that runs this, and everything else of its environment
     python: str | None = None
-    torch: str | None = None
+    torch: str | None = None  # release, where ``python`` is given
 
     @property
     def requirements(self) -> list[str]:
@@ -72,11 +66,7 @@ ROWS = {
 
 
 def install(name: str, row: Row) -> Path:
-    """Python of the row's environment.
-
-    Raises:
-        FileNotFoundError: this machine has no such Python.
-    """
+    """Python of the row's environment."""
     home = ROOT / f".venv-{name}"
     python = home / "bin" / "python"
     ready = home / "ready"
@@ -117,11 +107,7 @@ def tree() -> str:
 
 
 class Passed:
-    """The files that a row has passed with the tree as it is.
-
-    Args:
-        home: the row's environment.
-    """
+    """The files that a row has passed with the tree as it is. ``home``: the row's environment."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "passed.json"

@@ -134,11 +134,7 @@ MUTATIONS = {
 
 
 def run(name: str, tree: Path) -> dict[str, object]:
-    """Apply a mutation, run its tests until one fails, and take it back.
-
-    Raises:
-        ValueError: the old text is not there exactly once, or the tests cannot be run.
-    """
+    """Apply a mutation, run its tests until one fails, and take it back."""
     mutation = MUTATIONS[name]
     path = tree / "reft" / mutation.path
     whole = path.read_text()

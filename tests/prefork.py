@@ -48,14 +48,12 @@ PRELOADED = (
 _ROOT = Path(__file__).resolve().parents[1]
 _AT_IMPORT = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHASHSEED")
 """Variables that libraries read when they are loaded: a program that wants others is not forked."""
-_ROOM_BYTES = 96 * 1024
-"""For the environments of the suite's programs."""
+_ROOM_BYTES = 96 * 1024  # For the environments of the suite's programs
 HAS_DEVICE = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 """Nothing is forked there: importing DeepSpeed may make a context on the device, which no fork can use."""
 
 
-on_start: list[Callable[[Sequence[str]], None]] = []
-"""Called with each program that is about to be forked."""
+on_start: list[Callable[[Sequence[str]], None]] = []  # Called with each program that is about to be forked
 
 
 class Popen(ForkingPopen):
@@ -72,12 +70,8 @@ class Popen(ForkingPopen):
 
 
 class Server:
-    """The side that asks.
-
-    Args:
-        connection: to the server.
-        environ: of the server, as far as it counts when libraries are loaded.
-    """
+    """The side that asks. ``connection``: to the server. ``environ``: of the server, as far as it counts when
+    libraries are loaded."""
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str]) -> None:
         self.connection = connection

@@ -27,14 +27,7 @@ class RankError(Exception):
 
 def spawn(function: Callable[..., object], *args: Any, nprocs: int) -> None:
     """Call ``function(rank, *args)`` in ``nprocs`` processes. When one fails, the others are killed.
-
-    Args:
-        function: of a module that can be imported.
-        args: what JSON can carry.
-
-    Raises:
-        RankError: see there.
-    """
+    ``function``: of a module that can be imported. ``args``: what JSON can carry."""
     call = [function.__module__, function.__qualname__, json.dumps(args)]
     path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -18,8 +18,7 @@ from reft.optim import ExactAdam
 
 STEPS = 120
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.05}
-COUNT = 2 * optim.HOST_ELEMENTS + 1037
-"""Some whole slices and a rest that no vector width divides."""
+COUNT = 2 * optim.HOST_ELEMENTS + 1037  # Some whole slices and a rest that no vector width divides
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, Array, Array]
@@ -97,6 +96,14 @@ def test_numpy_gives_the_same_bits(decoupled: bool) -> None:
     assert same_bits(found, [torch.from_numpy(a) for a in numpy_run(decoupled)])
     # With weight decay in the gradient none is small.
     assert all(0 < float(t.abs()[t != 0].min()) < 1e-38 for t in found[1:] if decoupled), "no denormals"
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_torchs_adam_goes_the_same_way(decoupled: bool) -> None:
+    ours = run(lambda params: exact(params, decoupled_weight_decay=decoupled))
+    theirs = run(lambda params: (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **OPTIONS))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 class Operations(TorchDispatchMode):

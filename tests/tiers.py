@@ -29,8 +29,7 @@ UNSTEADY = ROOT / "tests" / "unsteady.txt"
 LOGS = ROOT / "build" / "unsteady"
 ENV_FAILURES = "REFT_TEST_FAILURES"
 """A file for the failed tests of a run, a line of JSON each (tests/conftest.py)."""
-_MOST_ALONE = 30
-"""When more fail, the machine or the change is broken: no second run tells anything."""
+_MOST_ALONE = 30  # when more fail, the machine or the change is broken: no second run tells anything
 _TESTS_FAILED, _NO_TESTS = 1, 5
 
 

@@ -33,8 +33,7 @@ from reft.state.codec import class_path
 from reft.state.optimizer import OptimizerState
 
 Named = list[tuple[str, torch.Tensor]]
-_TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
-"""Of a dynamic loss scaler, beside the scale itself."""
+_TRACKERS = ("_growth_tracker", "_hysteresis_tracker")  # of a dynamic loss scaler, beside the scale itself
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class Part:
 
     wrapper: Any
     state: OptimizerState
-    owned: bool
-    """Whether its state is this rank's alone."""
+    owned: bool  # whether its state is this rank's alone
 
     @property
     def classes(self) -> list[str]:

@@ -61,8 +61,7 @@ _PHASES = {
 _COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What the program counts in its arguments, and its checkpoints hold."""
 _ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
-_SUMS = "total_loss_dict"
-"""What the lines that it prints are the means of; all but the counts are tensors."""
+_SUMS = "total_loss_dict"  # what the lines that it prints are the means of; all but the counts are tensors
 _REFUSED = {
     "inprocess_restart": "it keeps trainers that reft starts anew; leave it out",
     "perform_rl_step": "the rollouts are not captured",
@@ -72,8 +71,7 @@ _REFUSED = {
 """Options with which a restart would not go on as the undisturbed run does, each with the reason."""
 Function = Callable[..., Any]
 
-programs: list[TrainingProgram] = []
-"""The one of this process, from the first import on."""
+programs: list[TrainingProgram] = []  # the one of this process, from the first import on
 
 
 def install(module: ModuleType) -> None:
@@ -106,8 +104,7 @@ class TrainingProgram:
 
     def __init__(self, block: dict[str, Any]) -> None:
         self.enabled = parse_block(dict(block), os.environ).enabled
-        self.modules: dict[str, ModuleType] = {}
-        """Of Megatron-LM, by name, as they are imported."""
+        self.modules: dict[str, ModuleType] = {}  # of Megatron-LM, by name, as they are imported
         self._block = block
         self._protection: MegatronProtection | None = None
         self._sets_up = False

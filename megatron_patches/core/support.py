@@ -22,10 +22,8 @@ _FUSED = ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", APEX_FUS
 _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
-_RELEASES = ("0.16", "0.19")
-"""Whose classes were read and run."""
-PROGRAM_RELEASES = ("0.16",)
-"""Of Megatron-LM, whose training loop was read and run."""
+_RELEASES = ("0.16", "0.19")  # Whose classes were read and run
+PROGRAM_RELEASES = ("0.16",)  # of Megatron-LM, whose training loop was read and run
 
 Fact = tuple[bool, str, str]
 

@@ -21,18 +21,13 @@ EXIT_WRONG_USE = 2
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command.
+    """A sub-command."""
 
-    Attributes:
-        module: where it is. name: its function there, or a ``typer.Typer`` of sub-commands.
-        help: one line for ``reft --help``.
-        parses: it takes the arguments as they are and returns the exit code: it builds upon the parser of
-            another tool (torchrun's, the demonstration's). The others are functions that typer parses for.
-    """
-
-    module: str
+    module: str  # where it is. name: its function there, or a ``typer.Typer`` of sub-commands.
     name: str
-    help: str
+    help: str  # one line for ``reft --help``
+    # it takes the arguments as they are and returns the exit code: it builds upon the parser of another tool
+    # (torchrun's, the demonstration's). The others are functions that typer parses for.
     parses: bool = False
 
 

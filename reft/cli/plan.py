@@ -105,7 +105,7 @@ def plan_command(
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
     Exit code 1: what is asked for does not fit, costs too much, or survives
-    fewer losses than wished.
+    fewer losses than wanted.
     """
     from reft.config_read import read_object
     from reft.tools.planning.cluster import load_cluster

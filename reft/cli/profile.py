@@ -30,11 +30,7 @@ _WIDTH = 170
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end, else
-    what ``reft launch`` returns.
-
-    Raises:
-        ReftError: a :class:`~reft.errors.ConfigError` for wrong use.
-    """
+    what ``reft launch`` returns. Raises ReftError: a :class:`~reft.errors.ConfigError` for wrong use."""
     if any(word.partition("=")[0] == "--from" for word in argv):
         parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
         _add_outputs(parser)

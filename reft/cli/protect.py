@@ -71,11 +71,7 @@ def protect_command(
 
 
 def _refuse_impossible(scheme: Scheme, paths: Sequence[Path]) -> None:
-    """What the groups of this job have no room for, as far as its arenas tell.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """What the groups of this job have no room for, as far as its arenas tell."""
     for path in paths:
         for _, arena in JobDir.open(path).scan():
             if isinstance(arena, Arena):

@@ -120,11 +120,7 @@ def _resumed(row: Round) -> str:
 
 
 class _Looker:
-    """Looks at a job again and again.
-
-    Args:
-        paths: its memory, on the nodes of this host that are asked.
-    """
+    """Looks at a job again and again."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -357,7 +353,7 @@ def _nodes(told: dict[str, Any]) -> Table:
         doing = "waits as a spare" if node["spare"] else node["doing"]
         table.add_row(
             escape(node["node"]),
-            f"[{_STYLES[signal]}]{signal}[/]",
+            f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
             "" if since is None else _clock(since),
             str(_or(node["step"], "")),
             escape(_shards(node)),

@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29400
 HANDSHAKE_SECS = 10.0
 _BACKLOG = 2048
-_MOST_STRANGERS = 256
-"""Connections that have not proved the secret yet; more are closed at once."""
+_MOST_STRANGERS = 256  # Connections that have not proved the secret yet; more are closed at once
 _MOST_TOLD = 100
 _TROUBLE_SECS = 0.1
 _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
@@ -87,17 +86,9 @@ def listen_locally(name: str) -> socket.socket:
 
 
 def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
-    """Connect to a server and prove the secret.
-
-    Args:
-        endpoint: ``host:port``, or ``@name`` of a Unix socket.
-        purpose: what the server is for; servers for something else refuse.
-        timeout_secs: bounds connecting, the handshake, and later every read and write.
-
-    Raises:
-        AuthenticationError: it is no server of ours, or has another secret.
-        OSError: nothing answers.
-    """
+    """Connect to a server and prove the secret. ``endpoint``: ``host:port``, or ``@name`` of a Unix socket.
+    ``purpose``: what the server is for; servers for something else refuse. ``timeout_secs``: bounds
+    connecting, the handshake, and later every read and write."""
     connection = _dial(endpoint, timeout_secs)
     try:
         _keep_alive(connection)
@@ -123,8 +114,7 @@ def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_se
         raise
 
 
-_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Of all servers, and of their clients."""
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of all servers, and of their clients
 
 
 def _close_in_child() -> None:
@@ -178,12 +168,9 @@ def accept(
 
 
 class AuthenticatedServer:
-    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
-
-    Args:
-        serve: talks to one peer until it returns or raises EOFError or OSError; the channel is closed
-            after it, unless it returns True: then it belongs to whoever it gave it to.
-    """
+    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread. ``serve``:
+    talks to one peer until it returns or raises EOFError or OSError; the channel is closed after it,
+    unless it returns True: then it belongs to whoever it gave it to."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], bool | None]

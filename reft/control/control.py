@@ -27,8 +27,7 @@ from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.naming import Label
 
-SOCKETS, MPI = "sockets", "mpi"
-"""What can carry the control plane: ``transport`` of the block."""
+SOCKETS, MPI = "sockets", "mpi"  # what can carry the control plane: ``transport`` of the block
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
@@ -36,32 +35,22 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank says about one version, and, after the vote, what all ranks say together.
+    """What one rank says about one version, and, after the vote, what all ranks say together."""
 
-    Attributes:
-        ok: the version is in order here (result: everywhere).
-        stop_after_step: this rank was told to stop and can do so after that step; 0 if it was not
-            (result: the latest step that any rank named).
-        relayout: the state of this rank has another shape than the plan (result: any rank's has).
-        interval_steps: how often this rank could take versions at the allowed overhead (result: the
-            largest of all ranks).
-        order: number of the newest order to switch protection that this rank knows of (result: the newest).
-        late: the next votes will lag behind training here (result: anywhere).
-        level: how far this rank would degrade the protection for want of memory (result: the farthest).
-        persist_steps: how often versions should go to storage for this rank (result: the largest of all);
-            0: as the block says.
-        complains: something failed here that the peers have not heard of (result: anywhere).
-    """
-
-    ok: bool
+    ok: bool  # the version is in order here (result: everywhere)
+    # this rank was told to stop and can do so after that step; 0 if it was not (result: the latest step that
+    # any rank named)
     stop_after_step: int = 0
-    relayout: bool = False
+    relayout: bool = False  # the state of this rank has another shape than the plan (result: any rank's has)
+    # how often this rank could take versions at the allowed overhead (result: the largest of all ranks)
     interval_steps: int = 1
+    # number of the newest order to switch protection that this rank knows of (result: the newest)
     order: int = 0
-    late: bool = False
-    level: int = 0
+    late: bool = False  # the next votes will lag behind training here (result: anywhere)
+    level: int = 0  # how far this rank would degrade the protection for want of memory (result: the farthest)
+    # how often versions should go to storage for this rank (result: the largest of all); 0: as the block says
     persist_steps: int = 0
-    complains: bool = False
+    complains: bool = False  # something failed here that the peers have not heard of (result: anywhere)
 
 
 _RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")
@@ -171,14 +160,9 @@ class ControlGroup:
 
     def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
         """Give every peer its message and take the one it has for this rank. Collective among these.
-
-        Args:
-            bodies: by global rank, this one left aside; each has a message for this one, which may be empty.
-
-        Raises:
-            PeerLostError: a peer vanished.
-            AuthenticationError: a message does not carry the job's secret.
-        """
+        ``bodies``: by global rank, this one left aside; each has a message for this one, which may be
+        empty. Raises PeerLostError: a peer vanished. Raises AuthenticationError: a message does not carry
+        the job's secret."""
         outgoing = {p: authenticate(m, self._secret, _MESSAGE) for p, m in bodies.items() if p != self.rank}
         lengths = self._trade(
             {p: len(m).to_bytes(_LENGTH_BYTES) for p, m in outgoing.items()},

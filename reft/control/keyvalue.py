@@ -42,8 +42,7 @@ _RETRY_SECS = 1.0
 _LOOK_SECS = 0.05
 _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
-_LEFT_SECS = 600.0
-"""Whose connection has ended is known for so long."""
+_LEFT_SECS = 600.0  # Whose connection has ended is known for so long
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 _FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
 _PURPOSE = b"rendezvous state"
@@ -53,12 +52,8 @@ _LEAST_ZEROS = 4
 
 
 class KeyValueServer:
-    """Serves a table to everybody who knows the secret.
-
-    Args:
-        table: what it holds from the start.
-        journal: keeps the table on disk, and has that of an earlier server.
-    """
+    """Serves a table to everybody who knows the secret. ``table``: what it holds from the start. ``journal``:
+    keeps the table on disk, and has that of an earlier server."""
 
     def __init__(
         self,
@@ -225,11 +220,7 @@ def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> No
 
 class KeyValueStore(RendezvousStore):
     """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one after the
-    connection broke.
-
-    Args:
-        timeout_secs: for every request, and for the keys that :meth:`get` waits for.
-    """
+    connection broke. ``timeout_secs``: for every request, and for the keys that :meth:`get` waits for."""
 
     def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
         self.prefix = prefix
@@ -412,15 +403,9 @@ class _HeldName:
 
 
 class Journal:
-    """Of one server at a time.
-
-    Args:
-        directory: where it is kept; made if it is missing, for its user alone.
-
-    Raises:
-        ConfigError: the directory cannot be used, or another server uses it.
-        AuthenticationError: somebody else has written there.
-    """
+    """Of one server at a time. ``directory``: where it is kept; made if it is missing, for its user alone.
+    Raises ConfigError: the directory cannot be used, or another server uses it. Raises
+    AuthenticationError: somebody else has written there."""
 
     def __init__(self, directory: Path, secret: bytes) -> None:
         self._path = directory / _FILE

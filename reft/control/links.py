@@ -36,16 +36,11 @@ GoOn = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank takes connections.
-
-    Attributes:
-        node: equal where a Unix socket leads there: one node, one network namespace.
-        local: ``@name`` of the Unix socket.
-    """
+    """Where a rank takes connections."""
 
     rank: int
-    node: str
-    local: str
+    node: str  # equal where a Unix socket leads there: one node, one network namespace
+    local: str  # ``@name`` of the Unix socket
     remote: str
 
     def pack(self, secret: bytes) -> bytes:

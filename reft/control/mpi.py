@@ -27,14 +27,11 @@ from reft.control.transport import Bytes, GoOn, Inflow, Limits, OnSilence, Open,
 from reft.control.tree import children_of, parent_of
 from reft.errors import ConfigError, TransferError
 
-_BYTES = 4
-"""The tag of these messages."""
+_BYTES = 4  # the tag of these messages
 _PIECE_BYTES = 2**20
-_AHEAD = 2
-"""Pieces on their way to, and from, each peer."""
+_AHEAD = 2  # Pieces on their way to, and from, each peer
 _LEFT, _HERE, _MISSING = 1, 2, 3
-_WORDS = 16
-"""Numbers of one vote; more are sent in several."""
+_WORDS = 16  # numbers of one vote; more are sent in several
 _MOST_WAKES = 4096
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 _PASSES_WITHOUT_PAUSE = 64
@@ -469,12 +466,7 @@ class MpiTransport:
 
 
 def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> Open:
-    """Makes transports over ``MPI_COMM_WORLD``. Called on all ranks, in the same order.
-
-    Raises:
-        ConfigError: there is no MPI, or this process is not that rank of its job.
-        TransferError: not all ranks came.
-    """
+    """Makes transports over ``MPI_COMM_WORLD``. Called on all ranks, in the same order."""
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):

@@ -24,11 +24,9 @@ from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
 
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
-_HEAR_SECS = 1.0
-"""So often a rank that waits asks the store whether another one has given up."""
+_HEAR_SECS = 1.0  # So often a rank that waits asks the store whether another one has given up
 _TREE, _PAIR = "tree", "pair"
-_MOST_VIEWS = 64
-"""Buffers of one call of ``sendmsg`` or ``recvmsg_into``."""
+_MOST_VIEWS = 64  # Buffers of one call of ``sendmsg`` or ``recvmsg_into``
 _MOST_WAKES = 4096
 
 
@@ -224,17 +222,10 @@ def connect(
     go_on: GoOn = lambda: True,
     on_silence: OnSilence = lambda missing, secs: None,
 ) -> Overlay:
-    """Connect this rank with the others. Collective.
-
-    Args:
-        node: the node that this rank runs on; ranks of a node meet over Unix sockets.
-        timeout_secs: to connect, and later for each collective and each exchange.
-        on_silence: told, beside the log, whose answer is missing for long in a collective or an exchange.
-
-    Raises:
-        TransferError: a rank did not come in time, or cannot be reached.
-        AuthenticationError: a rank has another secret.
-    """
+    """Connect this rank with the others. Collective. ``node``: the node that this rank runs on; ranks of a
+    node meet over Unix sockets. ``timeout_secs``: to connect, and later for each collective and each
+    exchange. ``on_silence``: told, beside the log, whose answer is missing for long in a collective or an
+    exchange. Raises AuthenticationError: a rank has another secret."""
     joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
     links: list[Channel] = []
     with joining.heard(rank):

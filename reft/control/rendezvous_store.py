@@ -19,13 +19,10 @@ class StoreError(RuntimeError):
 class RendezvousStore(ABC):
     """A client; what TorchElastic and reft need of a ``torch.distributed.Store``. Safe to use from several
     threads. Every method is bounded and raises StoreError if the store does not answer in time.
+    ``keeps_leases``: a holder of a name has to come back in time; otherwise it is its connection that
+    tells."""
 
-    Attributes:
-        prefix: put before every key.
-        keeps_leases: a holder of a name has to come back in time; otherwise it is its connection that tells.
-    """
-
-    prefix: str = ""
+    prefix: str = ""  # put before every key
     keeps_leases = False
 
     @property

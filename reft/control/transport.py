@@ -21,8 +21,7 @@ from reft.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECS = 10.0
-"""So long nothing is said of who does not answer."""
+PATIENCE_SECS = 10.0  # So long nothing is said of who does not answer
 _LONGEST_PAUSE_SECS = 600.0
 _ASK_AGAIN_SECS = 1.0
 
@@ -47,27 +46,18 @@ def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
 
 @dataclass
 class Limits:
-    """How long one transport waits.
+    """How long one transport waits."""
 
-    Attributes:
-        timeout_secs: for a collective, and for an exchange in which no byte moves.
-        patience_secs: who does not answer for so long is named.
-        on_silence: takes those names.
-    """
-
-    timeout_secs: float
-    patience_secs: float = PATIENCE_SECS
-    on_silence: OnSilence = lambda missing, secs: None
+    timeout_secs: float  # for a collective, and for an exchange in which no byte moves
+    patience_secs: float = PATIENCE_SECS  # who does not answer for so long is named
+    on_silence: OnSilence = lambda missing, secs: None  # takes those names
 
 
 class Silence:
     """One wait for others: when to show that this rank is there itself, and when to say who is not.
-
-    Args:
-        patience_secs: before the first word; then twice as long after every word.
-        shows: whether there is somebody to show a sign of life to. The first word waits half as long more
-            then, so that all who live have shown it.
-    """
+    ``patience_secs``: before the first word; then twice as long after every word. ``shows``: whether there
+    is somebody to show a sign of life to. The first word waits half as long more then, so that all who
+    live have shown it."""
 
     def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
         self._began = time.monotonic()
@@ -100,8 +90,7 @@ class Silence:
 
 
 Bytes = NDArray[np.uint8]
-GoOn = Callable[[], bool]
-"""Asked now and then; a wait ends when it says no."""
+GoOn = Callable[[], bool]  # Asked now and then; a wait ends when it says no
 
 
 class Inflow(Protocol):
@@ -142,13 +131,9 @@ class Buffers:
 
 class Transport(Protocol):
     """One rank's connections to the others. Used by one thread. What fails ends it: the other ranks hear of
-    that in whatever they wait for.
+    that in whatever they wait for."""
 
-    Attributes:
-        limits: may be changed at any time.
-    """
-
-    limits: Limits
+    limits: Limits  # may be changed at any time
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
         """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError: a rank is
@@ -175,7 +160,6 @@ class Transport(Protocol):
             wake: becomes readable when an inflow that had no room may have some.
 
         Raises:
-            OSError: a peer is gone, or silent.
             EOFError: a peer is gone.
             AuthenticationError: a peer has another secret.
         """

@@ -26,8 +26,7 @@ from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
 
 FANOUT = 16
-PART_BYTES = 8 * 2**20
-"""Longer messages are sent in parts: a frame has a limit."""
+PART_BYTES = 8 * 2**20  # Longer messages are sent in parts: a frame has a limit
 
 
 def parent_of(index: int) -> int:
@@ -204,8 +203,7 @@ class _Arriving:
         self.channel = channel
         self._parts: list[bytes] = []
         self._missing_parts = 1
-        self._awaits: list[str] | None = None
-        """Whom the other side waits for itself, by its last word."""
+        self._awaits: list[str] | None = None  # Whom the other side waits for itself, by its last word
         self._read_at = -math.inf
 
     def missing(self, since: float) -> list[str]:

@@ -29,23 +29,14 @@ _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _PROOF, _SESSION, _FRAME = b"reft-proof", b"reft-session", b"reft-frame"
 _HEAD_BYTES = _LENGTH.size + MAC_BYTES
-_PART_BYTES = 2**20
-"""Most that is read at once."""
+_PART_BYTES = 2**20  # most that is read at once
 
 
 class Channel:
-    """An authenticated, ordered stream of messages over a connected socket.
-
-    Args:
-        connection: connected; its timeout bounds every read and write.
-        secret: of both sides; the job's, or a key made of it.
-        line: name of the line in error messages.
-        handshake_secs: time for the whole handshake.
-
-    Raises:
-        AuthenticationError: the other side does not know the secret.
-        OSError: the connection broke or timed out.
-    """
+    """An authenticated, ordered stream of messages over a connected socket. ``connection``: connected; its
+    timeout bounds every read and write. ``secret``: of both sides; the job's, or a key made of it.
+    ``line``: name of the line in error messages. ``handshake_secs``: time for the whole handshake. Raises
+    AuthenticationError: the other side does not know the secret."""
 
     def __init__(
         self,
@@ -58,14 +49,12 @@ class Channel:
     ) -> None:
         self._socket = connection
         self._line = line
-        self.peer = ""
-        """Who is on the other side, in words, where that is known."""
+        self.peer = ""  # Who is on the other side, in words, where that is known
         self._outgoing = b"s" if server else b"c"
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
-        self._frame = bytearray()
-        """What has come of the next frame."""
+        self._frame = bytearray()  # what has come of the next frame
         patience = connection.gettimeout()
         self._key = self._handshake(secret, time.monotonic() + handshake_secs)
         connection.settimeout(patience)

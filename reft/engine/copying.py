@@ -128,8 +128,7 @@ class OptimizerFence:
         self._worker = worker
         self._copying = copying
         self._stats = stats
-        self.is_within = False
-        """Whether :meth:`before_write` is known to come before anything is written."""
+        self.is_within = False  # whether `before_write` is known to come before anything is written
         self._writes_seen = False
         self._waited_secs = 0.0
 

@@ -47,10 +47,8 @@ from reft.recover.reshape import Resize
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
-LEFT = "left"
-"""Beside the positions: what has to be said of those that were left out."""
-ITERATOR_OF = "iterator_of"
-"""Beside the state of an iterator that counts what a replica has read: its class."""
+LEFT = "left"  # Beside the positions: what has to be said of those that were left out
+ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what a replica has read: its class
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -90,8 +88,7 @@ class DataPosition:
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
-        self._source: Any = None
-        """What ``train_batch`` was given."""
+        self._source: Any = None  # what ``train_batch`` was given
         self._repeating = False
         self._inside = False
         self._maybe: list[Read] = []
@@ -100,8 +97,7 @@ class DataPosition:
         self._datasets: set[int] = set()
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
-        self._goes_there = True
-        """Whether batches that were read may be those that the script skips."""
+        self._goes_there = True  # whether batches that were read may be those that the script skips
         self._pass: Read | None = None
         self._known = False
         self._saved: Position | None = None
@@ -109,10 +105,8 @@ class DataPosition:
         self._check: Position | None = None
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
-        self.left_to_program = False
-        """Whether a program keeps the position itself."""
-        self._left: str | None = None
-        """Of what was restored: what has to be said before training goes on."""
+        self.left_to_program = False  # whether a program keeps the position itself
+        self._left: str | None = None  # of what was restored: what has to be said before training goes on
         WATCH.join(self)
         if self._pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))

@@ -47,14 +47,9 @@ class Resizing:
         self, blob: DecodedBlob, resize: Resize, dp: int
     ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
         """Give the live state the shape that it has in this job, and make the host state one of this job's:
-        that of ``blob``, the host block of the member :meth:`Resize.host_from`.
-
-        Returns:
-            Images whose bytes are to be written, and from where those of the owned one come.
-
-        Raises:
-            LayoutError: the running job has another model or optimizer, or the state cannot be cut.
-        """
+        that of ``blob``, the host block of the member :meth:`Resize.host_from`. Returns images whose bytes
+        are to be written, and from where those of the owned one come. Raises LayoutError: the running job
+        has another model or optimizer, or the state cannot be cut."""
         old = blob.manifest
         lengths = self._adapter.partitioned()
         live = {spec.name: spec for spec in self._adapter.images()[1].specs}
@@ -120,8 +115,7 @@ def _why_not(config: Mapping[str, Any]) -> str:
     )
 
 
-HELD = "held"
-"""Key of a host state: :meth:`Held.encode`, or in words why there is none."""
+HELD = "held"  # key of a host state: `Held.encode`, or in words why there is none
 
 
 class Description:

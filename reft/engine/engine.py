@@ -157,12 +157,9 @@ class EngineState:
 
 
 class Recomputing:
-    """AOR in one session: nothing, unless it was asked for and there are partitions.
-
-    Raises:
-        UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
-            change.
-    """
+    """AOR in one session: nothing, unless it was asked for and there are partitions. Raises
+    UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
+    change."""
 
     def __init__(self, session: Session) -> None:
         config, adapter, at = session.config, session.engine.adapter, session.coordinate

@@ -45,18 +45,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
+    """Where a process runs."""
 
-    Attributes:
-        node: what the launcher calls the node, else the host's name.
-        declared: somebody gave the node this name (``--node-id``), and thereby says that it fails by itself.
-        kernel: equal for all processes under one kernel, containers too.
-    """
-
-    node: str
+    node: str  # what the launcher calls the node, else the host's name
+    # somebody gave the node this name (``--node-id``), and thereby says that it fails by itself
     declared: bool
     host_name: str
-    kernel: str
+    kernel: str  # equal for all processes under one kernel, containers too
 
     @classmethod
     def here(cls) -> Place:
@@ -122,8 +117,7 @@ def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
     return at, degrees
 
 
-_newest: WeakValueDictionary[str, Session] = WeakValueDictionary()
-"""By the job's memory on this node."""
+_newest: WeakValueDictionary[str, Session] = WeakValueDictionary()  # by the job's memory on this node
 
 
 def note_session(memory: Path, session: Session) -> None:
@@ -144,8 +138,7 @@ def require_no_other(memory: Path) -> None:
         )
 
 
-_LOCK_SECS = 10.0
-"""Trainers that were just killed hold the lock until the kernel has taken their memory down."""
+_LOCK_SECS = 10.0  # Trainers that were just killed hold the lock until the kernel has taken their memory down
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
@@ -183,11 +176,8 @@ def tell_of_siblings(memory_dir: Path, name: str) -> None:
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
     """Hold the job's memory on this node against every other start, before anything in it is touched. Returns
     this rank's part, to be closed with the session; None where the launcher holds it for its trainers.
-
-    Raises:
-        ConfigError: another engine of this process has it.
-        JobInUseError: another job, or another start of this one, has it on some node.
-    """
+    Raises ConfigError: another engine of this process has it. Raises JobInUseError: another job, or
+    another start of this one, has it on some node."""
     path = config.memory_dir / job_id
     place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
     first = control.gather_bytes(place).index(place) == control.rank

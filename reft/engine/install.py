@@ -63,8 +63,7 @@ def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
 
 
 _INSTALLED, _TIMED = "_reft_installed", "_reft_timed"
-_MOST_BYTES = 4 * 2**20
-"""Files larger than this are no configuration."""
+_MOST_BYTES = 4 * 2**20  # Files larger than this are no configuration
 
 
 def install() -> None:
@@ -87,10 +86,7 @@ def install() -> None:
 
 def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
     """``deepspeed.initialize``, with reft attached where the configuration has a ``reft`` block.
-
-    Args:
-        client_state: see :func:`reft.attach`; the other arguments, and the four results, are DeepSpeed's.
-    """
+    ``client_state``: see :func:`reft.attach`; the other arguments, and the four results, are DeepSpeed's."""
     import deepspeed
 
     return _initialize(deepspeed.initialize, args, kwargs, client_state)

@@ -38,8 +38,7 @@ from reft.storage.persisted import job_directory, newest_incarnation
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
-_SILENT_SECS = 30.0
-"""A store that did not answer is left alone for so long."""
+_SILENT_SECS = 30.0  # a store that did not answer is left alone for so long
 
 
 class JobRecord:

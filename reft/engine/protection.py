@@ -56,7 +56,7 @@ def choose_protection(session: Session) -> ReftConfig:
         "protection_chosen",
         scheme=chosen.name,
         tolerance=chosen.tolerance,
-        wished=choice.wished,
+        wanted=choice.wanted,
         reason=choice.reason,
         needed=choice.needed,
         load=asdict(chosen.busiest),
@@ -87,9 +87,9 @@ def _say(choice: Choice) -> None:
         logger.warning("protection auto: %s: %s", choice.chosen.name, choice.reason)
     else:
         logger.warning(
-            "THE WISHED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
+            "THE WANTED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
             "%s. What it would take: %s",
-            *(choice.wished, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
+            *(choice.wanted, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
         )
     for other in choice.alternatives:
         if other is not choice.chosen:

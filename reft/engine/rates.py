@@ -7,7 +7,7 @@ follows from what versions cost: CheckFreq's Algorithm 1 for memory, after a pro
 storage also how often memory fails (:mod:`reft.policy.storage_interval`). Where the interval leaves no steps
 without a version in memory, versions are taken less often for a few steps now and then, to have some.
 
-One decision is followed by all: every rank says its wish in the vote on a version, and the longest interval
+All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
 wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
 """
 
@@ -58,8 +58,7 @@ logger = logging.getLogger(__name__)
 
 Tier = Literal["memory", "storage"]
 
-_SETTLING_STEPS = 3
-"""What is made at first use takes long and never again."""
+_SETTLING_STEPS = 3  # what is made at first use takes long and never again
 _PROFILE_PAIRS, _PROFILE_STEPS = 8, 100
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
@@ -85,8 +84,7 @@ class TierRate:
     """
 
     _least_pairs = _LEAST_PAIRS
-    _looks = True
-    """Whether versions are taken less often now and then, so that there are steps without one."""
+    _looks = True  # whether versions are taken less often now and then, so that there are steps without one
 
     def __init__(
         self,
@@ -115,8 +113,7 @@ class TierRate:
         self._lost_most = 0
         self._arrived_step: int | None = None
         self._news: tuple[Costs, int] | None = None
-        self.costs: Costs | None = None
-        """As Algorithm 1 took them; None while they are measured."""
+        self.costs: Costs | None = None  # As Algorithm 1 took them; None while they are measured
         self.because: str | None = None
         self.rate: Rate | None = None
         if known is not None:

@@ -232,8 +232,7 @@ class Tracer:
     """Collects the traces of one rank. Used by the training thread."""
 
     def __init__(self) -> None:
-        self.traces: deque[StepTrace] | None = None
-        """Set to a bounded deque to have every step traced."""
+        self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
         self.profiler: Profiler | None = None
         self.weaver: Woven | None = None
 
@@ -441,12 +440,9 @@ class Session:
         self.state.recomputing.paused = paused
 
     def protect(self, scheme: str) -> None:
-        """Switch the protection of the versions to come, at one version boundary on all ranks. One rank
-        that asks is enough; ``reft protect`` does the same from outside.
-
-        Raises:
-            ConfigError: there is no such scheme.
-        """
+        """Switch the protection of the versions to come, at one version boundary on all ranks. One rank that
+        asks is enough; ``reft protect`` does the same from outside. Raises ConfigError: there is no such
+        scheme."""
         self.protection.order(scheme)
 
     # -- start and end -----------------------------------------------------------------------------

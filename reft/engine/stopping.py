@@ -22,7 +22,7 @@ _REPEAT_SECS = 2.0
 
 
 class Preemption:
-    """Notes the wish to stop. The next votes carry it to all ranks, so that all stop after the same
+    """Notes the request to stop. The next votes carry it to all ranks, so that all stop after the same
     step. Batch systems signal every process of a job and the launcher passes its own on, so repeats
     within two seconds mean the same; a later one acts at once, as if reft were not there."""
 
@@ -39,7 +39,7 @@ class Preemption:
 
     @property
     def waited_secs(self) -> float:
-        """Time since the wish; 0 if there was none."""
+        """Time since the request; 0 if there was none."""
         return time.monotonic() - self._since_secs if self.requested else 0.0
 
     def install(self) -> str | None:
@@ -77,8 +77,7 @@ _LONG_STEP_SECS = 0.5
 """From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
 measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
 _VOTE_SECS = 5.0
-_VOTE_SHARE = 0.1
-"""Of a step: most that it waits for a vote that does not come."""
+_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
 
 _CLOSE_SECS = 1.0
 _ALONE_SHARE = 0.5

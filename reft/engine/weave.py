@@ -63,13 +63,10 @@ class _Stream:
 
 
 class WovenSchedule:
-    """A schedule with snapshot instructions; everything else is the schedule's own.
-
-    Args:
-        take: insert :class:`TakeSnapshot` behind the optimizer step.
-        seen: takes the names of the training instructions, in order.
-        queues: its transfers are known to be queued, as in DualPipeV; else that shows with the first.
-    """
+    """A schedule with snapshot instructions; everything else is the schedule's own. ``take``: insert
+    :class:`TakeSnapshot` behind the optimizer step. ``seen``: takes the names of the training
+    instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV; else that
+    shows with the first."""
 
     def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
         self._schedule = schedule
@@ -102,13 +99,10 @@ class WovenSchedule:
 
 
 class Weaver(Woven):
-    """Weaves the schedules of one pipeline engine. Made once, at ``attach``.
-
-    Args:
-        take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
-        active: whether anything is to be woven; asked before every schedule.
-        traced: whether every instruction is timed; asked before every schedule.
-    """
+    """Weaves the schedules of one pipeline engine. Made once, at ``attach``. ``take_snapshot``: called behind
+    the optimizer step, where nothing follows it in the schedule. ``active``: whether anything is to be
+    woven; asked before every schedule. ``traced``: whether every instruction is timed; asked before every
+    schedule."""
 
     def __init__(
         self,

@@ -62,8 +62,7 @@ logger = logging.getLogger(__name__)
 
 _EXCHANGE_SECS = 30.0
 _FORM_ATTEMPTS = 10
-_PROGRESS_SECS = 600.0
-"""Trainers that ran so long have made progress, also where nothing is committed."""
+_PROGRESS_SECS = 600.0  # Trainers that ran so long have made progress, also where nothing is committed
 _SEEN_SECS = 5.0
 _KILLED = 128
 """From here on an exit code tells of a signal: another start may do better, as where memory was short."""
@@ -106,8 +105,7 @@ class ReftAgent(LocalElasticAgent):
         self._trainer_store: TrainerStore | None = None
         self._store_lost = False
         self._without_progress = 0
-        self._start_error = ""
-        """What ended the trainers last, before there was any version."""
+        self._start_error = ""  # what ended the trainers last, before there was any version
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
         self.all_ended_well = False
@@ -488,8 +486,7 @@ class Trainers:
         self._root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
         self._notes = self._root
         self._ended_groups: set[int] = set()
-        self.hurry = False
-        """They are waited for no more."""
+        self.hurry = False  # They are waited for no more
 
     def begin(self, number: int) -> None:
         """A round is about to start."""

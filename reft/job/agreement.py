@@ -18,11 +18,7 @@ from reft.job.exits import Cause
 
 
 class DuplicateNodeError(ConfigError):
-    """Several launchers claim to be the same node.
-
-    Attributes:
-        refused: agents that have to go.
-    """
+    """Several launchers claim to be the same node. ``refused``: agents that have to go."""
 
     def __init__(self, node: str, refused: tuple[str, ...]) -> None:
         super().__init__(
@@ -34,28 +30,22 @@ class DuplicateNodeError(ConfigError):
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one agent brings into a round.
-
-    Attributes:
-        agent: unique id of the launcher process.
-        turn: how many ranks each node gets in its turn (:func:`deal_ranks`).
-        round: last round this agent took part in, with its ``members`` and ``restarts_used``; 0: new agent.
-        known_step: newest committed step that any node of that round knew of; ``newest_step``: that this node
-            knows of now; -1: none.
-        incarnation: number of the newest start of the job that this node knows of.
-        cause: why the agent's trainers of that round ended; None if they did not fail; ``failure``: in words.
-    """
+    """What one agent brings into a round."""
 
     node: str
-    agent: str
+    agent: str  # unique id of the launcher process
     workers: int
-    turn: int = 0
+    turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
+    # last round this agent took part in, with its ``members`` and ``restarts_used``; 0: new agent
     round: int = 0
     members: tuple[str, ...] = ()
     restarts_used: int = 0
+    # newest committed step that any node of that round knew of; ``newest_step``: that this node knows of now;
+    # -1: none
     known_step: int = -1
     newest_step: int = -1
-    incarnation: int = 0
+    incarnation: int = 0  # number of the newest start of the job that this node knows of
+    # why the agent's trainers of that round ended; None if they did not fail; ``failure``: in words
     cause: Cause | None = None
     failure: str = ""
 
@@ -78,26 +68,18 @@ NODE_INFO = TypeAdapter(NodeInfo)
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome, equal on all agents.
+    """The outcome, equal on all agents."""
 
-    Attributes:
-        round: 1 for the first start of the trainers, one more after every restart.
-        members, nodes: agents and node ids of this round, by group rank.
-        ranks: global rank of every trainer of each node, by local rank.
-        restarts_used: of ``--max-restarts``, by the whole job.
-        known_step: newest committed step that any of the nodes knows of; -1: none.
-        incarnation: number of this start of the job, greater than any that a node, or the store, knows of.
-            Whoever carries a lower one was replaced and is refused.
-        failures: why trainers of the round before ended, on the nodes that are still there.
-    """
-
-    round: int
-    members: tuple[str, ...]
+    round: int  # 1 for the first start of the trainers, one more after every restart
+    members: tuple[str, ...]  # members, nodes: agents and node ids of this round, by group rank
     nodes: tuple[str, ...]
-    ranks: tuple[tuple[int, ...], ...]
-    restarts_used: int
-    known_step: int
+    ranks: tuple[tuple[int, ...], ...]  # global rank of every trainer of each node, by local rank
+    restarts_used: int  # of ``--max-restarts``, by the whole job
+    known_step: int  # newest committed step that any of the nodes knows of; -1: none
+    # number of this start of the job, greater than any that a node, or the store, knows of. Whoever carries a
+    # lower one was replaced and is refused.
     incarnation: int = 1
+    # why trainers of the round before ended, on the nodes that are still there
     failures: tuple[str, ...] = ()
 
     @property

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_SECS = 1.0
 _NODES_PER_SEC = 64
 _OFFLINE_PERIODS = 6
-_KEEPER_PERIODS = 4
-"""A board that has not changed for so long has lost its keeper."""
+_KEEPER_PERIODS = 4  # a board that has not changed for so long has lost its keeper
 _SHOWN_SECS = 600.0
 """A node that is gone, and has been replaced, is shown for so long; and no more of them than so many:"""
 _MOST_GONE = 16

@@ -19,11 +19,9 @@ from pathlib import Path
 
 from reft.refusal import EX_REFUSED, is_refusal
 
-EXITS_PREFIX = "exits-"
-"""Names of the directories that launchers make for them in the job's directory."""
+EXITS_PREFIX = "exits-"  # names of the directories that launchers make for them in the job's directory
 
-EX_PEER_FAILED = 75
-"""Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)."""
+EX_PEER_FAILED = 75  # Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)
 
 EX_FENCED = 76
 """Exit code of a launcher that was cut off while another node took its place: the job goes on without it."""
@@ -44,14 +42,10 @@ class Cause(StrEnum):
     REFUSED = "refused"
     """reft refused what the script asks for or what is left of the job, or the script cannot run (exit code 2
     of a command line): the same in every life, so that the job ends at once."""
-    SIZE = "size"
-    """Refused for the number of nodes: free, another number may do."""
-    OWN = "own"
-    """Its own error, exit code or signal: uses one of ``--max-restarts``."""
-    PEER = "peer"
-    """Communication broke because another rank vanished: free."""
-    STOPPED = "stopped"
-    """A peer was told to stop and took the whole job to a last commit: free."""
+    SIZE = "size"  # Refused for the number of nodes: free, another number may do
+    OWN = "own"  # Its own error, exit code or signal: uses one of ``--max-restarts``
+    PEER = "peer"  # Communication broke because another rank vanished: free
+    STOPPED = "stopped"  # a peer was told to stop and took the whole job to a last commit: free
     UNCLEAR = "unclear"
     """Aborted by a communication library's watchdog, or by its own code: decided by what the other
     nodes report (:func:`reft.job.agreement.agree`)."""
@@ -59,8 +53,7 @@ class Cause(StrEnum):
 
 EXIT_CODES = {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED, Cause.SIZE: EX_REFUSED}
 """Of a trainer that ended by an exception; any other: 1."""
-_OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)
-"""Errors that every start of it ends with."""
+_OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)  # Errors that every start of it ends with
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(

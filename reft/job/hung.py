@@ -28,10 +28,8 @@ from reft.node.progress import STACKS_SUFFIX
 logger = logging.getLogger(__name__)
 
 _ASK_SECS = 0.5
-_COURTESY_SECS = 2.0
-"""The culprit's node ends its trainers first: it has their stacks written."""
-_SILENT_SECS = 2.0
-"""A node that was struck out and lives takes its place again with its next heartbeat."""
+_COURTESY_SECS = 2.0  # the culprit's node ends its trainers first: it has their stacks written
+_SILENT_SECS = 2.0  # a node that was struck out and lives takes its place again with its next heartbeat
 _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
 

@@ -76,12 +76,8 @@ _IMPATIENT_SECS = 1.0
 
 class StopSignals:
     """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end, but a
-    second Ctrl-C by a person cuts the grace short.
-
-    Attributes:
-        received: the signal to stop; None: there was none.
-        asked_to_leave: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it.
-    """
+    second Ctrl-C by a person cuts the grace short. ``received``: the signal to stop; None: there was none.
+    ``asked_to_leave``: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it."""
 
     def __init__(self) -> None:
         self.agent: ReftAgent | None = None
@@ -126,13 +122,10 @@ class StopSignals:
 class End(Enum):
     """How this node's part in the job ends."""
 
-    UNFINISHED = auto()
-    """Told to stop, or the job has failed: it may be started again."""
+    UNFINISHED = auto()  # Told to stop, or the job has failed: it may be started again
     WELL = auto()
-    LEFT = auto()
-    """It was told to leave, and the others have a version without it."""
-    REPLACED = auto()
-    """It was cut off, and the job went on without it."""
+    LEFT = auto()  # It was told to leave, and the others have a version without it
+    REPLACED = auto()  # It was cut off, and the job went on without it
 
 
 _WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as it was told to"}

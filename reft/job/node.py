@@ -33,15 +33,13 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 30.0)
-_LOCK_SECS = 5.0
-"""A launcher that was just killed holds its lock until the kernel has taken it down."""
+_LOCK_SECS = 5.0  # a launcher that was just killed holds its lock until the kernel has taken it down
 _KILLED_SECS = 5.0
 _ASK_SECS = 1.0
 _MOST_STOPPED, _MOST_UNANSWERED, _MOST_AT_START = 2, 15, 100
 """Questions, of 1 to 3 s, that a daemon may leave unanswered: one that is stopped, that runs, that has just
 started."""
-_STABLE_SECS = 60.0
-"""A daemon that lived so long was well; the next start is not delayed."""
+_STABLE_SECS = 60.0  # a daemon that lived so long was well; the next start is not delayed
 
 
 def default_node_id(memory_dir: Path) -> str:
@@ -63,12 +61,8 @@ class NodeMemory:
         self._made = False
 
     def prepare(self, secret: bytes) -> JobDir:
-        """Make the directory and hold it against other launchers, before any other node is met.
-
-        Raises:
-            JobInUseError: another launcher, or a job under plain torchrun, has the directory.
-            AuthenticationError: it holds memory under another secret, or one that cannot be read, and stays.
-        """
+        """Make the directory and hold it against other launchers, before any other node is met. Raises
+        JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
         make_job_directory(self.memory_dir, self.job_id)
@@ -167,10 +161,8 @@ class DaemonKeeper:
         self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
         self._process: subprocess.Popen[bytes] | None = None
         self.workers: tuple[int, ...] = ()
-        self.incarnation = 0
-        """Of the trainers; the daemon refuses who is older."""
-        self.fenced = ""
-        """Why this node has to end, as the daemon was told by shared storage."""
+        self.incarnation = 0  # of the trainers; the daemon refuses who is older
+        self.fenced = ""  # why this node has to end, as the daemon was told by shared storage
         self._told: tuple[int, ...] = ()
         self._ending = threading.Event()
         self._started = threading.Event()

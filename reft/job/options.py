@@ -44,39 +44,27 @@ _NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What ``reft launch`` was asked to do.
+    """What ``reft launch`` was asked to do."""
 
-    Attributes:
-        config: torchrun's part.
-        script: the training script; None for a module, or another program.
-        node_declared: somebody gave the node's id, and thereby says that the node fails by itself.
-        block_file: holds the ``reft`` block; None where the DeepSpeed JSON does.
-        grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
-        stop_secs: time for trainers to end when a round is over.
-        free_restarts: restarts because of lost peers, without progress in between.
-        restarts_renew: own failures are counted from the last new version on, not over the job's life.
-        rank_turn: ranks that a node gets in its turn; 0: all of its ranks in a row.
-        devices: those of this node that the trainers see; None: all.
-    """
-
-    config: LaunchConfig
+    config: LaunchConfig  # torchrun's part
     entrypoint: str
-    script: Path | None
+    script: Path | None  # the training script; None for a module, or another program
     arguments: tuple[str, ...]
     memory_dir: Path
     node: str
-    node_declared: bool
+    node_declared: bool  # somebody gave the node's id, and thereby says that the node fails by itself
     job_id: str
-    block_file: Path | None
+    block_file: Path | None  # holds the ``reft`` block; None where the DeepSpeed JSON does
     dry_run: bool
     daemon: bool
     keep_memory: bool
+    # time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says
     grace_secs: float | None
-    stop_secs: float
-    free_restarts: int
-    restarts_renew: bool
-    rank_turn: int
-    devices: tuple[int, ...] | None
+    stop_secs: float  # time for trainers to end when a round is over
+    free_restarts: int  # restarts because of lost peers, without progress in between
+    restarts_renew: bool  # own failures are counted from the last new version on, not over the job's life
+    rank_turn: int  # ranks that a node gets in its turn; 0: all of its ranks in a row
+    devices: tuple[int, ...] | None  # those of this node that the trainers see; None: all
     warm: bool
     preload: tuple[str, ...]
 
@@ -110,12 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
-    """Parse and complete a command line.
-
-    Raises:
-        ConfigError: something does not fit together; says what to write.
-        SystemExit: argparse's own refusals, and ``--help``.
-    """
+    """Parse and complete a command line. Raises ConfigError: something does not fit together; says what to
+    write. Raises SystemExit: argparse's own refusals, and ``--help``."""
     return options_of(make_parser().parse_args(list(argv)))
 
 

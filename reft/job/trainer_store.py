@@ -57,17 +57,10 @@ class TrainerStore:
         *,
         incarnation: int = 0,
     ) -> TrainerStore:
-        """Serve the store on the first node, and relay to it on the others.
-
-        Args:
-            store: the agents' own, with the round's prefix.
-            nodes: of this round; a single one serves itself alone.
-            local_addr: ``--local-addr``; None: the address that the rendezvous sees.
-
-        Raises:
-            ConfigError: the address cannot be listened on.
-            TimeoutError, StoreError: the first node did not say where it serves.
-        """
+        """Serve the store on the first node, and relay to it on the others. ``store``: the agents' own, with
+        the round's prefix. ``nodes``: of this round; a single one serves itself alone. ``local_addr``:
+        ``--local-addr``; None: the address that the rendezvous sees. Raises ConfigError: the address
+        cannot be listened on. Raises TimeoutError, StoreError: the first node did not say where it serves."""
         if group_rank:
             return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
         served = cls.serve(incarnation)

@@ -10,8 +10,7 @@ from reft import env
 from reft.config_read import parse_block
 
 ETCD_BACKEND = "etcd-v3"
-RESTARTS = 3
-"""Failures of trainers that follow each other without a new version in between."""
+RESTARTS = 3  # Failures of trainers that follow each other without a new version in between
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 DESCRIPTION = (
     "torchrun, with reft: the training script keeps its state in the memory of its peers, and any node may "

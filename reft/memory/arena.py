@@ -178,18 +178,9 @@ class Arena:
     def open(
         cls, path: Path, secret: bytes | None, writable: bool = False, job_id: str | None = None
     ) -> Arena:
-        """Map an existing arena.
-
-        Args:
-            path: the file.
-            secret: the job's secret; None reads without checking who wrote it (never for restoring).
-            writable: map for writing; needs the secret.
-            job_id: refuse the versions of any other job.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ArenaError: it is foreign, torn, truncated, of another job or of a later format; says which.
-        """
+        """Map an existing arena. ``path``: the file. ``secret``: the job's secret; None reads without
+        checking who wrote it (never for restoring). ``writable``: map for writing; needs the secret.
+        ``job_id``: refuse the versions of any other job. Raises FileNotFoundError: there is no such file."""
         if writable and secret is None:
             raise ArenaError(f"{path}: opened for writing without the job's secret; give the secret")
         mode = os.O_RDWR if writable else os.O_RDONLY
@@ -217,12 +208,8 @@ class Arena:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Store bytes in the data region of an arena whose memory is not allocated yet. Through the mapping
-        its pages would be zeroed first, and entered there one by one: that takes twice as long.
-
-        Raises:
-            OutOfMemoryError: there is no memory left.
-            ArenaError: it would lie outside the data region.
-        """
+        its pages would be zeroed first, and entered there one by one: that takes twice as long. Raises
+        OutOfMemoryError: there is no memory left."""
         if not 0 <= offset <= self.data_bytes - len(data):
             raise ArenaError(
                 f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
@@ -315,11 +302,7 @@ class Arena:
         """Record that a version is being written, *before* any byte of data is overwritten.
 
         Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or :meth:`clear`.
-        ``header.state`` and ``header.entries`` are ignored.
-
-        Raises:
-            ArenaError: if a reader has pinned the arena, or it is not open for writing.
-        """
+        ``header.state`` and ``header.entries`` are ignored."""
         if self._held != fcntl.LOCK_EX:
             if not self.try_lock_exclusive():
                 raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
@@ -328,12 +311,9 @@ class Arena:
         self._record(self._newest(), writing, b"", wipe=True)
 
     def seal(self, entries: Sequence[Entry] | Table, sealed_unix_secs: float | None = None) -> None:
-        """Record that the data region holds the whole version and its checksums.
-
-        Args:
-            entries: every stored block; also packed, as an array of :data:`reft.memory.header.TABLE`.
-            sealed_unix_secs: time to record; now by default.
-        """
+        """Record that the data region holds the whole version and its checksums. ``entries``: every stored
+        block; also packed, as an array of :data:`reft.memory.header.TABLE`. ``sealed_unix_secs``: time to
+        record; now by default."""
         newest, header = self._in_state(ArenaState.WRITING, "sealed")
         if len(entries) > self.max_entries:
             raise ArenaError(

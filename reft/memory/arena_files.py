@@ -62,21 +62,13 @@ def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> d
 
 @dataclass(frozen=True)
 class SlotFiles:
-    """Where one rank's arenas lie.
+    """Where one rank's arenas lie."""
 
-    Attributes:
-        job_dir: the job's memory directory on this node.
-        local_rank: position among the node's ranks; names the files.
-        count: slots, each for one arena.
-        secret: the job's secret; keys the headers' MAC.
-        local_world_size: ranks on this node; rank 0 frees what ranks that are no more left behind.
-    """
-
-    job_dir: Path
-    local_rank: int
-    count: int
-    secret: bytes
-    local_world_size: int = 1
+    job_dir: Path  # the job's memory directory on this node
+    local_rank: int  # position among the node's ranks; names the files
+    count: int  # slots, each for one arena
+    secret: bytes  # the job's secret; keys the headers' MAC
+    local_world_size: int = 1  # ranks on this node; rank 0 frees what ranks that are no more left behind
 
     def path(self, slot: int) -> Path:
         """File of a slot, whether or not there is one."""
@@ -97,11 +89,7 @@ class SlotFiles:
 
     def set_aside(self, path: Path) -> Path:
         """Rename a file to a slot that the rank does not use: there a recovery finds it, and it goes after
-        the next commit, like those of an earlier start with more slots.
-
-        Raises:
-            OSError: it cannot be renamed.
-        """
+        the next commit, like those of an earlier start with more slots."""
         aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
         path.rename(aside)
         return aside

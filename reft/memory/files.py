@@ -17,8 +17,7 @@ from reft.errors import ArenaError, OutOfMemoryError
 from reft.memory.free_memory import free_bytes
 from reft.memory.header import PAGE_BYTES
 
-_STEP_BYTES = 256 * 2**20
-"""Allocate and touch in steps, so that signals and other threads get their turn."""
+_STEP_BYTES = 256 * 2**20  # Allocate and touch in steps, so that signals and other threads get their turn
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 

@@ -10,21 +10,15 @@ from pathlib import Path
 
 _PROCESS = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60
-"""The first version of control groups writes a number that is greater where there is none."""
+_NO_LIMIT = 2**60  # the first version of control groups writes a number that is greater where there is none
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory that may run full.
+    """A memory that may run full."""
 
-    Attributes:
-        name: for people.
-        used_bytes, limit_bytes: in use, and in all.
-    """
-
-    name: str
-    used_bytes: int
+    name: str  # for people
+    used_bytes: int  # used_bytes, limit_bytes: in use, and in all
     limit_bytes: int
 
 

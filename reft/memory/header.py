@@ -52,8 +52,7 @@ TABLE = np.dtype(
     ]
 )
 """The packed blocks of an arena. There are no gaps: NumPy would not copy what is in them."""
-_HEAD_BYTES = 4096
-"""Room for everything in a header but its block table: names are at most 255 characters."""
+_HEAD_BYTES = 4096  # Room for everything in a header but its block table: names are at most 255 characters
 
 _SECTIONS = tuple(Section)
 _SECTION_CODES = {section: code for code, section in enumerate(_SECTIONS)}
@@ -75,57 +74,34 @@ class ArenaState(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored block.
+    """One stored block."""
 
-    Attributes:
-        key: identity within sharding group and version.
-        start_bytes: offset in the section's image.
-        nbytes: true length.
-        image_bytes: total bytes of that section image, for the exact-cover check at recovery.
-        arena_offset: offset from the start of the arena's data region.
-        checksum: xxh3_64 of the bytes.
-        owner: True for the member's own block, False for a redundant copy or a parity.
-    """
-
-    key: BlockKey
-    start_bytes: int
-    nbytes: int
-    image_bytes: int
-    arena_offset: int
-    checksum: int
-    owner: bool
+    key: BlockKey  # identity within sharding group and version
+    start_bytes: int  # offset in the section's image
+    nbytes: int  # true length
+    image_bytes: int  # total bytes of that section image, for the exact-cover check at recovery
+    arena_offset: int  # offset from the start of the arena's data region
+    checksum: int  # xxh3_64 of the bytes
+    owner: bool  # True for the member's own block, False for a redundant copy or a parity
 
 
 @dataclass(frozen=True)
 class ArenaHeader:
-    """Whose version an arena holds, and which blocks (``entries`` only once it is sealed).
+    """Whose version an arena holds, and which blocks (``entries`` only once it is sealed)."""
 
-    Attributes:
-        job_id: job that wrote it.
-        node: node (failure domain) it was written on.
-        degrees: parallel degrees of the job.
-        coordinate: (pp, dp, tp) of the rank that wrote it; never its rank number (P7).
-        label: incarnation and step of the version.
-        state: where the version stands.
-        entries: block table.
-        sealed_unix_secs: time of sealing; 0 before.
-        layout: hex hash of degrees and section sizes; versions of other layouts are refused.
-        coding: the erasure code of the replicated section, as
-            :meth:`reft.protect.coded_blocks.BlockCode.describe` writes it; empty without one.
-        scheme: how the version is protected, ``arc:2+aec``; empty where nobody said.
-    """
-
-    job_id: str
-    node: str
-    degrees: Degrees
-    coordinate: Coordinate
-    label: Label
-    state: ArenaState
-    entries: tuple[Entry, ...] = ()
-    sealed_unix_secs: float = 0.0
-    layout: str = ""
+    job_id: str  # job that wrote it
+    node: str  # node (failure domain) it was written on
+    degrees: Degrees  # parallel degrees of the job
+    coordinate: Coordinate  # (pp, dp, tp) of the rank that wrote it; never its rank number (P7)
+    label: Label  # incarnation and step of the version
+    state: ArenaState  # where the version stands
+    entries: tuple[Entry, ...] = ()  # block table
+    sealed_unix_secs: float = 0.0  # time of sealing; 0 before
+    layout: str = ""  # hex hash of degrees and section sizes; versions of other layouts are refused
+    # the erasure code of the replicated section, as `reft.protect.coded_blocks.BlockCode.describe` writes it;
+    # empty without one
     coding: str = ""
-    scheme: str = ""
+    scheme: str = ""  # how the version is protected, ``arc:2+aec``; empty where nobody said
 
 
 class RecordKind(IntEnum):
@@ -166,19 +142,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Record:
-    """One decoded header copy.
+    """One decoded header copy."""
 
-    Attributes:
-        index: which copy, 0 or 1.
-        sequence: the record's number.
-        head: the header without its entries; None for an EMPTY arena.
-        table: the packed entries.
-    """
-
-    index: int
-    sequence: int
-    head: ArenaHeader | None
-    table: bytes
+    index: int  # which copy, 0 or 1
+    sequence: int  # the record's number
+    head: ArenaHeader | None  # the header without its entries; None for an EMPTY arena
+    table: bytes  # the packed entries
 
     def header(self) -> ArenaHeader | None:
         """The header with its entries, which takes a while for thousands of them. Raises ArenaError if the
@@ -209,12 +178,7 @@ def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes
 
 def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tuple[int, bytes]:
     """Sequence number and payload of the record at the start of ``raw``, which has to be of this kind.
-    Without the job's secret it is checked for tearing only, not for authenticity.
-
-    Raises:
-        TornRecordError: where no whole record stands.
-        ArenaError: for a later format, another kind or another job's secret.
-    """
+    Without the job's secret it is checked for tearing only, not for authenticity."""
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
     version, found_kind, sequence, nbytes = _CORE.unpack_from(raw, len(MAGIC))
@@ -333,12 +297,8 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
 
 
 def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
-    """The valid header copy with the highest sequence number.
-
-    Raises:
-        TornRecordError: if no copy is whole.
-        ArenaError: if a whole copy is foreign or of a later format, and no other one is valid.
-    """
+    """The valid header copy with the highest sequence number. Raises TornRecordError: if no copy is whole.
+    Raises ArenaError: if a whole copy is foreign or of a later format, and no other one is valid."""
     found: list[tuple[int, int, bytes]] = []
     # Not the errors themselves: their tracebacks lead back here, and the cycle would keep the views,
     # and with them the mapping, alive.

@@ -108,7 +108,6 @@ class JobDir:
         Raises:
             AuthenticationError: the directory or its secret belongs to somebody else, can be read by others,
                 or was made with another secret.
-            ArenaError: the directory is another job's.
             ConfigError: the job id is no name of a directory.
         """
         path = make_job_directory(memory_dir, job_id)
@@ -181,26 +180,18 @@ class JobDir:
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One job's memory on one node, as listed by `reft clean`.
-
-    Attributes:
-        created_unix_secs: when it was made; 0 if unknown.
-        incarnation: highest incarnation found.
-        arenas, nbytes: number of arena files, and the memory that the directory takes.
-        alive_because: live processes; empty for an orphan.
-        problem: why it could not be read, if so.
-    """
+    """One job's memory on one node, as listed by `reft clean`."""
 
     path: Path
     job_id: str
     node: str
     owner_uid: int
-    created_unix_secs: float
-    incarnation: int
-    arenas: int
+    created_unix_secs: float  # when it was made; 0 if unknown
+    incarnation: int  # highest incarnation found
+    arenas: int  # arenas, nbytes: number of arena files, and the memory that the directory takes
     nbytes: int
-    alive_because: tuple[str, ...]
-    problem: str | None = None
+    alive_because: tuple[str, ...]  # live processes; empty for an orphan
+    problem: str | None = None  # why it could not be read, if so
 
     @property
     def alive(self) -> bool:
@@ -292,11 +283,7 @@ def _live_processes(path: Path, free: bool) -> tuple[str, ...]:
 
 def remove_job(path: Path, force: bool = False) -> int:
     """Remove a job's memory on this node; returns the bytes freed. No process can attach meanwhile.
-    ``force``: also if the job is alive; its processes go on with memory that no one else can find.
-
-    Raises:
-        ArenaError: it is not a job directory, somebody else's, or alive and not forced.
-    """
+    ``force``: also if the job is alive; its processes go on with memory that no one else can find."""
     if not is_job_dir(path):
         raise ArenaError(f"{path}: not a job's memory; nothing was removed")
     if path.stat().st_uid != os.geteuid():
@@ -398,12 +385,8 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
 
 def make_job_directory(memory_dir: Path, job_id: str) -> Path:
     """Make a job's directory, without anything in it, where there is none: for its user alone, in one that
-    nobody else can exchange it in (P11).
-
-    Raises:
-        AuthenticationError: it is somebody else's, or others can read it.
-        ConfigError: the job id is no name of a directory.
-    """
+    nobody else can exchange it in (P11). Raises AuthenticationError: it is somebody else's, or others can
+    read it."""
     if not JOB_ID.fullmatch(job_id):
         raise ConfigError(
             f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
@@ -456,12 +439,8 @@ _HINT = f"or set {ENV_SECRET} to {2 * SECRET_BYTES} hexadecimal digits on every 
 
 
 def user_secret() -> bytes:
-    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use.
-
-    Raises:
-        AuthenticationError: the value is no secret, or others can read or write the file.
-        ConfigError: there is no home directory to keep it in.
-    """
+    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use. Raises
+    AuthenticationError: the value is no secret, or others can read or write the file."""
     given = os.environ.get(ENV_SECRET)
     if given:
         return parse_secret(given, ENV_SECRET)
@@ -486,8 +465,7 @@ def user_secret() -> bytes:
 
 
 FINGERPRINT_FILE = "fingerprint.json"
-_KEPT = 16
-"""Incarnations. Arenas hold versions of the last two or three; the others do no harm."""
+_KEPT = 16  # Incarnations. Arenas hold versions of the last two or three; the others do no harm.
 
 
 def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerprint) -> None:

@@ -27,19 +27,10 @@ _SHOWN_CHARACTERS = 200
 
 
 class JobLock:
-    """Held until it is closed, or the process ends.
-
-    Args:
-        directory: the job's memory on this node; it must exist.
-        job_id: the job, for the message.
-        wait_secs: how long to wait for a holder that may be about to end: one that was killed keeps the lock
-            until the kernel has taken its memory down.
-
-    Raises:
-        JobInUseError: another job, or another start of the same one, holds it.
-        OSError: the directory is not there and cannot be made within ``wait_secs``, or nothing can be made
-            in it.
-    """
+    """Held until it is closed, or the process ends. ``directory``: the job's memory on this node; it must
+    exist. ``job_id``: the job, for the message. ``wait_secs``: how long to wait for a holder that may be
+    about to end: one that was killed keeps the lock until the kernel has taken its memory down. Raises
+    JobInUseError: another job, or another start of the same one, holds it."""
 
     def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
         self._fd = _acquire(directory, job_id, fcntl.LOCK_EX, wait_secs)

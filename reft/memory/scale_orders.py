@@ -17,18 +17,12 @@ SIZE_FILE = "size.json"
 
 @dataclass(frozen=True)
 class Size:
-    """What decides whether a job can have another data-parallel degree.
+    """What decides whether a job can have another data-parallel degree."""
 
-    Attributes:
-        why_not: why it should not; "" where it can.
-        batch: samples of a step; 0: so many as fit.
-        micro: samples of a micro-batch.
-        fixed: a start at another degree would be refused, and not only differ in what ``why_not`` says.
-    """
-
-    why_not: str
-    batch: int
-    micro: int
+    why_not: str  # why it should not; "" where it can
+    batch: int  # samples of a step; 0: so many as fit
+    micro: int  # samples of a micro-batch
+    # a start at another degree would be refused, and not only differ in what ``why_not`` says
     fixed: bool = False
 
 
@@ -51,38 +45,23 @@ def read_size(job_dir: Path) -> Size | None:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """A wish for another number of nodes.
+    """A request for another number of nodes."""
 
-    Attributes:
-        number: milliseconds since the epoch.
-        nodes: that the job is to have.
-        without: ids of nodes that leave before any other.
-    """
-
-    number: int
-    nodes: int
-    without: tuple[str, ...] = ()
+    number: int  # milliseconds since the epoch
+    nodes: int  # that the job is to have
+    without: tuple[str, ...] = ()  # ids of nodes that leave before any other
 
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    """What a launcher says of an order.
+    """What a launcher says of an order."""
 
-    Attributes:
-        number: of the order.
-        nodes: that the job is to have.
-        running: nodes that it has.
-        refused: why it is not followed; "" where it is.
-        done: the job runs on so many nodes, and has committed a version there.
-        waits: what the order waits for, before it is followed or refused; "" where it does not wait.
-    """
-
-    number: int
-    nodes: int
-    running: int
-    refused: str = ""
-    done: bool = False
-    waits: str = ""
+    number: int  # of the order
+    nodes: int  # that the job is to have
+    running: int  # nodes that it has
+    refused: str = ""  # why it is not followed; "" where it is
+    done: bool = False  # the job runs on so many nodes, and has committed a version there
+    waits: str = ""  # what the order waits for, before it is followed or refused; "" where it does not wait
 
 
 def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrder:

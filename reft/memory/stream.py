@@ -25,14 +25,11 @@ logger = logging.getLogger(__name__)
 Range = tuple[int, int, int]
 """``(target address, source address, bytes)``. Target 0: the bytes are only hashed. Whoever holds the
 addresses keeps the memory."""
-Ranges = NDArray[np.uint64]
-"""Rows of them."""
+Ranges = NDArray[np.uint64]  # Rows of them
 
-_SHORT_BYTES = 240
-"""Inputs up to here have other formulas in XXH3; the package computes them."""
+_SHORT_BYTES = 240  # Inputs up to here have other formulas in XXH3; the package computes them
 _LINE_BYTES = 64
-_CACHED_BYTES = 256 * 2**10
-"""What is still in the cache when it is hashed after it was copied."""
+_CACHED_BYTES = 256 * 2**10  # what is still in the cache when it is hashed after it was copied
 
 
 @lru_cache(maxsize=1)
@@ -66,17 +63,11 @@ def ranges_of(rows: Iterable[Range]) -> Ranges:
 
 @dataclass(frozen=True, eq=False)
 class CutRanges:
-    """Ranges in order, cut into chunks.
+    """Ranges in order, cut into chunks."""
 
-    Attributes:
-        ranges: of all chunks.
-        ends: where each chunk ends among them, uint64.
-        begins_bytes: bytes before each chunk, and of all.
-    """
-
-    ranges: Ranges
-    ends: NDArray[np.uint64]
-    begins_bytes: Sequence[int]
+    ranges: Ranges  # of all chunks
+    ends: NDArray[np.uint64]  # where each chunk ends among them, uint64
+    begins_bytes: Sequence[int]  # bytes before each chunk, and of all
 
     @classmethod
     def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
@@ -122,16 +113,9 @@ class HashingCopier:
         self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
 
     def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
-        """Copy and hash chunks behind what was hashed so far.
-
-        Args:
-            cut: what they are chunks of.
-            first, stop: which, at least one.
-            until: once another thread has made it anything but 0, no other chunk begins.
-
-        Returns:
-            How many were copied, at least one.
-        """
+        """Copy and hash chunks behind what was hashed so far. ``cut``: what they are chunks of. ``first,
+        stop``: which, at least one. ``until``: once another thread has made it anything but 0, no other
+        chunk begins. Returns how many were copied, at least one."""
         ranges, ends = (a.__array_interface__["data"][0] for a in (cut.ranges, cut.ends))
         flag = 0 if until is None else ctypes.addressof(until)
         copied: int = self._copy_chunks(self._at, ranges, ends, first, stop, flag)

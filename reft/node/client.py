@@ -72,13 +72,9 @@ class DaemonError(ReftError):
 def request(
     job_dir: Path, secret: bytes, operation: str, *, timeout_secs: float = _ANSWER_SECS, **fields: Any
 ) -> Any:
-    """Ask the daemon of ``job_dir`` once; what ``reft status`` and the launcher use.
-
-    Raises:
-        DaemonError: it refused, and why.
-        AuthenticationError: the secret is another job's.
-        OSError, EOFError: there is no daemon, or it did not answer in time.
-    """
+    """Ask the daemon of ``job_dir`` once; what ``reft status`` and the launcher use. Raises DaemonError: it
+    refused, and why. Raises AuthenticationError: the secret is another job's. Raises OSError, EOFError:
+    there is no daemon, or it did not answer in time."""
     channel = connect(job_dir, secret, timeout_secs)
     try:
         return _ask(channel, {"op": operation, **fields})
@@ -95,11 +91,8 @@ def _ask(channel: Channel, message: Mapping[str, Any]) -> Any:
 
 
 class DaemonClient:
-    """The trainer's line to its node's daemon.
-
-    Args:
-        incarnation: number of this start of the job; the daemon refuses older ones than its launcher's.
-    """
+    """The trainer's line to its node's daemon. ``incarnation``: number of this start of the job; the daemon
+    refuses older ones than its launcher's."""
 
     def __init__(self, job_dir: Path, secret: bytes, incarnation: int = 0) -> None:
         self._job_dir = job_dir
@@ -131,13 +124,8 @@ class DaemonClient:
         unprotected: bool = False,
         due: bool = False,
     ) -> None:
-        """A version was committed by all ranks.
-
-        Args:
-            coordinate: of this rank.
-            unprotected: memory has become too short to survive the loss of a node.
-            due: it goes to storage, as the ranks agreed.
-        """
+        """A version was committed by all ranks. ``coordinate``: of this rank. ``unprotected``: memory has
+        become too short to survive the loss of a node. ``due``: it goes to storage, as the ranks agreed."""
         self._enqueue(
             {
                 "op": "committed",
@@ -156,11 +144,8 @@ class DaemonClient:
         self._enqueue({**note, "stats": dict(stats)})
 
     def persist_now(self, label: Label, timeout_secs: float) -> str | None:
-        """Have ``label`` written to storage and wait for it.
-
-        Returns:
-            The checkpoint's path, or None if it was not written in time; the log says why.
-        """
+        """Have ``label`` written to storage and wait for it. Returns the checkpoint's path, or None if it was
+        not written in time; the log says why."""
         deadline = time.monotonic() + timeout_secs
         while True:
             left = deadline - time.monotonic()

@@ -47,26 +47,20 @@ from reft.storage.persister import Persister, PersistStatus, label_json
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-END_SIGNAL = signal.SIGUSR1
-"""By which its launcher ends it."""
+END_SIGNAL = signal.SIGUSR1  # by which its launcher ends it
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
-_WRITE_PAUSE_SECS = 6.0
-"""Times patience: between two signs of progress of what is being written to storage."""
-_SAME_START_SECS = 2.0
-"""Start times are computed from the boot time, which the clock's corrections move."""
+_WRITE_PAUSE_SECS = 6.0  # Times patience: between two signs of progress of what is being written to storage
+_SAME_START_SECS = 2.0  # Start times are computed from the boot time, which the clock's corrections move
 
 
 class NodeStatus:
     """What the daemon knows of its node, changed by its threads; kept up to date as ``status.json``.
-
-    Args:
-        facts: what the daemon says of itself (pid, node, job id).
-        persist: state of the checkpoints on storage.
-    """
+    ``facts``: what the daemon says of itself (pid, node, job id). ``persist``: state of the checkpoints on
+    storage."""
 
     def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
         self._path = job_dir / STATUS_FILE
@@ -147,13 +141,9 @@ class NodeStatus:
 
 
 class Daemon:
-    """The daemon of one node.
-
-    Args:
-        launcher_pid: process whose end ends the daemon; 0: none.
-        linger_secs: how long it stays while nobody holds the job's memory; 0: for ever.
-        persist: writes one version to storage; see :mod:`reft.storage.persister`.
-    """
+    """The daemon of one node. ``launcher_pid``: process whose end ends the daemon; 0: none. ``linger_secs``:
+    how long it stays while nobody holds the job's memory; 0: for ever. ``persist``: writes one version to
+    storage; see :mod:`reft.storage.persister`."""
 
     def __init__(
         self,

@@ -24,8 +24,7 @@ STOPPED, TRACED = "T", "t"
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
 """Beginnings of the names of instructions in which a rank may wait for another one."""
 _COMPUTING = ("BackwardPass",)
-_LOADING = ("LoadMicroBatch",)
-"""The script's data: as slow as it may be at times."""
+_LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at times
 
 
 @dataclass(frozen=True)

@@ -54,36 +54,26 @@ PARTS = {
 
 @dataclass
 class Round:
-    """One start of the trainers.
+    """One start of the trainers."""
 
-    Attributes:
-        round: 1 for the first start under a launcher.
-        unix_secs: when all nodes were there.
-        failures: why trainers of the round before ended: node, rank, and signal, exit code or error.
-        lost, joined, left: nodes that vanished since the round before, are new, or have left as they were
-            told.
-        newest_step: newest committed step that a node knew of; -1: none.
-        resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
-        resumed_step: step that it went on from.
-        secs: parts of the interruption, one after the other, by the wall clock of this node; see
-            :data:`PARTS`. What nobody has seen is missing.
-        failed_unix_secs: when the launcher saw that a trainer of the round before had failed; None: none had.
-        ended: what the launcher said when the job ended in this round.
-    """
-
-    round: int
-    unix_secs: float
+    round: int  # 1 for the first start under a launcher
+    unix_secs: float  # when all nodes were there
     nodes: list[str] = field(default_factory=list)
+    # why trainers of the round before ended: node, rank, and signal, exit code or error
     failures: list[str] = field(default_factory=list)
+    # lost, joined, left: nodes that vanished since the round before, are new, or have left as they were told
     lost: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    newest_step: int = -1
-    resumed_from: str | None = None
-    resumed_step: int | None = None
+    newest_step: int = -1  # newest committed step that a node knew of; -1: none
+    resumed_from: str | None = None  # ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet
+    resumed_step: int | None = None  # step that it went on from
+    # parts of the interruption, one after the other, by the wall clock of this node; see `PARTS`. What nobody
+    # has seen is missing.
     secs: dict[str, float] = field(default_factory=dict)
+    # when the launcher saw that a trainer of the round before had failed; None: none had
     failed_unix_secs: float | None = None
-    ended: str | None = None
+    ended: str | None = None  # what the launcher said when the job ended in this round
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

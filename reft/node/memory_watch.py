@@ -33,12 +33,10 @@ _MOST_POINTS = 128
 _PARTS = 8
 _LEAST_POINTS = 2 * _PARTS
 _LEAST_SECS, _LEAST_STEPS = 10.0, 5
-_LEAST_SHARE = 0.01
-"""Of the limit: what grows by less is not named."""
+_LEAST_SHARE = 0.01  # of the limit: what grows by less is not named
 _EVEN = 0.25
 _AHEAD, _MOST_AHEAD_SECS = 6.0, 86400.0
-_STAYS_SECS = 60.0
-"""It stays named for so long after it was last seen to grow, unless memory becomes free."""
+_STAYS_SECS = 60.0  # It stays named for so long after it was last seen to grow, unless memory becomes free
 
 _used = attrgetter("used_bytes")
 
@@ -57,22 +55,16 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RunsOut:
-    """A memory that is running out.
-
-    Attributes:
-        who: what grows most, and by which part of all growth; "" where nothing that is known grows.
-        in_secs: until it is full; ``step``: about which; None: the job's speed is not known.
-        since_step: from which on it was seen to grow.
-    """
+    """A memory that is running out."""
 
     name: str
-    who: str
+    who: str  # what grows most, and by which part of all growth; "" where nothing that is known grows
     used_bytes: int
     limit_bytes: int
     bytes_per_sec: float
-    in_secs: float
+    in_secs: float  # until it is full; ``step``: about which; None: the job's speed is not known
     step: int | None
-    since_step: int
+    since_step: int  # from which on it was seen to grow
 
     def __str__(self) -> str:
         near = "" if self.step is None else f", near step {self.step}"
@@ -228,10 +220,8 @@ class MemoryWatch:
         self._trends: dict[str, MemoryTrend] = {}
         self._last = float("-inf")
         self._pids: tuple[int, ...] = ()
-        self.uses: tuple[MemoryUse, ...] = ()
-        """What is in use, of every memory that limits the trainers."""
-        self.runs_out: tuple[RunsOut, ...] = ()
-        """What is running out, the soonest first."""
+        self.uses: tuple[MemoryUse, ...] = ()  # what is in use, of every memory that limits the trainers
+        self.runs_out: tuple[RunsOut, ...] = ()  # what is running out, the soonest first
 
     def look(self, pages: list[Seen], steps_per_sec: float | None) -> None:
         """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not known."""

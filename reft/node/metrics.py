@@ -69,18 +69,12 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 """What is said of each name, and its labels next to job and node. One of which nothing is known yet is left
 out; those that end in ``_total`` are counters, the others gauges."""
 
-Value = tuple[str, tuple[str, ...], float]
-"""Name, labels next to job and node, value."""
+Value = tuple[str, tuple[str, ...], float]  # Name, labels next to job and node, value
 
 
 def values(board: Board | None, node: str, status: Mapping[str, Any], now: float) -> Iterator[Value]:
-    """What is exposed now.
-
-    Args:
-        board: of the job; None where no launcher writes one.
-        node: this node.
-        status: what its daemon knows.
-    """
+    """What is exposed now. ``board``: of the job; None where no launcher writes one. ``node``: this node.
+    ``status``: what its daemon knows."""
     if board is not None:
         yield from _of_job(summary(board, now), node)
     yield from _of_node(status)

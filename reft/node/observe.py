@@ -28,8 +28,7 @@ from reft.node.report import MOST_WARNINGS, Counts, NodeReport, Shard, Signal, c
 from reft.node.stragglers import Straggler
 
 _SPEED_STEPS = 64
-_MOST_STEPS = 32
-"""Of a rank, in a report."""
+_MOST_STEPS = 32  # of a rank, in a report
 _MOST_MEMORIES, _MOST_RUNNING_OUT = 24, 3
 _STALE_STEPS = 10
 """A busy machine skips a version now and then; a node that has taken none for so many steps is not well."""

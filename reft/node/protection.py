@@ -23,14 +23,13 @@ from reft.protect.codes import Scheme
 
 REQUEST_FILE = "protect-request.json"
 RECORD_FILE = "protection.json"
-MOST_CHARACTERS = 64
-"""Of a scheme's name: orders travel between ranks in messages of a fixed length."""
+MOST_CHARACTERS = 64  # of a scheme's name: orders travel between ranks in messages of a fixed length
 
 
 @dataclass(frozen=True)
 class Order:
-    """A wish to switch to a scheme as in the block, ``arc:2+aec``. Of several orders the one with the highest
-    number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
+    """A request to switch to a scheme as in the block, ``arc:2+aec``. Of several the one with the
+    highest number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
 
     number: int
     scheme: str
@@ -58,30 +57,18 @@ class Degradation:
 
 @dataclass(frozen=True)
 class ProtectionRecord:
-    """What the ranks agreed on, the same on every node.
+    """What the ranks agreed on, the same on every node."""
 
-    Attributes:
-        scheme: wanted, and in force unless ``degraded``.
-        configured: what the block said when that was decided. A block that says something else is newer.
-        number: newest order that was dealt with; 0: none.
-        step: since which version.
-        incarnation: of that version.
-        tolerance: node losses that every sharding group survives under what is in force.
-        refused: the newest order, if it could not be carried out.
-        degraded: what is in force, if memory is too short for what is wanted.
-        ordered: the scheme came by order, not from the block.
-        aor: the job was started with partitions recomputed by their owners' peers; no order changes that.
-    """
-
-    scheme: str
-    configured: str
-    number: int = 0
-    step: int = 0
-    incarnation: int = 0
-    tolerance: int = 0
-    refused: Refusal | None = None
-    degraded: Degradation | None = None
-    ordered: bool = False
+    scheme: str  # wanted, and in force unless ``degraded``
+    configured: str  # what the block said when that was decided. A block that says something else is newer.
+    number: int = 0  # newest order that was dealt with; 0: none
+    step: int = 0  # since which version
+    incarnation: int = 0  # of that version
+    tolerance: int = 0  # node losses that every sharding group survives under what is in force
+    refused: Refusal | None = None  # the newest order, if it could not be carried out
+    degraded: Degradation | None = None  # what is in force, if memory is too short for what is wanted
+    ordered: bool = False  # the scheme came by order, not from the block
+    # the job was started with partitions recomputed by their owners' peers; no order changes that
     aor: bool = False
 
     @property
@@ -166,8 +153,8 @@ def resume(
     records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
 ) -> ProtectionRecord:
     """What a start of the job begins with: the last switch that any node's record tells of, unless the block
-    was edited since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there
-    is, is found out anew. ``scheme``: what ``configured``, the block's words, mean; None: they are one."""
+    was edited since, which then is the newer request. Orders dealt with stay so in both cases; what memory
+    there is, is found out anew. ``scheme``: what ``configured``, the block's words, mean."""
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)

@@ -30,28 +30,20 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 
 BOARD_FILE = "board.json"
-ENDED_WELL = "the job ended well"
-"""Why a launcher has ended whose job has."""
-MOST_CHARACTERS = 200
-"""Of a text in a report; longer ones are cut."""
+ENDED_WELL = "the job ended well"  # why a launcher has ended whose job has
+MOST_CHARACTERS = 200  # of a text in a report; longer ones are cut
 MOST_WARNINGS = 6
-_MOST_BYTES = 64 * 2**20
-"""Of a report or board, once it is unpacked: 65,536 nodes."""
+_MOST_BYTES = 64 * 2**20  # of a report or board, once it is unpacked: 65,536 nodes
 
 
 class Signal(StrEnum):
     """The state of a node."""
 
-    HEALTHY = "HEALTHY"
-    """Its trainers run, or wait for other nodes; it has no version of this start yet."""
-    SNAP = "SNAP"
-    """A version is being copied."""
-    COMPLETED = "COMPLETED"
-    """All its shards of the newest version are whole."""
-    UNHEALTHY = "UNHEALTHY"
-    """A trainer has failed or stands still, or versions are not taken."""
-    OFFLINE = "OFFLINE"
-    """Nothing is heard of it."""
+    HEALTHY = "HEALTHY"  # Its trainers run, or wait for other nodes; it has no version of this start yet
+    SNAP = "SNAP"  # a version is being copied
+    COMPLETED = "COMPLETED"  # All its shards of the newest version are whole
+    UNHEALTHY = "UNHEALTHY"  # a trainer has failed or stands still, or versions are not taken
+    OFFLINE = "OFFLINE"  # Nothing is heard of it
 
 
 class _Message(BaseModel):
@@ -86,33 +78,21 @@ _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)
 class Counts:
     """How much of a job's time was training that counts, since it began and over all its restarts, and what
     the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
-    however often they were made.
-
-    Attributes:
-        elapsed_secs: that it was looked at.
-        first_step, newest_step: that it began with, and that it has reached.
-        last_step: made last; below ``newest_step`` while steps are made again.
-        repeated_steps: made again after a rollback; ``repeated_secs``: their time.
-        samples: of a step that was made twice once; ``flops``: of the model for these, as far as known.
-        starting_secs: until its first step.
-        recovering_secs: in which no step was made later: trainers were gone, or loaded.
-        snapshot_secs: in which training waited for versions.
-        straggler_secs: that stragglers have cost, at most.
-    """
+    however often they were made."""
 
     began_unix_secs: float
-    elapsed_secs: float = 0.0
-    first_step: int | None = None
+    elapsed_secs: float = 0.0  # that it was looked at
+    first_step: int | None = None  # first_step, newest_step: that it began with, and that it has reached
     newest_step: int | None = None
-    last_step: int | None = None
-    repeated_steps: int = 0
+    last_step: int | None = None  # made last; below ``newest_step`` while steps are made again
+    repeated_steps: int = 0  # made again after a rollback; ``repeated_secs``: their time
     repeated_secs: float = 0.0
-    samples: int = 0
+    samples: int = 0  # of a step that was made twice once; ``flops``: of the model for these, as far as known
     flops: float = 0.0
-    starting_secs: float = 0.0
-    recovering_secs: float = 0.0
-    snapshot_secs: float = 0.0
-    straggler_secs: float = 0.0
+    starting_secs: float = 0.0  # until its first step
+    recovering_secs: float = 0.0  # in which no step was made later: trainers were gone, or loaded
+    snapshot_secs: float = 0.0  # in which training waited for versions
+    straggler_secs: float = 0.0  # that stragglers have cost, at most
 
     @property
     def lost_secs(self) -> dict[str, float]:
@@ -180,82 +160,54 @@ class Counts:
 
 @dataclass(frozen=True)
 class Shard:
-    """A whole version of one rank in a node's memory.
+    """A whole version of one rank in a node's memory."""
 
-    Attributes:
-        at: its pipeline stage, replica and tensor slice.
-        degrees: of the job that wrote it, in the same order.
-        label: incarnation and step.
-        scheme: its protection, ``arc:2+aec``; "" where nobody said.
-        sealed_unix_secs: when it was whole.
-        committed: by all ranks.
-    """
-
-    at: tuple[int, int, int]
-    degrees: tuple[int, int, int]
-    label: tuple[int, int]
-    scheme: str = ""
-    sealed_unix_secs: float = 0.0
-    committed: bool = False
+    at: tuple[int, int, int]  # its pipeline stage, replica and tensor slice
+    degrees: tuple[int, int, int]  # of the job that wrote it, in the same order
+    label: tuple[int, int]  # incarnation and step
+    scheme: str = ""  # its protection, ``arc:2+aec``; "" where nobody said
+    sealed_unix_secs: float = 0.0  # when it was whole
+    committed: bool = False  # by all ranks
 
 
 class NodeReport(_Message):
-    """What a node tells of itself.
-
-    Attributes:
-        domain: what fails as one with it: the node, or the host of several that nobody declared to be nodes.
-        number: one more with every report.
-        round: of its trainers; 0 before the first.
-        signal: its state; ``times`` says when it last was in each, in seconds since 1970.
-        doing: the launcher's words for what it does; ``why`` for what is wrong.
-        step: last one that its trainers have made; ``steps_per_sec``: over the last steps.
-        shards: newest whole version of each rank with memory on this node.
-        trainers: that run.
-        tolerance: node losses that the job's protection survives where all nodes are there; None: not known.
-        restarts: after failures.
-        recovery: the last of them, without the names of those that were there.
-        memory: that limits its trainers; ``runs_out``: what of it will be full, the soonest first.
-        counts: the job's, as this node has counted them.
-        ranks: the last steps of its trainers; for who keeps the board, on which they are not.
-        left: it has ended, and says so.
-    """
+    """What a node tells of itself."""
 
     node: str
+    # what fails as one with it: the node, or the host of several that nobody declared to be nodes
     domain: str
-    number: int = 0
-    round: int = 0
+    number: int = 0  # one more with every report
+    round: int = 0  # of its trainers; 0 before the first
     spare: bool = False
+    # its state; ``times`` says when it last was in each, in seconds since 1970
     signal: Signal = Signal.HEALTHY
     times: dict[Signal, float] = {}
-    doing: _Text = ""
+    doing: _Text = ""  # the launcher's words for what it does; ``why`` for what is wrong
     why: _Text = ""
-    step: int | None = None
+    step: int | None = None  # last one that its trainers have made; ``steps_per_sec``: over the last steps
     steps_per_sec: float | None = None
-    shards: tuple[Shard, ...] = ()
-    trainers: int = 0
+    shards: tuple[Shard, ...] = ()  # newest whole version of each rank with memory on this node
+    trainers: int = 0  # that run
+    # node losses that the job's protection survives where all nodes are there; None: not known
     tolerance: int | None = None
-    restarts: int = 0
-    recovery: Round | None = None
+    restarts: int = 0  # after failures
+    recovery: Round | None = None  # the last of them, without the names of those that were there
     warnings: _Texts = ()
+    # that limits its trainers; ``runs_out``: what of it will be full, the soonest first
     memory: tuple[MemoryUse, ...] = ()
     runs_out: tuple[RunsOut, ...] = ()
-    counts: Counts | None = None
+    counts: Counts | None = None  # the job's, as this node has counted them
+    # the last steps of its trainers; for who keeps the board, on which they are not
     ranks: tuple[RankSteps, ...] = ()
-    left: bool = False
+    left: bool = False  # it has ended, and says so
 
 
 class Row(_Message):
-    """A node, as the keeper of the board sees it.
+    """A node, as the keeper of the board sees it."""
 
-    Attributes:
-        report: its newest.
-        silent_secs: since then, by the keeper's clock.
-        offline_unix_secs: since when nothing is heard of it; None: it is heard of.
-    """
-
-    report: NodeReport
-    silent_secs: float = 0.0
-    offline_unix_secs: float | None = None
+    report: NodeReport  # its newest
+    silent_secs: float = 0.0  # since then, by the keeper's clock
+    offline_unix_secs: float | None = None  # since when nothing is heard of it; None: it is heard of
 
     @property
     def signal(self) -> Signal:
@@ -269,26 +221,17 @@ class Row(_Message):
 
 
 class Board(_Message):
-    """All nodes of a job, the same for all of them.
-
-    Attributes:
-        keeper: the node whose launcher puts it together.
-        number: one more with every change.
-        unix_secs: when it was put together, by the keeper's clock.
-        slow: what is slower than its peers, the costliest first.
-        speeds: of what the ranks' last steps consisted.
-        written_unix_secs: when a launcher wrote this copy into its node's memory.
-        store_lost_unix_secs: since when that launcher does not reach the others; None: it does.
-    """
+    """All nodes of a job, the same for all of them."""
 
     job_id: str
-    keeper: str = ""
-    number: int = 0
-    unix_secs: float = 0.0
+    keeper: str = ""  # the node whose launcher puts it together
+    number: int = 0  # one more with every change
+    unix_secs: float = 0.0  # when it was put together, by the keeper's clock
     rows: tuple[Row, ...] = ()
-    slow: tuple[Straggler, ...] = ()
-    speeds: tuple[RankSpeed, ...] = ()
-    written_unix_secs: float = 0.0
+    slow: tuple[Straggler, ...] = ()  # what is slower than its peers, the costliest first
+    speeds: tuple[RankSpeed, ...] = ()  # of what the ranks' last steps consisted
+    written_unix_secs: float = 0.0  # when a launcher wrote this copy into its node's memory
+    # since when that launcher does not reach the others; None: it does
     store_lost_unix_secs: float | None = None
 
     def row(self, node: str) -> Row | None:

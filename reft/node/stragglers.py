@@ -26,16 +26,12 @@ from statistics import fmean, median
 
 from reft.node.progress import RankSteps, StepTimes
 
-MOST_SHOWN = 64
-"""Ranks whose split is on the board: the slowest of them."""
-STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")
-"""Of a step, as :class:`RankSpeed` has them."""
+MOST_SHOWN = 64  # Ranks whose split is on the board: the slowest of them
+STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # of a step, as `RankSpeed` has them
 _RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0
-_LEAST_SHARE = 0.01
-"""What costs less than this part of a step is not named."""
+_LEAST_SHARE = 0.01  # what costs less than this part of a step is not named
 _WINDOW = 64
-_LEAST_SCALE = 0.02
-"""Ranks differ by two percent for no reason."""
+_LEAST_SCALE = 0.02  # Ranks differ by two percent for no reason
 _MOST_EVIDENCE = 2.0
 _LEAST_STEPS, _LEAST_SECS, _MOST = 8, 1.0, 0.65
 _FALSE_ALARM_STEPS = 1e6
@@ -45,24 +41,18 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """Of what a rank's steps consist: means over the last steps, in seconds.
-
-    Attributes:
-        busy_secs: in which it could compute and has no core: its machine is busy with something else.
-        transfer_secs: sends, receives and reductions, from the moment at which all who take part are there.
-        wait_secs: in which it waits for others to be there.
-        other_secs: the optimizer's step, the data, the script's own.
-    """
+    """Of what a rank's steps consist: means over the last steps, in seconds."""
 
     rank: int
     node: str
     at: Place
     step_secs: float
     compute_secs: float
-    busy_secs: float
+    busy_secs: float  # in which it could compute and has no core: its machine is busy with something else
+    # sends, receives and reductions, from the moment at which all who take part are there
     transfer_secs: float
-    wait_secs: float
-    other_secs: float
+    wait_secs: float  # in which it waits for others to be there
+    other_secs: float  # the optimizer's step, the data, the script's own
 
 
 class Kind(StrEnum):
@@ -75,27 +65,19 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its peers.
-
-    Attributes:
-        name: for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``.
-        ranks, nodes: that are meant; of a link its ends.
-        since_step: first step in which it was slow.
-        factor: how many times as long as its peers it takes.
-        cost_secs: that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``:
-            the same, of the whole step.
-        why: what is slow of it.
-    """
+    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its peers."""
 
     kind: Kind
-    name: str
-    ranks: tuple[int, ...]
+    name: str  # for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``
+    ranks: tuple[int, ...]  # ranks, nodes: that are meant; of a link its ends
     nodes: tuple[str, ...]
-    since_step: int
-    factor: float
+    since_step: int  # first step in which it was slow
+    factor: float  # how many times as long as its peers it takes
+    # that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``: the same, of
+    # the whole step
     cost_secs: float
     cost_share: float
-    why: str
+    why: str  # what is slow of it
 
     def __str__(self) -> str:
         return (
@@ -105,13 +87,9 @@ class Straggler:
 
 
 class SlowTest:
-    """One rank, or link, against its peers.
-
-    Args:
-        ranks: of the job. The evidence that is asked for grows with them, so that of independent noise one
-            of them is wrongly named in a million steps at most.
-        factor: slowness that is looked for; less than its square root counts as none.
-    """
+    """One rank, or link, against its peers. ``ranks``: of the job. The evidence that is asked for grows with
+    them, so that of independent noise one of them is wrongly named in a million steps at most. ``factor``:
+    slowness that is looked for; less than its square root counts as none."""
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
         self._threshold = math.log(max(1, ranks) * _FALSE_ALARM_STEPS)

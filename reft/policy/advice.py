@@ -23,14 +23,12 @@ from reft.node.memory_watch import MemoryUse, fullest
 from reft.node.report import Board, NodeReport, Signal
 from reft.node.stragglers import Straggler
 
-WORTH = 0.2
-"""A worker more is worth it from here on, of what the others do on average (DLRover)."""
+WORTH = 0.2  # a worker more is worth it from here on, of what the others do on average (DLRover)
 _ROUNDING = 1e-9
 _OFTEN = 3
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
 """Ours: DLRover acts before memory runs out, REFERENCE gives no threshold."""
-_LEAST_STEPS = 50
-"""Of a round, to tell a speed from it: DLRover's window."""
+_LEAST_STEPS = 50  # of a round, to tell a speed from it: DLRover's window
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 

@@ -1,10 +1,10 @@
 """Which protection a job should have: every alternative with its cost, and one of them chosen. Pure.
 
-From what every rank knows alike (placement, sizes, memory, the wished tolerance) comes the same choice
+From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same choice
 on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
 and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`): recomputing
 them is chosen where it was asked for, and only there, since on a GPU it is not exact to the bit. Chosen is
-the one that moves least among those that fit the memory and survive the wished number of lost nodes; if
+the one that moves least among those that fit the memory and survive the wanted number of lost nodes; if
 none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
 """
 
@@ -80,25 +80,18 @@ class Pace(Protocol):
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to protect the job.
-
-    Attributes:
-        owned_by: what protects partitions; None where there are none, or nothing is protected.
-        loads: of the busiest rank of each stage.
-        node: the fullest node, in relation to its memory: what it has to reserve, and may (None: not known).
-        fatal: a smallest set of nodes whose loss is not survived.
-        fit: prediction for the step; None where windows or bandwidth are not known.
-        available: False where it recomputes partitions unasked, or does not although that was asked for.
-    """
+    """One way to protect the job."""
 
     scheme: Scheme
-    owned_by: OwnedBy | None
-    loads: Mapping[int, Load]
+    owned_by: OwnedBy | None  # what protects partitions; None where there are none, or nothing is protected
+    loads: Mapping[int, Load]  # of the busiest rank of each stage
+    # the fullest node, in relation to its memory: what it has to reserve, and may (None: not known)
     node: str
     memory_bytes: int
     limit_bytes: int | None
-    fatal: tuple[str, ...]
-    fit: Fit | None = None
+    fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
+    fit: Fit | None = None  # prediction for the step; None where windows or bandwidth are not known
+    # False where it recomputes partitions unasked, or does not although that was asked for
     available: bool = True
 
     @property
@@ -129,7 +122,7 @@ class Alternative:
         load = self.busiest
         return load.moved_bytes, self.memory_bytes, self.scheme.parities, self.scheme.copies, self.name
 
-    def why_not(self, wished: int) -> str | None:
+    def why_not(self, wanted: int) -> str | None:
         """Why it does not do; None if it does."""
         if not self.available:
             asked = f'"{AOR}" asks for recomputing'
@@ -143,11 +136,11 @@ class Alternative:
                 f"needs {_memory(self.memory_bytes)} of host memory on {self.node}, "
                 f"{_memory(self.limit_bytes or 0)} may be used"
             )
-        if self.tolerance < wished:
+        if self.tolerance < wanted:
             lost = " and ".join(self.fatal[:3]) + (
                 f" and {len(self.fatal) - 3} more" if len(self.fatal) > 3 else ""
             )
-            return f"the loss of {lost} is fatal: tolerance {self.tolerance}, wished {wished}"
+            return f"the loss of {lost} is fatal: tolerance {self.tolerance}, wanted {wanted}"
         return None
 
 
@@ -155,9 +148,9 @@ class Alternative:
 class Choice:
     """The verdict: ``alternatives`` are all that have room in the groups, the cheapest first, ``excluded``
     those that have none, and why; ``reason`` why this one; ``needed`` what would have to change to reach the
-    wish."""
+    request."""
 
-    wished: int
+    wanted: int
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
     excluded: tuple[tuple[str, str], ...]
@@ -166,14 +159,10 @@ class Choice:
 
     @property
     def reached(self) -> bool:
-        return self.chosen.why_not(self.wished) is None
+        return self.chosen.why_not(self.wanted) is None
 
     def of(self, name: str) -> Alternative:
-        """The alternative of that name.
-
-        Raises:
-            ConfigError: it has no room in the groups, or is not among those that were evaluated.
-        """
+        """The alternative of that name."""
         known = {alternative.name: alternative for alternative in self.alternatives}
         if name not in known:
             why = dict(self.excluded).get(name, f"known: {', '.join(known)}")
@@ -190,50 +179,45 @@ class Choice:
             if more
             else "moves as much, but takes more memory or decoding"
         )
-        return alternative.why_not(self.wished) or moves
+        return alternative.why_not(self.wanted) or moves
 
 
 def choose(
     situation: Situation,
-    wished: int,
+    wanted: int,
     *,
     pace: Pace | None = None,
     recompute: bool = False,
     also: Sequence[Scheme] = (),
     beyond: int = 0,
 ) -> Choice:
-    """Evaluate every alternative and choose one. Deterministic.
-
-    Args:
-        wished: node losses that every sharding group should survive.
-        recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is
-            evaluated too.
-        also: schemes to evaluate in any case.
-        beyond: evaluate schemes that survive so many more losses than needed.
-    """
-    candidates, excluded = _candidates(situation, wished, also, beyond)
+    """Evaluate every alternative and choose one. Deterministic. ``wanted``: node losses that every sharding
+    group should survive. ``recompute``: partitions are to be recomputed by ring peers (AOR), as
+    ``auto+aor`` asks; the other way is evaluated too. ``also``: schemes to evaluate in any case.
+    ``beyond``: evaluate schemes that survive so many more losses than needed."""
+    candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
         _evaluate(situation, candidates, pace, recompute), key=lambda alternative: alternative.cost
     )
     usable = [a for a in alternatives if a.available and a.fits_memory]
     best = max((a.tolerance for a in usable), default=0)
-    good = [a for a in usable if a.tolerance >= min(wished, best)]
+    good = [a for a in usable if a.tolerance >= min(wanted, best)]
     smallest = min((a for a in alternatives if a.available), key=lambda a: (a.memory_bytes, a.cost))
     chosen = good[0] if good else smallest
-    needed = () if chosen.why_not(wished) is None else tuple(_needed(situation, wished, alternatives))
-    reason = _reason(chosen, wished, usable, situation)
-    return Choice(wished, chosen, tuple(alternatives), tuple(excluded), reason, needed)
+    needed = () if chosen.why_not(wanted) is None else tuple(_needed(situation, wanted, alternatives))
+    reason = _reason(chosen, wanted, usable, situation)
+    return Choice(wanted, chosen, tuple(alternatives), tuple(excluded), reason, needed)
 
 
 def _candidates(
-    situation: Situation, wished: int, also: Sequence[Scheme], beyond: int
+    situation: Situation, wanted: int, also: Sequence[Scheme], beyond: int
 ) -> tuple[list[Scheme], list[tuple[str, str]]]:
     topology = situation.topology
     size = topology.degrees.dp
     groups = [topology.group_nodes(pp, tp) for pp, tp in topology.groups()]
     together = max(nodes.count(node) for nodes in groups for node in set(nodes))
     spread = max(len(set(nodes)) for nodes in groups)
-    most = max(wished * together, max((s.copies + s.parities for s in also), default=0)) + beyond
+    most = max(wanted * together, max((s.copies + s.parities for s in also), default=0)) + beyond
     # Losing so many of its members at once, a group has nothing left to recover from.
     most = min(most, size)
     found, excluded = [Scheme()], []
@@ -331,10 +315,10 @@ SENT_AFTER_ALL = (
 )
 
 
-def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], situation: Situation) -> str:
+def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: Situation) -> str:
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
-        f"survives the loss of {_nodes(chosen.tolerance)}, {wished} wished",
+        f"survives the loss of {_nodes(chosen.tolerance)}, {wanted} wanted",
         f"{amount(load.to_host_bytes)} to the host"
         + (f", {amount(load.sent_bytes)} to peers" if load.sent_bytes else ""),
         f"{_memory(chosen.memory_bytes)} on the fullest node"
@@ -348,15 +332,15 @@ def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], sit
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
-    if chosen.why_not(wished) is None and others:
+    if chosen.why_not(wanted) is None and others:
         parts.append(f"the cheapest of {len(others) + 1} that do")
     return "; ".join(parts)
 
 
-def _needed(situation: Situation, wished: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
+def _needed(situation: Situation, wanted: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
     """What would have to change; the most specific first."""
     topology = situation.topology
-    reaching = [a for a in alternatives if a.tolerance >= wished]
+    reaching = [a for a in alternatives if a.tolerance >= wanted]
     tight = [a for a in reaching if a.available and not a.fits_memory]
     if not reaching and not any(a.fits_memory for a in alternatives):
         tight = [a for a in alternatives if not a.tolerance]
@@ -368,18 +352,18 @@ def _needed(situation: Situation, wished: int, alternatives: Sequence[Alternativ
             f"nodes"
         )
     for a in [a for a in reaching if not a.available and a.fits_memory][:1]:
-        yield f"{a.name} would do: {a.why_not(wished)}"
+        yield f"{a.name} would do: {a.why_not(wanted)}"
     size = topology.degrees.dp
-    if not reaching and size <= wished:
+    if not reaching and size <= wanted:
         yield (
-            f"a data-parallel degree of {size} cannot survive {_nodes(wished)}: at least {wished + 1} are "
+            f"a data-parallel degree of {size} cannot survive {_nodes(wanted)}: at least {wanted + 1} are "
             f"needed, each on a node of its own"
         )
     elif not reaching:
         spread = {group: len(set(topology.group_nodes(*group))) for group in topology.groups()}
         pp, tp = min(spread, key=lambda group: spread[group])
-        apart = f"them on at least {wished + 1}, best on a node each"
-        if spread[pp, tp] > wished:
+        apart = f"them on at least {wanted + 1}, best on a node each"
+        if spread[pp, tp] > wanted:
             apart = "every member on a node of its own"
         yield (
             f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} node(s); put "

@@ -12,10 +12,8 @@ from reft.protect.coded_blocks import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
 
 MODEL_BYTES = 2
-OPTIMIZER_BYTES = 12
-"""Of a parameter under mixed precision with Adam: master, momentum and variance."""
-GRADIENT_BYTES = 4
-"""Of a gradient in single precision, which recomputed optimizers (AOR) read."""
+OPTIMIZER_BYTES = 12  # of a parameter under mixed precision with Adam: master, momentum and variance
+GRADIENT_BYTES = 4  # of a gradient in single precision, which recomputed optimizers (AOR) read
 CHECKSUM_BYTES = 8
 _BESIDE_GRADIENTS_BYTES = 4096
 """Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""

@@ -15,8 +15,7 @@ from statistics import fmean, median, pstdev
 
 from reft.errors import ConfigError
 
-_ROUNDING = 1e-9
-"""Of a quotient: 0.3 / 0.1 is three steps, not four."""
+_ROUNDING = 1e-9  # of a quotient: 0.3 / 0.1 is three steps, not four
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,7 @@ def frequency(costs: Costs, max_overhead: float) -> int:
 
     To <= p k Ti, and k Ti + To >= Tc + Ts: a checkpoint is on storage before the next one is taken, so that
     a failure rolls back at most :func:`most_lost_steps`. The algorithm's copy within the device is left out:
-    what versions are seen to cost decides after the first of them.
-
-    Raises:
-        ConfigError: p is not between 0 and 1.
-    """
+    what versions are seen to cost decides after the first of them."""
     if not 0 < max_overhead <= 1:
         raise ConfigError(
             f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
@@ -67,8 +62,7 @@ def most_lost_steps(interval_steps: int) -> int:
 # -- a rate that follows what is observed ---------------------------------------------------------------
 
 
-_CALM_WINDOWS = 3
-"""In a row below p / 2, after which the interval becomes shorter again."""
+_CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shorter again
 
 
 class Why(StrEnum):
@@ -177,8 +171,7 @@ class Pairs:
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
         self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
-        self._pauses = 0
-        """So many in a row."""
+        self._pauses = 0  # So many in a row
         self._before: list[float] = []
         self._beside: list[float] = []
         self._after: list[float] = []

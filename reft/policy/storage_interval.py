@@ -105,7 +105,7 @@ class Because(StrEnum):
     FAILURES = "the best for how often memory fails and what a checkpoint costs"
     OVERHEAD = "more often would cost more than the allowed overhead"
     WRITING = "a checkpoint has to be on storage before the next one is taken"
-    SURVIVAL = "until then memory alone carries the job with the wished probability"
+    SURVIVAL = "until then memory alone carries the job with the wanted probability"
     BOUND = "no more steps than this may be lost"
 
 
@@ -121,17 +121,13 @@ class StorageCosts:
 
 @dataclass(frozen=True)
 class Goals:
-    """What the interval has to keep to.
-
-    Attributes:
-        survival_secs: time after which memory alone no longer carries the job with the wished probability
-            (:func:`reft.protect.survival.persist_interval_secs`).
-        most_lost_steps: bound on the steps that are made again; None: none.
-    """
+    """What the interval has to keep to."""
 
     max_overhead: float | None = None
+    # time after which memory alone no longer carries the job with the wanted probability
+    # (`reft.protect.survival.persist_interval_secs`)
     survival_secs: float = inf
-    most_lost_steps: int | None = None
+    most_lost_steps: int | None = None  # bound on the steps that are made again; None: none
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ LEAST_WINDOW_SECS = 100e-6
 LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
 
-Place = tuple[int, int, int]
-"""(rank, index of the step, index of the instruction in the trace)."""
+Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +253,7 @@ def _meetings(
     return found
 
 
-_Call = tuple[int | None, int]
-"""(micro batch, index of the call that carries it out)."""
+_Call = tuple[int | None, int]  # (micro batch, index of the call that carries it out)
 
 
 def _calls_for(name: str, trace: StepTrace) -> list[_Call]:

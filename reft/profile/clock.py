@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 _ANCHORS = 5
 
-Mark = Any
-"""What :meth:`DeviceClock.mark` returned: opaque until it is resolved."""
+Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
 
 class _Anchor(NamedTuple):

@@ -62,8 +62,7 @@ class Profiler:
         self._offsets = wire.measure_offsets(self._group, wire.clock_id())
         self._first_step: int | None = None
         self._steps: list[tuple[StepTrace, Marks]] = []
-        self.measuring = True
-        """Whether traces are still wanted."""
+        self.measuring = True  # whether traces are still wanted
 
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
         """Take the trace of the step that has just ended; the last one ends the profile, which is collective,

@@ -21,8 +21,7 @@ from reft.errors import ReftError
 from reft.snapshot.scheduling.windows import Window, WindowKind
 
 FORMAT = "reft-profile-1"
-PROFILE_FILE = "profile.json"
-"""Its name in the folder that a job leaves it in."""
+PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in
 
 
 class ProfileError(ReftError):
@@ -196,23 +195,17 @@ class SnapshotUse:
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One pipeline stage, of these ranks.
-
-    Attributes:
-        secs: seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
-            time between instructions (Python, data, the launch of kernels).
-        usable_secs: of them, those in which snapshots may be copied: not within the optimizer step.
-        snapshot_bytes: bytes one rank copies per snapshot; 0 if unknown.
-        windows: recurring idle intervals, in the order of the instructions.
-    """
+    """One pipeline stage, of these ranks."""
 
     stage_id: int
     ranks: tuple[int, ...]
     step_secs: Spread
+    # seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is time
+    # between instructions (Python, data, the launch of kernels).
     secs: dict[Activity, Spread]
-    usable_secs: Spread
-    snapshot_bytes: int
-    windows: tuple[MeasuredWindow, ...]
+    usable_secs: Spread  # of them, those in which snapshots may be copied: not within the optimizer step
+    snapshot_bytes: int  # bytes one rank copies per snapshot; 0 if unknown
+    windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
     snapshots: SnapshotUse
 
     @property

@@ -40,15 +40,13 @@ from reft.protect.rs import (
 
 logger = logging.getLogger(__name__)
 
-Buffer = Any
-"""A one-dimensional contiguous buffer of bytes; which class is the backend's business."""
+Buffer = Any  # a one-dimensional contiguous buffer of bytes; which class is the backend's business
 
 
 class Backend(ABC):
     """Linear combinations of buffers. All implementations give the same bytes."""
 
-    name: str
-    """For people and results."""
+    name: str  # For people and results
 
     def combine(self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
         """``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every r.
@@ -87,11 +85,7 @@ def backend_for(buffer: Buffer) -> Backend:
     """The fastest backend at hand for a buffer: by its class and device.
 
     CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's bytes on the
-    device, else torch. The first call for a device compiles that kernel.
-
-    Raises:
-        TypeError: for anything that is neither a NumPy array, a torch tensor nor a CuPy array.
-    """
+    device, else torch. The first call for a device compiles that kernel."""
     kind = type(buffer).__module__.partition(".")[0]
     if kind == "numpy":
         return NumpyBackend()
@@ -264,11 +258,10 @@ class ChunkedBackend(Backend):
     def _copy(self, source: Any, out: Any) -> None: ...
 
 
+# Threads of a block. With coefficients above 1, a block takes so many columns of a cell. The kernels say it
+# to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128 registers for a
+# thread, so that from three targets on accumulators are spilled to memory.
 THREADS = 256
-"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell.
-
-The kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128
-registers for a thread, so that from three targets on accumulators are spilled to memory."""
 
 NAME = "reft_combine"
 
@@ -297,14 +290,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a kernel.
+    """How to start a kernel."""
 
-    Attributes:
-        items: blocks that have work; fewer blocks may be started, each then takes several.
-        numbers: the two leading arguments (unsigned 64-bit), before the pointers of sources and targets.
-    """
-
-    items: int
+    items: int  # blocks that have work; fewer blocks may be started, each then takes several
+    # the two leading arguments (unsigned 64-bit), before the pointers of sources and targets
     numbers: tuple[int, int]
 
 
@@ -327,11 +316,8 @@ def kernel_source(rows: tuple[Row, ...], width: int) -> str:
     """Source of ``reft_combine`` for a coefficient matrix.
 
     Its arguments are two numbers (see :func:`launch_of`), the sources and the targets as byte pointers.
-
-    Args:
-        rows: coefficients, one row per target; every row has one that is not 0.
-        width: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it.
-    """
+    ``rows``: coefficients, one row per target; every row has one that is not 0. ``width``: bytes of a word:
+    16, 8, 4, 2 or 1; all pointers are multiples of it."""
     sources = range(len(rows[0]))
     pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
     pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
@@ -407,8 +393,7 @@ def _accumulate(target: int, coefficient: int) -> list[str]:
 
 
 _BLOCKS_PER_PROCESSOR = 8
-_MOST_SOURCES = 200
-"""Kernel arguments take at most 4 KiB."""
+_MOST_SOURCES = 200  # Kernel arguments take at most 4 KiB
 
 
 def _import_cupy() -> Any:
@@ -444,11 +429,8 @@ def _usable_cupy() -> Any:
 class CupyBackend(Backend):
     """See :class:`~reft.protect.backend.Backend`.
 
-    Buffers are ``torch.Tensor`` (CUDA or ROCm) or ``cupy.ndarray``, uint8, all of one device.
-
-    Raises:
-        ConfigError: if CuPy is not installed or sees no device.
-    """
+    Buffers are ``torch.Tensor`` (CUDA or ROCm) or ``cupy.ndarray``, uint8, all of one device. Raises
+    ConfigError: if CuPy is not installed or sees no device."""
 
     name = "cupy"
 
@@ -514,8 +496,7 @@ def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 512 * 2**10
-"""The target's chunk stays in the second-level cache; the sources stream past it."""
+CHUNK_BYTES = 512 * 2**10  # the target's chunk stays in the second-level cache; the sources stream past it
 
 
 class NumpyBackend(ChunkedBackend):
@@ -609,17 +590,10 @@ def _table(steps: tuple[Step, ...]) -> npt.NDArray[np.int64]:
 def solve_ragged(
     rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]
 ) -> None:
-    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8).
-
-    Args:
-        rows: coefficients of the sources, one row per equation.
-        matrix: coefficients of the targets, square and regular.
-        sources: at most as long as the targets; shorter ones count as padded with zeros.
-        targets: of one length, a multiple of 128 bytes; overwritten, whatever they hold.
-
-    Raises:
-        ValueError: where lengths do not fit.
-    """
+    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8). ``rows``: coefficients of the
+    sources, one row per equation. ``matrix``: coefficients of the targets, square and regular.
+    ``sources``: at most as long as the targets; shorter ones count as padded with zeros. ``targets``: of
+    one length, a multiple of 128 bytes; overwritten, whatever they hold."""
     nbytes = len(targets[0])
     lengths = {len(target) for target in targets}
     if lengths != {nbytes} or nbytes % GRAIN_BYTES or any(len(s) > nbytes for s in sources):

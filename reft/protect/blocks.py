@@ -33,15 +33,10 @@ STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)
 
 @dataclass(frozen=True, order=True)
 class BlockKey:
-    """Identity of a block within its sharding group and version.
+    """Identity of a block within its sharding group and version."""
 
-    Attributes:
-        section: section of the stage image.
-        member: dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member
-            that computed it (parity).
-        index: position within that shard, 0-based.
-    """
-
-    section: Section
+    section: Section  # section of the stage image
+    # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member that computed
+    # it (parity)
     member: int
-    index: int
+    index: int  # position within that shard, 0-based

@@ -25,35 +25,23 @@ ALIGNMENT_BYTES = GRAIN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
-    """A block of a stored piece.
+    """A block of a stored piece."""
 
-    Attributes:
-        key: identity; parity blocks belong to the member that computes and stores them.
-        start_bytes: offset in the replicated image, or in the member's parity image.
-        nbytes: length; of a parity the padded one, a multiple of 128.
-        terms: for a parity the replicated blocks that it is made of, with their coefficients. They may be
-            shorter than the parity: what is missing counts as zeros.
-    """
-
-    key: BlockKey
-    start_bytes: int
-    nbytes: int
+    key: BlockKey  # identity; parity blocks belong to the member that computes and stores them
+    start_bytes: int  # offset in the replicated image, or in the member's parity image
+    nbytes: int  # length; of a parity the padded one, a multiple of 128
+    # for a parity the replicated blocks that it is made of, with their coefficients. They may be shorter than
+    # the parity: what is missing counts as zeros.
     terms: tuple[tuple[BlockKey, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """The blocks of one sharding group's replicated section under a code.
+    """The blocks of one sharding group's replicated section under a code."""
 
-    Attributes:
-        code: the layout.
-        nbytes: true size of the section.
-        block_bytes: most bytes of a block, a multiple of 128.
-    """
-
-    code: Code
-    nbytes: int
-    block_bytes: int
+    code: Code  # the layout
+    nbytes: int  # true size of the section
+    block_bytes: int  # most bytes of a block, a multiple of 128
 
     @cached_property
     def sub_block_bytes(self) -> int:

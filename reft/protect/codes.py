@@ -31,34 +31,25 @@ from typing import Any
 from reft.errors import ConfigError
 from reft.protect.rs import parity_rows
 
-FIELD_SIZE = 256
-"""Elements of GF(2^8): most members of a stripe with more than one parity."""
+FIELD_SIZE = 256  # Elements of GF(2^8): most members of a stripe with more than one parity
 
 _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A member of the family.
+    """A member of the family."""
 
-    Attributes:
-        copies: further copies of every shard (ARC offsets 1..a).
-        parities: parities of every stripe (1: AEC; more: Reed-Solomon).
-        designed: stripes avoid the copies' places, so that the tolerance is the sum of both. False: both
-            schemes are laid side by side, as one would without thinking.
-    """
-
-    copies: int = 0
-    parities: int = 0
+    copies: int = 0  # further copies of every shard (ARC offsets 1..a)
+    parities: int = 0  # parities of every stripe (1: AEC; more: Reed-Solomon)
+    # stripes avoid the copies' places, so that the tolerance is the sum of both. False: both schemes are laid
+    # side by side, as one would without thinking.
     designed: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """Read ``none``, ``arc``, ``arc:K``, ``aec``, ``rs:K``, ``arc+aec``, ``arc:A+rs:K``, ``naive:...``.
-
-        Raises:
-            ConfigError: for anything else.
-        """
+        """Read ``none``, ``arc``, ``arc:K``, ``aec``, ``rs:K``, ``arc+aec``, ``arc:A+rs:K``,
+        ``naive:...``."""
         designed = not text.startswith("naive:")
         parts = text.removeprefix("naive:").split("+")
         copies = parities = 0
@@ -122,16 +113,11 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one member stores of one stripe or shard: the sum of coefficient · sub-block.
+    """What one member stores of one stripe or shard: the sum of coefficient · sub-block."""
 
-    Attributes:
-        index: position in :attr:`Code.pieces`.
-        member: who stores it (dp index).
-        terms: (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself.
-    """
-
-    index: int
-    member: int
+    index: int  # position in `Code.pieces`
+    member: int  # who stores it (dp index)
+    # (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself
     terms: tuple[tuple[int, int], ...]
 
     @property
@@ -141,18 +127,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Code:
-    """A scheme laid over one sharding group.
-
-    Attributes:
-        ring: members in ring order.
-        splits: sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
-        pieces: everything stored, by member; a member's own data first.
-    """
+    """A scheme laid over one sharding group."""
 
     scheme: Scheme
-    ring: tuple[int, ...]
-    splits: int
-    pieces: tuple[Piece, ...]
+    ring: tuple[int, ...]  # members in ring order
+    splits: int  # sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+    pieces: tuple[Piece, ...]  # everything stored, by member; a member's own data first
 
     @property
     def size(self) -> int:
@@ -234,21 +214,13 @@ def _parities(scheme: Scheme, ring: Sequence[int], position: int) -> Iterator[tu
 
 SCHEMES = ("none", "auto", "arc", "aec", "rs", "arc+aec", "arc+rs")
 KEYS = ("scheme", "copies", "parities", "recompute")
-_MOST = 99
-"""Copies or parities that the short form has digits for."""
+_MOST = 99  # Copies or parities that the short form has digits for
 
 
 def short_form(protection: Any) -> Any:
-    """The short form of a protection that is a mapping; anything else as it is.
-
-    Args:
-        protection: ``scheme`` is one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with
-            ``arc``, ``parities`` of every stripe with ``rs``; ``recompute``: whether ring peers recompute
-            ZeRO partitions (``+aor``).
-
-    Raises:
-        ValueError: says what was found and what to write.
-    """
+    """The short form of a protection that is a mapping; anything else as it is. ``protection``: ``scheme`` is
+    one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with ``arc``, ``parities`` of every
+    stripe with ``rs``; ``recompute``: whether ring peers recompute ZeRO partitions (``+aor``)."""
     if not isinstance(protection, Mapping):
         return protection
     mapping: Mapping[str, Any] = protection

@@ -19,17 +19,11 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class System:
-    """Unknown sub-blocks and the parities that link them.
+    """Unknown sub-blocks and the parities that link them."""
 
-    Attributes:
-        unknown: sub-blocks, the columns.
-        parities: pieces, the rows; plain XOR first, so that decoding prefers it.
-        matrix: coefficients, shape (parities, unknown), uint8.
-    """
-
-    unknown: tuple[int, ...]
-    parities: tuple[int, ...]
-    matrix: Matrix
+    unknown: tuple[int, ...]  # sub-blocks, the columns
+    parities: tuple[int, ...]  # pieces, the rows; plain XOR first, so that decoding prefers it
+    matrix: Matrix  # coefficients, shape (parities, unknown), uint8
 
     @property
     def solvable(self) -> bool:
@@ -77,13 +71,9 @@ class Systems:
 
 
 def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[System]:
-    """The independent systems of equations for ``unknown`` sub-blocks.
-
-    Args:
-        code: the layout.
-        unknown: sub-blocks of which no usable piece is a copy; every other sub-block has one.
-        usable: whether a piece (index) is at hand.
-    """
+    """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout. ``unknown``:
+    sub-blocks of which no usable piece is a copy; every other sub-block has one. ``usable``: whether a
+    piece (index) is at hand."""
     leader = {block: block for block in unknown}
 
     def find(block: int) -> int:
@@ -113,19 +103,10 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
 def plan_decode(
     code: Code, *, bad: Collection[int], wanted: Collection[int]
 ) -> dict[int, tuple[tuple[int, int], ...]]:
-    """How to have sub-blocks again. Copies come before parity, XOR before other combinations.
-
-    Args:
-        code: the layout.
-        bad: pieces (indices) that must not be used: lost with their members, or corrupt.
-        wanted: sub-blocks to bring back.
-
-    Returns:
-        For every wanted sub-block the (piece, coefficient) pairs whose sum it is.
-
-    Raises:
-        UnrecoverableError: if some cannot be computed; names them.
-    """
+    """How to have sub-blocks again. Copies come before parity, XOR before other combinations. ``code``: the
+    layout. ``bad``: pieces (indices) that must not be used: lost with their members, or corrupt.
+    ``wanted``: sub-blocks to bring back. Returns for every wanted sub-block the (piece, coefficient) pairs
+    whose sum it is."""
     avoided = set(bad)
     systems = Systems.of(code, (piece.index for piece in code.pieces if piece.index not in avoided))
     missing = [b for b in wanted if b not in systems.source and b not in systems.solutions]

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 POLYNOMIAL = 0x11D
-ORDER = 255
-"""Order of the multiplicative group."""
+ORDER = 255  # Order of the multiplicative group
 
 Matrix = npt.NDArray[np.uint8]
 Row = tuple[int, ...]
@@ -28,11 +27,9 @@ def _powers() -> tuple[int, ...]:
     return tuple(found)
 
 
-EXP = _powers()
-"""``EXP[i]`` is 2 to the power i, for i = 0..254."""
+EXP = _powers()  # ``EXP[i]`` is 2 to the power i, for i = 0..254
 
-LOG = {value: i for i, value in enumerate(EXP)}
-"""Discrete logarithm to base 2 of every non-zero element."""
+LOG = {value: i for i, value in enumerate(EXP)}  # Discrete logarithm to base 2 of every non-zero element
 
 
 def power(exponent: int) -> int:
@@ -46,11 +43,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def inverse(a: int) -> int:
-    """The b with a·b = 1.
-
-    Raises:
-        ZeroDivisionError: if ``a`` is 0.
-    """
+    """The b with a·b = 1."""
     if not a:
         raise ZeroDivisionError("0 has no inverse in GF(2^8)")
     return EXP[-LOG[a] % ORDER]
@@ -64,23 +57,16 @@ def _table() -> Matrix:
     return table
 
 
-TABLE = _table()
-"""Products: ``TABLE[a, b]``; shape (256, 256), uint8."""
+TABLE = _table()  # Products: ``TABLE[a, b]``; shape (256, 256), uint8
 
 
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
     """Reduced row echelon form.
 
     Rows are used as pivots in the order given where that is possible, so that a caller who prefers some
-    equations puts them first.
-
-    Args:
-        matrix: shape (rows, all columns), uint8; not modified.
-        columns: only the first so many may hold pivots; the others go along. Default: all.
-
-    Returns:
-        The reduced matrix of the same shape, and its pivot columns in row order.
-    """
+    equations puts them first. ``matrix``: shape (rows, all columns), uint8; not modified. ``columns``: only
+    the first so many may hold pivots; the others go along. Default: all. Returns the reduced matrix of the
+    same shape, and its pivot columns in row order."""
     work = matrix.copy()
     pivots: list[int] = []
     for column in range(work.shape[1] if columns is None else columns):
@@ -108,10 +94,7 @@ def rank(matrix: Matrix) -> int:
 
 
 def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
-    """Multiplication by ``coefficient`` as XORs of bits.
-
-    Returns:
-        For every bit i of the product, the bits of the factor whose XOR it is.
-    """
+    """Multiplication by ``coefficient`` as XORs of bits. Returns for every bit i of the product, the bits of
+    the factor whose XOR it is."""
     products = [multiply(coefficient, 1 << bit) for bit in range(8)]
     return tuple(tuple(j for j in range(8) if products[j] >> i & 1) for i in range(8))

@@ -117,20 +117,15 @@ class AdamKind(StrEnum):
 
 @dataclass(frozen=True)
 class AdamRecipe:
-    """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon.
-
-    Attributes:
-        decoupled: weight decay on the weights (AdamW) instead of on the gradient.
-        foreach, fused: torch's choice of implementation; None is torch's default for the device.
-        on_device: the owner's partition is not in host memory.
-    """
+    """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon."""
 
     kind: AdamKind
-    decoupled: bool
+    decoupled: bool  # weight decay on the weights (AdamW) instead of on the gradient
+    # foreach, fused: torch's choice of implementation; None is torch's default for the device
     foreach: bool | None = None
     fused: bool | None = None
     maximize: bool = False
-    on_device: bool = False
+    on_device: bool = False  # the owner's partition is not in host memory
 
     @property
     def exact(self) -> bool:
@@ -151,19 +146,13 @@ class GroupStep:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the owner.
+    """One step of the owner."""
 
-    Attributes:
-        number: counts every step of the engine, skipped ones too, without a gap.
-        groups: hyper-parameters by group, as they were when the owner stepped.
-        skipped: an overflow: neither weights nor moments nor their step count moved.
-        multiplier: what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor));
-            1 if the gradients that are sent are final.
-    """
-
-    number: int
-    groups: tuple[GroupStep, ...]
-    skipped: bool = False
+    number: int  # counts every step of the engine, skipped ones too, without a gap
+    groups: tuple[GroupStep, ...]  # hyper-parameters by group, as they were when the owner stepped
+    skipped: bool = False  # an overflow: neither weights nor moments nor their step count moved
+    # what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor)); 1 if the gradients
+    # that are sent are final
     multiplier: float = 1.0
 
 
@@ -252,15 +241,10 @@ class ReplicaTensors:
 
 @dataclass
 class AdamReplica:
-    """The ring peer's optimizer, replayed on the host.
-
-    Args:
-        recipe: of the owner's optimizer.
-        groups: hyper-parameters to begin with, one per tensor group.
-        tensors: the partition, one entry per parameter group.
-        number: last step of the engine that the tensors contain, skipped ones counted.
-        applied: steps that were not skipped: the t of Adam.
-    """
+    """The ring peer's optimizer, replayed on the host. ``recipe``: of the owner's optimizer. ``groups``:
+    hyper-parameters to begin with, one per tensor group. ``tensors``: the partition, one entry per
+    parameter group. ``number``: last step of the engine that the tensors contain, skipped ones counted.
+    ``applied``: steps that were not skipped: the t of Adam."""
 
     recipe: AdamRecipe
     groups: Sequence[GroupStep]
@@ -308,17 +292,10 @@ class AdamReplica:
 
     @torch.no_grad()
     def apply(self, record: StepRecord, gradients: Sequence[torch.Tensor]) -> None:
-        """Make one step of the owner.
-
-        Args:
-            record: the step.
-            gradients: one per group, of the partition's length, fp32 or the 16-bit type in which they were
-                reduced; ignored where the step was skipped. Only read.
-
-        Raises:
-            StaleReplicaError: if a step or a gradient is missing or the record does not fit. The tensors have
-                not been touched, and the replica stays stale.
-        """
+        """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the partition's
+        length, fp32 or the 16-bit type in which they were reduced; ignored where the step was skipped.
+        Only read. Raises StaleReplicaError: if a step or a gradient is missing or the record does not fit.
+        The tensors have not been touched, and the replica stays stale."""
         self.check()
         if record.number != self.number + 1:
             self._refuse(f"step {record.number} arrived after step {self.number}: every step must come once")

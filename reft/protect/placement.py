@@ -22,17 +22,11 @@ from reft.protect.decode import fatal_loss, survives
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Who keeps whose bytes in one sharding group of ``size`` members.
+    """Who keeps whose bytes in one sharding group of ``size`` members."""
 
-    Attributes:
-        ring: members in ring order; the copies of a member live on its predecessors.
-        copies: redundant copies of every shard (k); 0 means none.
-        parities: parities of every stripe of the replicated section; 0 means no erasure code.
-    """
-
-    ring: tuple[int, ...]
-    copies: int
-    parities: int = 0
+    ring: tuple[int, ...]  # members in ring order; the copies of a member live on its predecessors
+    copies: int  # redundant copies of every shard (k); 0 means none
+    parities: int = 0  # parities of every stripe of the replicated section; 0 means no erasure code
 
     @property
     def size(self) -> int:
@@ -170,13 +164,11 @@ def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
     return tuple(s for s in fitting if tolerance(topology, s.copies, s.parities))
 
 
-LEAST_ARENAS = 2
-"""The committed version, and the one that is being written (P3)."""
+LEAST_ARENAS = 2  # the committed version, and the one that is being written (P3)
 
 CALM_SECS = 10.0
 _MOST_CALMS = 64
-_ROOM_AFTER_RISE = 1.5
-"""A level up must leave so many margins free, so that it is not given up at once."""
+_ROOM_AFTER_RISE = 1.5  # a level up must leave so many margins free, so that it is not given up at once
 
 
 @dataclass(frozen=True)
@@ -213,7 +205,7 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 
 
 class MemoryWatch:
-    """Which level one rank wishes for, from how much memory its node has left.
+    """Which level one rank wants, from how much memory its node has left.
 
     Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
     as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to
@@ -228,15 +220,9 @@ class MemoryWatch:
     def wanted_level(
         self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
     ) -> int:
-        """The level to be on.
-
-        Args:
-            level: the one in force; 0 is what is wanted.
-            levels: of the ladder.
-            free_bytes: memory of the node that nobody has taken.
-            growth: bytes that the node would take for the next level up.
-            now: seconds of a monotonic clock.
-        """
+        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the ladder.
+        ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the node would
+        take for the next level up. ``now``: seconds of a monotonic clock."""
         if free_bytes < self.margin_bytes:
             self._calm_since = None
             return min(level + 1, levels - 1)

@@ -38,8 +38,7 @@ PACKETS = 8
 PACKET_BYTES = 64 * 2**10
 """Long enough for the host's prefetchers: with packets of a page the codes run at half the speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
-GRAIN_BYTES = PACKETS * 16
-"""Length of buffers in codes with more than XOR: a multiple of this."""
+GRAIN_BYTES = PACKETS * 16  # Length of buffers in codes with more than XOR: a multiple of this
 
 _POWER_ROWS = 3
 
@@ -92,7 +91,7 @@ def ragged_ranges(
 
 
 _MOST_ORDERS = 24
-_MOST_TRIES = 8
+_MOST_TRIES = 16
 
 Operand = tuple[int, int]
 """A packet: buffer and position in its cell. Buffers are the sources, then the targets."""
@@ -100,19 +99,12 @@ Operand = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one.
+    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one."""
 
-    Attributes:
-        target: first packet written.
-        count: neighbouring packets.
-        left: first packet read; may be ``target``.
-        right: the same, or None: a copy.
-    """
-
-    target: Operand
-    count: int
-    left: Operand
-    right: Operand | None
+    target: Operand  # first packet written
+    count: int  # neighbouring packets
+    left: Operand  # first packet read; may be ``target``
+    right: Operand | None  # the same, or None: a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +123,8 @@ class _Elimination:
 @lru_cache(maxsize=1024)
 def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[Step, ...]:
     """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell by cell.
-
-    Args:
-        rows: coefficients of the sources, one row per equation; no row is all zeros.
-        matrix: coefficients of the targets, square and regular; None: each target is the sum of its row.
-
-    Raises:
-        ValueError: if the matrix is not regular, or a row is all zeros.
-    """
+    ``rows``: coefficients of the sources, one row per equation; no row is all zeros. ``matrix``:
+    coefficients of the targets, square and regular; None: each target is the sum of its row."""
     if not all(map(any, rows)):
         raise ValueError("an equation without any source: every coefficient is 0")
     plan: _Elimination | None = _Elimination(tuple(range(len(rows))), ())
@@ -180,8 +166,7 @@ def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination 
     return _Elimination(unknown, tuple(operations))
 
 
-_Move = int | None
-"""Add a source, or double what was added so far."""
+_Move = int | None  # Add a source, or double what was added so far
 
 
 def _moves(row: Row) -> list[_Move]:
@@ -315,63 +300,29 @@ def _ones(coefficient: int) -> int:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by as few additions of one bit to another as a greedy search finds.
-
-    Returns:
-        For every bit the one that first takes its name, and then the additions (i, j): bit i += bit j.
-    """
+    """Multiplication in place by additions of one bit to another, the cheapest way of some. Returns for every
+    bit the one that first takes its name, and then the additions (i, j): bit i += bit j."""
     chance = random.Random(coefficient)
-    found = (_reduce(coefficient, chance) for _ in range(_MOST_TRIES))
-    return min((way for way in found if way is not None), key=lambda way: len(way[1]))
+    return min((_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1]))
 
 
-def _reduce(
-    coefficient: int, chance: random.Random
-) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None:
-    """Adds rows and columns of the bit matrix to each other until it is a permutation: of all additions the
-    one that leaves fewest ones in it and in its inverse. None if that leads nowhere."""
-    matrix, inverted = _bit_rows(coefficient), _bit_rows(inverse(coefficient))
-    before: list[tuple[int, int]] = []  # columns: applied to the factor
-    after: list[tuple[int, int]] = []  # rows: applied to the product
-    while _weight(matrix) > PACKETS:
-        if len(before) + len(after) > PACKETS * PACKETS:
-            return None
-        columns, inverted_columns = _transposed(matrix), _transposed(inverted)
-        _, _, by_row, i, j = min(
-            (_gain(m, i, j) + _gain(n, j, i), chance.random(), by_row, i, j)
-            for by_row, m, n in ((True, matrix, inverted_columns), (False, columns, inverted))
-            for i in range(PACKETS)
-            for j in range(PACKETS)
-            if i != j
+def _reduce(coefficient: int, chance: random.Random) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Adds rows of the bit matrix to each other until it is a permutation, by Gauss and Jordan's method, with
+    pivots of columns that have few ones."""
+    matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
+    rows, columns = {*range(PACKETS)}, {*range(PACKETS)}
+    additions = []
+    while rows:
+        _, _, pivot, column = min(
+            (sum(row >> c & 1 for row in matrix), chance.random(), r, c)
+            for c in columns
+            for r in rows
+            if matrix[r] >> c & 1
         )
-        if by_row:
-            matrix[i] ^= matrix[j]
-            inverted_columns[j] ^= inverted_columns[i]
-            inverted = _transposed(inverted_columns)
-            after.append((i, j))
-        else:
-            columns[i] ^= columns[j]
-            matrix = _transposed(columns)
-            inverted[j] ^= inverted[i]
-            before.append((j, i))
-    # With P left over, the product is  after^-1 · P · before^-1 · factor.
-    names = tuple(row.bit_length() - 1 for row in matrix)
-    renamed = {old: new for new, old in enumerate(names)}
-    first = [(renamed[i], renamed[j]) for i, j in before]
-    return names, (*first, *reversed(after))
-
-
-def _bit_rows(coefficient: int) -> list[int]:
-    return [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
-
-
-def _transposed(matrix: list[int]) -> list[int]:
-    return [sum((row >> i & 1) << j for j, row in enumerate(matrix)) for i in range(PACKETS)]
-
-
-def _weight(matrix: list[int]) -> int:
-    return sum(row.bit_count() for row in matrix)
-
-
-def _gain(matrix: list[int], i: int, j: int) -> int:
-    return (matrix[i] ^ matrix[j]).bit_count() - matrix[i].bit_count()
+        rows.remove(pivot)
+        columns.remove(column)
+        for r in range(PACKETS):
+            if r != pivot and matrix[r] >> column & 1:
+                matrix[r] ^= matrix[pivot]
+                additions.append((r, pivot))
+    return tuple(row.bit_length() - 1 for row in matrix), (*reversed(additions),)

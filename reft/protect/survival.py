@@ -23,16 +23,12 @@ _PRECISION = 1e-9
 class Weibull:
     """One cause of failure of a node.
 
-    The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``.
+    The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``."""
 
-    Attributes:
-        scale_secs: time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time
-            between failures of one node.
-        shape: 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones.
-    """
-
+    # time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time between failures of
+    # one node
     scale_secs: float
-    shape: float = 1.0
+    shape: float = 1.0  # 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones
 
     def __post_init__(self) -> None:
         if self.scale_secs <= 0 or self.shape <= 0:
@@ -74,11 +70,7 @@ def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
     """The advised interval between checkpoints on storage: the t at which P_reft(t) meets ``target``, between
-    0 and 1. Within it, memory alone carries the job with at least that probability.
-
-    Raises:
-        ConfigError: the target is not between 0 and 1, or no cause of failure is given.
-    """
+    0 and 1. Within it, memory alone carries the job with at least that probability."""
     if not 0 < target < 1 or not causes:
         raise ConfigError(
             f"found a target survival of {target} and {len(causes)} causes of failure; expected a target "

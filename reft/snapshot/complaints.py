@@ -13,12 +13,9 @@ from reft.errors import ReftError
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 256
-_PASSED_ON = 8
-"""Most causes that peers are told of in one vote, the newest."""
-_CHARACTERS = 300
-"""Most of a cause that peers are told."""
-_NAMED = 8
-"""Ranks whose complaints are written out; the others are counted."""
+_PASSED_ON = 8  # most causes that peers are told of in one vote, the newest
+_CHARACTERS = 300  # most of a cause that peers are told
+_NAMED = 8  # Ranks whose complaints are written out; the others are counted
 
 
 class Complaints:

@@ -37,32 +37,22 @@ from reft.state.catalogue import SectionImage
 
 @dataclass(frozen=True)
 class Block:
-    """Unit of placement, checksum and transfer.
-
-    Attributes:
-        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of that member).
-        nbytes: length; for host blocks the *reserved* length, the true one is known at seal time.
-    """
+    """Unit of placement, checksum and transfer."""
 
     key: BlockKey
+    # offset in the section's image (replicated: of the stage; owned and host: of that member)
     start_bytes: int
-    nbytes: int
+    nbytes: int  # length; for host blocks the *reserved* length, the true one is known at seal time
 
 
 @dataclass(frozen=True)
 class SectionSizes:
-    """Bytes of every section of one sharding group.
+    """Bytes of every section of one sharding group."""
 
-    Attributes:
-        replicated_bytes: the image that all members share.
-        owned_bytes: ZeRO partition of each member.
-        host_bytes: capacity reserved for the encoded host state of each member.
-        gradient_bytes: gradients of each member's partition, if its peers recompute it; else none.
-    """
-
-    replicated_bytes: int
-    owned_bytes: tuple[int, ...]
-    host_bytes: tuple[int, ...]
+    replicated_bytes: int  # the image that all members share
+    owned_bytes: tuple[int, ...]  # ZeRO partition of each member
+    host_bytes: tuple[int, ...]  # capacity reserved for the encoded host state of each member
+    # gradients of each member's partition, if its peers recompute it; else none
     gradient_bytes: tuple[int, ...] = ()
 
     @property
@@ -85,25 +75,17 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """What one member stores: its own blocks first, then the redundant ones.
+    """What one member stores: its own blocks first, then the redundant ones."""
 
-    Attributes:
-        member: dp index.
-        own: blocks of the member's own shard, partition and host state.
-        redundant: blocks kept for ring successors. Replicated ones are cut from the member's own
-            replica; owned, host and checksum ones arrive from their owner.
-        data_bytes: size of the arena's data region.
-        parity: parity blocks, encoded from the member's own replica.
-        terms: what each parity block is made of.
-        gradients: room for the gradients of the kept partitions; no part of the version.
-    """
-
-    member: int
-    own: tuple[PlacedBlock, ...]
+    member: int  # dp index
+    own: tuple[PlacedBlock, ...]  # blocks of the member's own shard, partition and host state
+    # blocks kept for ring successors. Replicated ones are cut from the member's own replica; owned, host and
+    # checksum ones arrive from their owner.
     redundant: tuple[PlacedBlock, ...]
-    data_bytes: int
-    parity: tuple[PlacedBlock, ...] = ()
-    terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
+    data_bytes: int  # size of the arena's data region
+    parity: tuple[PlacedBlock, ...] = ()  # parity blocks, encoded from the member's own replica
+    terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)  # what each parity block is made of
+    # room for the gradients of the kept partitions; no part of the version
     gradients: tuple[PlacedBlock, ...] = ()
 
     @property
@@ -143,8 +125,7 @@ class ShardPlan:
     placement: GroupPlacement
     block_bytes: int
     members: tuple[MemberPlan, ...]
-    code: BlockCode | None = None
-    """The erasure code over the replicated section, if there is one."""
+    code: BlockCode | None = None  # the erasure code over the replicated section, if there is one
 
     @property
     def size(self) -> int:
@@ -232,21 +213,15 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
 
 @dataclass(frozen=True)
 class LiveImages:
-    """The stage image of this rank as it lies in the engine's memory.
+    """The stage image of this rank as it lies in the engine's memory."""
 
-    Attributes:
-        replicated: equal on all DP peers.
-        owned: this rank's ZeRO partition.
-        signature: changes when the images would have other tensors.
-        gradients: of the newest step, by member whose partition is recomputed here.
-        gradient_bytes: of one partition, if partitions are recomputed at all; the same on all members, and
-            whether or not this rank keeps any under the scheme in force.
-    """
-
-    replicated: SectionImage
-    owned: SectionImage
-    signature: Hashable
+    replicated: SectionImage  # equal on all DP peers
+    owned: SectionImage  # this rank's ZeRO partition
+    signature: Hashable  # changes when the images would have other tensors
+    # of the newest step, by member whose partition is recomputed here
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
+    # of one partition, if partitions are recomputed at all; the same on all members, and whether or not this
+    # rank keeps any under the scheme in force
     gradient_bytes: int = 0
 
 

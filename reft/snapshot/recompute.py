@@ -35,17 +35,11 @@ _IN_VAIN = 20
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What the training thread knows of the newest step.
+    """What the training thread knows of the newest step."""
 
-    Attributes:
-        record: hyper-parameters, and whether the step was skipped.
-        applied: the t of Adam after it; None where only the device knows.
-        flush_denormal: whether the training thread's processor takes denormals for zero.
-    """
-
-    record: StepRecord
-    applied: int | None = None
-    flush_denormal: bool = False
+    record: StepRecord  # hyper-parameters, and whether the step was skipped
+    applied: int | None = None  # the t of Adam after it; None where only the device knows
+    flush_denormal: bool = False  # whether the training thread's processor takes denormals for zero
 
 
 class PeerOptimizers:
@@ -56,8 +50,7 @@ class PeerOptimizers:
         self.stats = stats or RecomputeStats()
         self.base: Filling | None = None
         """The newest committed version: what the next one's partitions are recomputed from."""
-        self.replicas: dict[int, AdamReplica] = {}
-        """By member."""
+        self.replicas: dict[int, AdamReplica] = {}  # by member
         self._told: set[object] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
@@ -212,12 +205,7 @@ def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
-    """Master and moments of every group. Partitions of a group are equal in size and order on all members.
-
-    Raises:
-        ReftError: the optimizer has made no step yet.
-        UnsupportedStateError: the partition is not Adam's: one flat parameter a group with two moments.
-    """
+    """Master and moments of every group. Partitions of a group are equal in size and order on all members."""
     views = _views(memory, owned)
     groups = sum(name.startswith("master.") for name in views)
     if len(views) == groups:

@@ -50,15 +50,12 @@ def kind_of(key: BlockKey, member: int) -> Kind:
 
 @dataclass
 class Traffic:
-    """Bytes of one version, or of several, on one rank.
+    """Bytes of one version, or of several, on one rank."""
 
-    Attributes:
-        to_host: copied from the device, or written by the host, to this rank's arena.
-        sent: sent to ranks on other nodes, once for each of them. What goes to another rank of the same node
-            is not counted, nor is the byte a block by which peers say what they lack (AOR).
-    """
-
+    # copied from the device, or written by the host, to this rank's arena
     to_host: Counter[Kind] = field(default_factory=Counter)
+    # sent to ranks on other nodes, once for each of them. What goes to another rank of the same node is not
+    # counted, nor is the byte a block by which peers say what they lack (AOR).
     sent: Counter[Kind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
@@ -109,64 +106,44 @@ class Samples:
 
 @dataclass
 class RecomputeStats:
-    """Counters of one rank.
+    """Counters of one rank."""
 
-    Attributes:
-        versions: partitions recomputed for a version, equal to their owner's or accepted.
-        resynced: partitions of which the owner had to send something, by cause.
-        secs: seconds spent on recomputing, all together.
-        cpu_secs: processor time of that, of the one thread.
-    """
-
-    versions: int = 0
+    versions: int = 0  # partitions recomputed for a version, equal to their owner's or accepted
+    # partitions of which the owner had to send something, by cause
     resynced: dict[str, int] = field(default_factory=dict)
-    secs: float = 0.0
-    cpu_secs: float = 0.0
+    secs: float = 0.0  # seconds spent on recomputing, all together
+    cpu_secs: float = 0.0  # processor time of that, of the one thread
 
 
 @dataclass
 class SnapshotStats:
-    """What this rank's snapshots did since the start of the incarnation.
+    """What this rank's snapshots did since the start of the incarnation."""
 
-    Attributes:
-        taken: versions copied to memory in full.
-        committed: versions committed globally.
-        skipped: versions given up, by cause.
-        bytes_per_snapshot: bytes this rank keeps per version, own and redundant.
-        peer_bytes: bytes received from ring peers so far.
-        traffic: bytes of the newest committed version, to the host and to other nodes.
-        total_traffic: the same of all versions so far, those included that were given up.
-        stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
-            newest 512.
-        recompute: what became of the partitions that are recomputed for ring peers.
-        tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
-            while training waited (0).
-        staged: versions of which a part was staged on the device and drained later.
-        staged_bytes: bytes of these parts.
-        drain_secs: seconds each of them took to drain, the newest 512.
-        copy_secs: seconds each copy took on the worker thread, the newest 512.
-        committed_step: newest step known to be committed.
-        stale_since_step: first step since which no version was committed; None while all is well.
-        last_error: why, if stale.
-    """
-
-    taken: int = 0
-    committed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    bytes_per_snapshot: int = 0
-    peer_bytes: int = 0
+    taken: int = 0  # versions copied to memory in full
+    committed: int = 0  # versions committed globally
+    skipped: Counter[str] = field(default_factory=Counter)  # versions given up, by cause
+    bytes_per_snapshot: int = 0  # bytes this rank keeps per version, own and redundant
+    peer_bytes: int = 0  # bytes received from ring peers so far
+    # bytes of the newest committed version, to the host and to other nodes
     traffic: Traffic = field(default_factory=Traffic)
+    # the same of all versions so far, those included that were given up
     total_traffic: Traffic = field(default_factory=Traffic)
+    # what became of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
+    # bytes copied in bubbles (1), beside computation (2), beside communication (3), and while training waited
+    # (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
-    staged: int = 0
-    staged_bytes: int = 0
-    drain_secs: Samples = field(default_factory=Samples)
+    staged: int = 0  # versions of which a part was staged on the device and drained later
+    staged_bytes: int = 0  # bytes of these parts
+    drain_secs: Samples = field(default_factory=Samples)  # seconds each of them took to drain, the newest 512
+    # seconds the training thread spent on each snapshot (capture and fence), the newest 512
     stalls_secs: Samples = field(default_factory=Samples)
+    # seconds each copy took on the worker thread, the newest 512
     copy_secs: Samples = field(default_factory=Samples)
-    committed_step: int | None = None
+    committed_step: int | None = None  # newest step known to be committed
+    # first step since which no version was committed; None while all is well
     stale_since_step: int | None = None
-    last_error: str | None = None
+    last_error: str | None = None  # why, if stale
 
     def commit(self, step: int, traffic: Traffic) -> None:
         self.committed += 1

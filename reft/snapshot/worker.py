@@ -84,22 +84,15 @@ logger = logging.getLogger(__name__)
 
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005
-"""How often a host that is ahead of its device asks whether the device is at the write."""
+_POLL_SECS = 0.0005  # how often a host that is ahead of its device asks whether the device is at the write
 _REJOINS = 3
 
 
 class SnapshotWorker:
-    """Takes snapshots of one rank. See the module docstring for the protocol.
-
-    Args:
-        control: votes and exchange.
-        arenas: this rank's memory.
-        switch: the scheme in force and orders to change it.
-        copier: copies the bytes.
-        pacer: knows the windows; without one no version is paced.
-        watchers: who counts, disturbs and is told of versions.
-    """
+    """Takes snapshots of one rank. See the module docstring for the protocol. ``control``: votes and
+    exchange. ``arenas``: this rank's memory. ``switch``: the scheme in force and orders to change it.
+    ``copier``: copies the bytes. ``pacer``: knows the windows; without one no version is paced.
+    ``watchers``: who counts, disturbs and is told of versions."""
 
     def __init__(
         self,
@@ -141,8 +134,7 @@ class SnapshotWorker:
         self._vote_missed = False
         self._broke_off = ""
         self._pacer = pacer
-        self._gate: Gate = OpenGate(2, lambda: False) if pacer is None else pacer.gate
-        """Of the windows."""
+        self._gate: Gate = OpenGate(2, lambda: False) if pacer is None else pacer.gate  # of the windows
         self._filling: Filling | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
@@ -229,11 +221,8 @@ class SnapshotWorker:
         """Wait until no copy reads the live tensors; called before they change (P2).
 
         A copy that has not started when the device is there is cancelled instead: a snapshot is the state
-        after exactly one step, or it is none.
-
-        Returns:
-            Seconds waited, but for those in which the device had work.
-        """
+        after exactly one step, or it is none. Returns seconds waited, but for those in which the device had
+        work."""
         approached = self._state.fence_near
         self._tell(FenceNear(ahead=True))
         self._await_device()

@@ -40,8 +40,7 @@ _COPY_BYTES = 64 * 2**20
 _REDUCED_BYTES = 16 * 2**20
 _WARM_UP, _REDUCTIONS = 2, 10
 
-Pair = tuple[int, ...]
-"""Two nodes, three where their number is odd, by their indices."""
+Pair = tuple[int, ...]  # Two nodes, three where their number is odd, by their indices
 Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 """Who reduced together, and each node's seconds; None: it failed; missing: it has not answered."""
 
@@ -49,18 +48,10 @@ Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 def check_nodes(
     store: RendezvousStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
 ) -> dict[str, Any]:
-    """One node's part; what came out, as JSON.
-
-    Args:
-        store: of this check alone.
-        nodes: that take part. name: of this one.
-        factor: how many times as slow as the median of the others a node, or a pair, has to be.
-        secs: of every measure. timeout_secs: for which the others are waited for, in each turn.
-
-    Raises:
-        ConfigError: all nodes of this check have come already: it is an earlier one's place.
-        StoreError: the rendezvous store does not answer.
-    """
+    """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take part.
+    name: of this one. ``factor``: how many times as slow as the median of the others a node, or a pair,
+    has to be. ``secs``: of every measure. timeout_secs: for which the others are waited for, in each turn.
+    Raises StoreError: the rendezvous store does not answer."""
     index = store.add("joined", 1) - 1
     if index >= nodes:
         raise ConfigError(

@@ -31,10 +31,8 @@ from tests.engine.ranks import be_a_rank
 avoid_build_at_start()
 
 WIDTH, SAMPLES, MICRO_BATCH, GAS = 8, 40, 4, 2
-BATCHES = SAMPLES // MICRO_BATCH
-"""Batches of a pass: five steps."""
-STOPS = (7, 10)
-"""Steps behind which a life ends: within the second pass, and with it."""
+BATCHES = SAMPLES // MICRO_BATCH  # Batches of a pass: five steps
+STOPS = (7, 10)  # steps behind which a life ends: within the second pass, and with it
 STEPS = 13
 Losses = list[str]
 

@@ -45,12 +45,8 @@ class Model(nn.Module):
 
 
 class Lives:
-    """The lives of several jobs that share a persist directory.
-
-    Args:
-        root: for everything of this run.
-        name: of this run's directories.
-    """
+    """The lives of several jobs that share a persist directory. ``root``: for everything of this run.
+    ``name``: of this run's directories."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root = root / name

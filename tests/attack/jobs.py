@@ -48,17 +48,11 @@ def remove_all(directory: Path) -> None:
 
 @dataclass
 class Started:
-    """Processes of one start of a job.
+    """Processes of one start of a job."""
 
-    Attributes:
-        processes: one per rank, or the launcher alone.
-        out: directory where the script says what it found.
-        log: what all of them printed.
-    """
-
-    processes: list[subprocess.Popen[bytes]]
-    out: Path
-    log: Path
+    processes: list[subprocess.Popen[bytes]]  # one per rank, or the launcher alone
+    out: Path  # directory where the script says what it found
+    log: Path  # what all of them printed
 
     def said(self, rank: int, key: str) -> Any:
         """Wait until a rank has said ``key``; its value."""

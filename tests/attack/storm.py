@@ -34,8 +34,7 @@ from tests.attack.storm_judge import Verdict, judge
 from tests.attack.storm_setups import SETUPS, StormSetup
 from tests.faults.job import Scratch
 
-_MOST_COMMITS = 8
-"""Between two attacks."""
+_MOST_COMMITS = 8  # Between two attacks
 _IN_A_ROW = 0.35
 """How often an attack that costs no memory comes before the job has recovered from the last one."""
 _IN_A_ROW_SECS = 8.0
@@ -44,8 +43,7 @@ _LAST_PART = 0.15
 _GONE_SECS = 120.0
 _REFERENCE_STEPS = 200
 """Undisturbed runs are a multiple of it long: the next job with the same numbers may be as long."""
-_TOLD_TO_STOP = 0.6
-"""How often a job whose end is far is told to stop, so that others get their turn."""
+_TOLD_TO_STOP = 0.6  # how often a job whose end is far is told to stop, so that others get their turn
 
 console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
 
@@ -84,15 +82,9 @@ class Episode:
 
 
 class Storm:
-    """Draws attacks and carries them out.
-
-    Args:
-        scratch: where jobs run.
-        rng: decides what the seed decides.
-        kinds: attacks that may come; each comes once before any comes twice.
-        steps: of every job; None: what its setup says.
-        most: attacks on one job.
-    """
+    """Draws attacks and carries them out. ``scratch``: where jobs run. ``rng``: decides what the seed
+    decides. ``kinds``: attacks that may come; each comes once before any comes twice. ``steps``: of every
+    job; None: what its setup says. ``most``: attacks on one job."""
 
     def __init__(
         self, scratch: Scratch, rng: Random, kinds: Sequence[Attack], steps: int | None, most: int

@@ -28,19 +28,12 @@ _COMMITS_AFTER_DAMAGE = 4
 
 @dataclass
 class Strike:
-    """One attack as it is carried out.
+    """One attack as it is carried out."""
 
-    Attributes:
-        job: under attack.
-        rng: decides what the seed decides.
-        fillable: a file system of their own holds the nodes' memory.
-        said: what was done, for the report.
-    """
-
-    job: StormJob
-    rng: Random
-    fillable: bool
-    said: list[str] = field(default_factory=list)
+    job: StormJob  # under attack
+    rng: Random  # decides what the seed decides
+    fillable: bool  # a file system of their own holds the nodes' memory
+    said: list[str] = field(default_factory=list)  # what was done, for the report
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -57,19 +50,13 @@ class Strike:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of attack.
+    """A kind of attack."""
 
-    Attributes:
-        name: for ``--kinds`` and the report.
-        strike: does it; what it starts has settled when a later version is committed.
-        fits: whether it makes sense for a setup whose memory may be filled up, or not.
-        any_time: also before the job has recovered from the one before: it costs no memory.
-    """
-
-    name: str
-    strike: Callable[[Strike], None]
+    name: str  # for ``--kinds`` and the report
+    strike: Callable[[Strike], None]  # does it; what it starts has settled when a later version is committed
+    # whether it makes sense for a setup whose memory may be filled up, or not
     fits: Callable[[StormSetup, bool], bool] = lambda setup, fillable: True
-    any_time: bool = False
+    any_time: bool = False  # also before the job has recovered from the one before: it costs no memory
 
 
 # -- processes ---------------------------------------------------------------------------------------
@@ -152,11 +139,7 @@ def cut_power(s: Strike) -> None:
 
 
 def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
-    """Send a signal to every launcher, as a batch system or a person does; returns their exit codes.
-
-    Raises:
-        BrokenPromiseError: they do not end, or with other codes than they must.
-    """
+    """Send a signal to every launcher, as a batch system or a person does; returns their exit codes."""
     for node in job.cluster.history:  # those that were replaced and ran on, too
         if node.running:
             node.process.send_signal(number)

@@ -26,8 +26,7 @@ from tests.faults.memory import memory_directory, small_file_system
 
 SETTLE_SECS = 420.0
 """Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""
-_ENDING_SECS = 90.0
-"""Between the end of the first launcher of a job and the last: the grace, and more."""
+_ENDING_SECS = 90.0  # Between the end of the first launcher of a job and the last: the grace, and more
 _POLL_SECS = 0.1
 
 
@@ -37,15 +36,10 @@ class BrokenPromiseError(Exception):
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of a job's life in which its memory was never lost.
+    """A part of a job's life in which its memory was never lost."""
 
-    Attributes:
-        events_dir: what its processes wrote.
-        restored: step on disk from which its first life had to go on; 0: it began anew.
-    """
-
-    events_dir: Path
-    restored: int
+    events_dir: Path  # what its processes wrote
+    restored: int  # step on disk from which its first life had to go on; 0: it began anew
 
 
 class StormCluster(LocalCluster):
@@ -109,15 +103,9 @@ class StormCluster(LocalCluster):
 
 
 class StormJob:
-    """A job under attack, and what it has shown so far.
-
-    Args:
-        scratch: text, checkpoints and undisturbed runs.
-        name: of its directory.
-        setup: its kind.
-        steps: to train.
-        memory_root: for the memory of its nodes.
-    """
+    """A job under attack, and what it has shown so far. ``scratch``: text, checkpoints and undisturbed runs.
+    ``name``: of its directory. ``setup``: its kind. ``steps``: to train. ``memory_root``: for the memory
+    of its nodes."""
 
     def __init__(self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path) -> None:
         self.setup = setup
@@ -140,8 +128,7 @@ class StormJob:
         self._reader = EventReader(self._job.events_dir)
         self.restored = 0
         """Step on disk from which the job had to go on when it lost all memory; 0: it never did."""
-        self.chapters: list[Chapter] = []
-        """What was before the memory of all nodes was lost, oldest first."""
+        self.chapters: list[Chapter] = []  # what was before the memory of all nodes was lost, oldest first
 
     @property
     def cluster(self) -> StormCluster:
@@ -199,11 +186,8 @@ class StormJob:
 
     def new_chapter(self, restored: int) -> None:
         """The memory of all nodes is gone while nothing runs: from here on, incarnations may have old numbers
-        again, and nothing is promised but what is on disk.
-
-        Args:
-            restored: step of the checkpoint that has to be loaded.
-        """
+        again, and nothing is promised but what is on disk. ``restored``: step of the checkpoint that has
+        to be loaded."""
         self.poll()
         kept = self._job.events_dir.with_name(f"events-{len(self.chapters)}")
         self._job.events_dir.rename(kept)
@@ -219,11 +203,7 @@ class StormJob:
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SETTLE_SECS) -> bool:
-        """Wait for ``condition``; False where the job has ended well instead.
-
-        Raises:
-            BrokenPromiseError: it does not come, or a launcher ended with an error.
-        """
+        """Wait for ``condition``; False where the job has ended well instead."""
         deadline = time.monotonic() + timeout_secs
         while not condition():
             codes = self.codes()

@@ -12,26 +12,16 @@ from tests.faults.job import Losses, Recovery, recoveries, wrong_losses
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        problems: promises that were broken.
-        recoveries: returns to training.
-        losses: that were compared, every repetition counted.
-    """
-
-    problems: tuple[str, ...]
-    recoveries: tuple[Recovery, ...]
-    losses: int
+    problems: tuple[str, ...]  # promises that were broken
+    recoveries: tuple[Recovery, ...]  # returns to training
+    losses: int  # that were compared, every repetition counted
 
 
 def judge(chapters: Sequence[tuple[Chapter, History]], reference: Losses) -> Verdict:
-    """Judge a job.
-
-    Args:
-        chapters: with their events, oldest first.
-        reference: losses of the undisturbed run, at least as long as the job.
-    """
+    """Judge a job. ``chapters``: with their events, oldest first. ``reference``: losses of the undisturbed
+    run, at least as long as the job."""
     problems: list[str] = []
     found: list[Recovery] = []
     losses = 0

@@ -22,27 +22,16 @@ BF16_AOR = replace(
 
 @dataclass(frozen=True)
 class StormSetup:
-    """One kind of job.
+    """One kind of job."""
 
-    Attributes:
-        name: for people and ``--setups``.
-        shape: layout and nodes.
-        optimizer: number format.
-        protection: as in the block.
-        steps: of a job: so many that several attacks find it alive, so few that it soon ends after them.
-        tolerance: lost nodes of a sharding group that it survives; so many are struck at once.
-        persist_steps: distance of its checkpoints on disk; 0: none.
-        memory_mib: size of a file system of its own for the memory of all nodes; 0: the machine's.
-    """
-
-    name: str
-    shape: Shape
-    optimizer: Optimizer
-    protection: str
-    steps: int
-    tolerance: int = 1
-    persist_steps: int = 0
-    memory_mib: int = 0
+    name: str  # for people and ``--setups``
+    shape: Shape  # layout and nodes
+    optimizer: Optimizer  # number format
+    protection: str  # as in the block
+    steps: int  # of a job: so many that several attacks find it alive, so few that it soon ends after them
+    tolerance: int = 1  # lost nodes of a sharding group that it survives; so many are struck at once
+    persist_steps: int = 0  # distance of its checkpoints on disk; 0: none
+    memory_mib: int = 0  # size of a file system of its own for the memory of all nodes; 0: the machine's
 
     def block(self, persist_dir: Path) -> dict[str, Any]:
         """Its ``reft`` block. Short waits: what stands still has to be noticed while the storm waits."""

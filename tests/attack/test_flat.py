@@ -24,8 +24,7 @@ CONFIG: dict[str, Any] = {
     "steps_per_print": 1000000,
     "reft": {"enabled": True},
 }
-_MORE_BYTES = 8 * 2**20
-"""Allocators keep a little; a leak of 200 KB a restart is more."""
+_MORE_BYTES = 8 * 2**20  # Allocators keep a little; a leak of 200 KB a restart is more
 
 
 @dataclass(frozen=True)

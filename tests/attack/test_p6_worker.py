@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 # Places where the version is good, whatever fails there.
 _COMMITTED = {
     "look at free memory",
-    "wish a rate",
+    "request a rate",
     "note the commit",
     "after the commit",
     "tell of the commit",

@@ -34,8 +34,7 @@ from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\| `(?P<guard>\w+)` \|[^|]+\|$")
-_ACCEPTS = 0x10000
-"""Of a socket in /proc/net/unix that listens."""
+_ACCEPTS = 0x10000  # of a socket in /proc/net/unix that listens
 _CHALLENGE_BYTES, _PROOF_BYTES = 32, 32
 WAIT_SECS = 60.0
 CONFIG = {
@@ -47,22 +46,16 @@ CONFIG = {
 }
 STEPS, RANKS = 8, 4
 METRICS_PORT = free_port()
-CONTROL_DOORS = 2 * RANKS
-"""One of each rank for training, one for the snapshot worker."""
+CONTROL_DOORS = 2 * RANKS  # One of each rank for training, one for the snapshot worker
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A socket on which a process listens.
+    """A socket on which a process listens."""
 
-    Attributes:
-        process: rendezvous, launcher, daemon, trainer or other.
-        node: of the process; -1: none.
-        address: host and port, or the name of a Unix socket, an abstract one's with an @ first.
-    """
-
-    process: str
-    node: int
+    process: str  # rendezvous, launcher, daemon, trainer or other
+    node: int  # of the process; -1: none
+    # host and port, or the name of a Unix socket, an abstract one's with an @ first
     address: tuple[str, int] | str
 
     def call(self) -> socket.socket:
@@ -139,14 +132,9 @@ def listening(job: WatchedCluster) -> list[Listening]:
 
 
 def name_of(at: Listening, master_port: int, first_node: int, doors: Collection[Listening]) -> str:
-    """Which of the table's sockets it is; "" where it is none.
-
-    Args:
-        at: the socket.
-        master_port: of the trainers on its node.
-        first_node: where rank 0 runs.
-        doors: those of the trainers that speak first.
-    """
+    """Which of the table's sockets it is; "" where it is none. ``at``: the socket. ``master_port``: of the
+    trainers on its node. ``first_node``: where rank 0 runs. ``doors``: those of the trainers that speak
+    first."""
     is_first, local = at.node == first_node, at.address if isinstance(at.address, str) else ""
     if at.process == "launcher" and not local and at.address[1] == master_port:
         assert at.address[0] == "127.0.0.1"

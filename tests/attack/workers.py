@@ -49,14 +49,9 @@ DEADLINE_SECS = 90.0
 
 
 class Rank:
-    """One rank with a small state that is a function of (step, rank).
-
-    Args:
-        rank: this one.
-        root: directory for the memory of both.
-        together: both ranks' arenas lie in one directory, as on one node.
-        frozen: slots that hold what is being recovered.
-    """
+    """One rank with a small state that is a function of (step, rank). ``rank``: this one. ``root``: directory
+    for the memory of both. ``together``: both ranks' arenas lie in one directory, as on one node.
+    ``frozen``: slots that hold what is being recovered."""
 
     def __init__(
         self,
@@ -205,7 +200,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "copy": _once(Copier, "copy", _LOST),
     "what to vote": _once(SchemeSwitch, "wanted_level", _LOST),
     "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
-    "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
+    "request a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(Filling, "hash_rest", _LOST),

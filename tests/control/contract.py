@@ -20,18 +20,12 @@ from .ranks import DEADLINE_SECS
 
 @dataclass
 class Rank:
-    """One rank of a case.
+    """One rank of a case."""
 
-    Attributes:
-        rank, size: as usual.
-        open: the next transport, collectively.
-        place: a directory that all ranks see, of this case alone: how they meet beside the transport.
-    """
-
-    rank: int
+    rank: int  # rank, size: as usual
     size: int
-    open: Callable[[], Transport]
-    place: Path
+    open: Callable[[], Transport]  # the next transport, collectively
+    place: Path  # a directory that all ranks see, of this case alone: how they meet beside the transport
 
     def tell(self, name: str) -> None:
         (self.place / f"{name}-{self.rank}").touch()

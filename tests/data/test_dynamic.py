@@ -245,27 +245,18 @@ class Replica:
         self.loader = loader
         self.reading = iter(loader)
         self.step: list[int] = []
-        self.waits = False
-        """For the others, at the end of its step."""
-        self.looks = True
-        """Nothing was trained since its start or a roll-back."""
+        self.waits = False  # For the others, at the end of its step
+        self.looks = True  # Nothing was trained since its start or a roll-back
 
 
 class Attacked:
-    """A job that is killed, rolled back and resized in drawn turns, and the samples of its history.
-
-    Args:
-        job: its loaders and store.
-        rng: draws what happens.
-        workers: processes of each loader.
-    """
+    """A job that is killed, rolled back and resized in drawn turns, and the samples of its history. ``job``:
+    its loaders and store. ``rng``: draws what happens. ``workers``: processes of each loader."""
 
     def __init__(self, job: Job, rng: random.Random, workers: int) -> None:
         self._job, self._rng, self._workers = job, rng, workers
-        self.history: list[list[int]] = []
-        """Samples of each step."""
-        self._versions: list[dict[str, Any]] = []
-        """Behind each step, with that of the beginning."""
+        self.history: list[list[int]] = []  # Samples of each step
+        self._versions: list[dict[str, Any]] = []  # Behind each step, with that of the beginning
         self.happened: Counter[str] = Counter()
         self._begin(None)
 

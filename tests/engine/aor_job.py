@@ -288,8 +288,7 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")
-"""Of DeepSpeedZeroOptimizer, seen by the capture."""
+METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")  # of DeepSpeedZeroOptimizer, seen by the capture
 
 
 def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, Any]:

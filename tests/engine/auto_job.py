@@ -36,7 +36,7 @@ if GRADIENTS_ARE_NOT_AVERAGED:
     del CASES[RECOMPUTED]
 
 AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"tolerance": 2}))
-"""The same job, started anew: with the same block, and with another wish."""
+"""The same job, started anew: with the same block, and with another request."""
 
 
 class Lines(logging.Handler):

@@ -18,8 +18,7 @@ from tests.engine.ranks import be_a_rank
 
 RANK = int(os.environ.get("RANK", "0"))
 PROTECTIONS = ("arc", "aec")
-LOST = (1, 2, 0)
-"""Nodes, in the order in which they are lost, each before a step is trained."""
+LOST = (1, 2, 0)  # Nodes, in the order in which they are lost, each before a step is trained
 STEPS = 3
 
 

@@ -1,6 +1,6 @@
-"""One life of a job whose ranks wish for intervals that the test chose, killed behind a step of the test's.
+"""One life of a job whose ranks want intervals that the test chose, killed behind a step of the test's.
 
-``root/life.json`` has ``wishes``: interval by the step from which on it is wished for; ``until``: the step;
+``root/life.json`` has ``wants``: interval by the step from which on it is wanted; ``until``: the step;
 ``faults``; and whether the life is ``killed`` there. It says where it has gone on.
 """
 
@@ -36,8 +36,8 @@ def main(root: Path) -> dict[str, Any]:
     assert session is not None
     assert session.worker is not None
     while engine.global_steps < life["until"]:
-        wished = max(int(step) for step in life["wishes"] if int(step) <= engine.global_steps)
-        session.worker.watchers.wanted_interval = lambda windows, k=life["wishes"][str(wished)]: k
+        wanted = max(int(step) for step in life["wants"] if int(step) <= engine.global_steps)
+        session.worker.watchers.wanted_interval = lambda windows, k=life["wants"][str(wanted)]: k
         train(engine, engine.global_steps + 1)
         assert session.worker.drain(60)  # every vote is known, whatever the machine does
     if life.get("killed"):

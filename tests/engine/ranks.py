@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) -> list[dict[str, Any]]:
-    """Run ``job`` once per rank, all on this machine, and return what each of them wrote.
-
-    Raises:
-        AssertionError: a rank failed; the message is the end of its output.
-    """
+    """Run ``job`` once per rank, all on this machine, and return what each of them wrote. Raises
+    AssertionError: a rank failed; the message is the end of its output."""
     port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
     shared = {

@@ -34,8 +34,7 @@ avoid_build_at_start()
 
 RANK_GIVEN = "RANK" in os.environ
 RANK = int(os.environ.get("RANK", "0"))
-STEPS = 3
-"""Of every life."""
+STEPS = 3  # of every life
 BATCH, MICRO = 12, 2
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 CASES: dict[str, dict[str, Any]] = {

@@ -72,7 +72,7 @@ def test_p1_losses_do_not_depend_on_the_choice(results: list[dict[str, Any]]) ->
 
 def test_rank_zero_says_what_was_chosen_and_why(results: list[dict[str, Any]]) -> None:
     said = " ".join(results[0]["one"]["said"])
-    assert "protection auto: aec: survives the loss of 1 node, 1 wished" in said
+    assert "protection auto: aec: survives the loss of 1 node, 1 wanted" in said
     assert "the cheapest of" in said
     assert not any("protection auto" in text for r in results[1:] for text in r["one"]["said"])
 

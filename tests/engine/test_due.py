@@ -20,7 +20,7 @@ JOB = Path(__file__).with_name("due_job.py")
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("wishes", "faults", "killed_at", "goes_on_at"),
+    ("wants", "faults", "killed_at", "goes_on_at"),
     [
         # 104 is no multiple of 50, and 26 steps behind 78.
         pytest.param({0: 26, 100: 50}, [], 149, 104, id="longer"),
@@ -31,14 +31,14 @@ JOB = Path(__file__).with_name("due_job.py")
     ],
 )
 def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
-    tmp_path: Path, wishes: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
+    tmp_path: Path, wants: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
 ) -> None:
-    life = {"wishes": wishes, "faults": faults, "until": killed_at, "killed": True}
+    life = {"wants": wants, "faults": faults, "until": killed_at, "killed": True}
     (tmp_path / "life.json").write_text(json.dumps(life))
     with pytest.raises(AssertionError):  # a killed rank fails
         run_ranks(JOB, tmp_path)
     assert list(tmp_path.glob("killed-*"))
-    life = {"wishes": {0: 1}, "faults": [], "until": goes_on_at}
+    life = {"wants": {0: 1}, "faults": [], "until": goes_on_at}
     (tmp_path / "life.json").write_text(json.dumps(life))
     for rank in run_ranks(JOB, tmp_path):
         assert rank["path"] == f"memory:due/{goes_on_at}"

@@ -19,14 +19,9 @@ from reft.snapshot.committing.version import Stage, Version
 
 
 class SimulatedRanks:
-    """Steps of a second, longer while a version is under way; the longest wish holds from the step after the
-    next on, as in the votes.
-
-    Args:
-        ranks: each with its own noise.
-        noise: standard deviation of a step.
-        config: of every rank.
-    """
+    """Steps of a second, longer while a version is under way; the longest request holds from the step after
+    the next on, as in the votes. ``ranks``: each with its own noise. ``noise``: standard deviation of a
+    step. ``config``: of every rank."""
 
     def __init__(self, ranks: int = 2, noise: float = 0.0, **config: Any) -> None:
         self.now, self.step, self.cost, self.commit_secs = 0.0, 0, 0.01, 0.4
@@ -109,7 +104,7 @@ def test_the_overhead_is_held_when_another_job_loads_the_link_and_the_rate_comes
 
 
 def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
-    """It is written to a file by the thread that asks for the wish; a step ends meanwhile."""
+    """It is written to a file by the thread that asks for the request; a step ends meanwhile."""
     ended = []
 
     def keep(costs: Costs, interval_steps: int) -> None:

@@ -20,8 +20,7 @@ NAMES = {
     f"Reft/{name}"
     for name in ("snapshot_seconds", "committed_step", "commit_lag_steps", "tolerance_left", "recoveries")
 }
-Written = dict[str, list[tuple[int, float]]]
-"""Global samples and value of each event, by its name."""
+Written = dict[str, list[tuple[int, float]]]  # Global samples and value of each event, by its name
 
 
 @contextmanager

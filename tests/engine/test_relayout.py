@@ -40,14 +40,9 @@ def lives_of(
     between: Callable[[], object] = lambda: None,
     **block: Any,
 ) -> Lives:
-    """Per life what every rank saw.
-
-    Args:
-        nodes: that keep the memory for the next life; 0: each life has nodes of its own, and its newest version
-            is persisted.
-        between: what happens between two lives.
-        block: more of reft's.
-    """
+    """Per life what every rank saw. ``nodes``: that keep the memory for the next life; 0: each life has nodes
+    of its own, and its newest version is persisted. ``between``: what happens between two lives.
+    ``block``: more of reft's."""
     found, before, was = [], "", [0, 0]
     for number, degrees in enumerate(layouts, 1):
         until = number * STEPS

@@ -15,8 +15,7 @@ from tests.engine.resize_job import CASES, STEPS
 
 JOB = Path(__file__).with_name("resize_job.py")
 pytestmark = pytest.mark.nightly
-LIVES = (3, 2, 3)
-"""Replicas of every life."""
+LIVES = (3, 2, 3)  # Replicas of every life
 KEYS_TO_SET = (
     """write "train_batch_size": 12 and "train_micro_batch_size_per_gpu": 2 into DeepSpeed's JSON, and no """
     '"gradient_accumulation_steps"'

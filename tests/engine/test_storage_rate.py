@@ -1,4 +1,4 @@
-"""How one rank measures its checkpoints and what it wishes, on a clock of the test's: a simulation."""
+"""How one rank measures its checkpoints and what it wants, on a clock of the test's: a simulation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ from reft.policy.storage_interval import whole_interval
 
 
 class SimulatedJob:
-    """Steps of a second, which are slower while a version is being written.
-
-    Args:
-        config: further keys of ``persist``.
-        mtbf_secs: of memory.
-        carried_secs: by it, with a wished probability.
-        every: steps between two snapshots.
-    """
+    """Steps of a second, which are slower while a version is being written. ``config``: further keys of
+    ``persist``. ``mtbf_secs``: of memory. ``carried_secs``: by it, with a wanted probability. ``every``:
+    steps between two snapshots."""
 
     def __init__(
         self,
         *,
         mtbf_secs: float = 600.0,
-        carried_secs: Callable[[float], float] = lambda wished: inf,
+        carried_secs: Callable[[float], float] = lambda wanted: inf,
         every: int = 1,
         **config: Any,
     ) -> None:
@@ -108,11 +103,11 @@ def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None
 def test_the_wished_survival_makes_it_write_where_failures_do_not() -> None:
     """Memory alone carries the job with 0.999 for 70 steps of a second."""
     job = SimulatedJob(
-        mtbf_secs=inf, survival=0.999, carried_secs=lambda wished: 70.0 if wished == 0.999 else inf
+        mtbf_secs=inf, survival=0.999, carried_secs=lambda wanted: 70.0 if wanted == 0.999 else inf
     )
     job.run(400)
     assert job.rate.wanted_interval() == 70
-    assert "wished probability" in job.rate.to_json()["why"]
+    assert "wanted probability" in job.rate.to_json()["why"]
 
 
 def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:

@@ -185,12 +185,8 @@ def drained_later(
     updates: Sequence[Sequence[float]], begins: Sequence[float], handed_over: Sequence[float]
 ) -> bool:
     """Whether the chunks of one version, which begin at these times, were copied before and after an update.
-
-    Args:
-        updates: begin and end of each.
-        begins: of the chunks of all versions that were copied in windows.
-        handed_over: when each committed version was.
-    """
+    ``updates``: begin and end of each. ``begins``: of the chunks of all versions that were copied in
+    windows. ``handed_over``: when each committed version was."""
     for since, until in pairwise([*sorted(handed_over), float("inf")]):
         of_version = [begin for begin in begins if since <= begin < until]
         if of_version and any(min(of_version) < begin < max(of_version) for begin, _ in updates):

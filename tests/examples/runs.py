@@ -20,36 +20,23 @@ _RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has printed.
+    """What a run has printed."""
 
-    Attributes:
-        losses: every loss that was printed, by step; a step that was trained twice has two.
-        resumed: step and source of every resumption.
-        log: of all nodes.
-    """
-
+    # every loss that was printed, by step; a step that was trained twice has two
     losses: dict[int, list[str]]
-    resumed: list[tuple[int, str]]
-    log: str
+    resumed: list[tuple[int, str]]  # step and source of every resumption
+    log: str  # of all nodes
 
 
 @dataclass(frozen=True)
 class Example:
-    """One script of ``examples/``, made as small as a test needs it.
+    """One script of ``examples/``, made as small as a test needs it."""
 
-    Attributes:
-        script: its file.
-        config: its DeepSpeed configuration.
-        arguments: further arguments.
-        procs_per_node: ranks on each of the two nodes.
-        options: further options of ``reft launch``.
-    """
-
-    script: str
-    config: str
-    arguments: Sequence[str] = ()
-    procs_per_node: int = 1
-    options: Sequence[str] = ()
+    script: str  # its file
+    config: str  # its DeepSpeed configuration
+    arguments: Sequence[str] = ()  # further arguments
+    procs_per_node: int = 1  # ranks on each of the two nodes
+    options: Sequence[str] = ()  # further options of ``reft launch``
 
     def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
         """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""

@@ -15,8 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install 'ref
 pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 
 TRAINER = Example("trainer.py", "trainer.json", ("--epochs", "2"))
-PASS = 16
-"""Steps of a pass over the example's 256 samples: two ranks, batches of 4, two batches a step."""
+PASS = 16  # steps of a pass over the example's 256 samples: two ranks, batches of 4, two batches a step
 
 
 def weights(run: Path) -> bytes:

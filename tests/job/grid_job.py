@@ -71,10 +71,7 @@ class Block(nn.Module):
 
 class Said:
     """The loss function. It says before the step is made what its micro-batches were, and their losses.
-
-    Args:
-        replicas: that share a step.
-    """
+    ``replicas``: that share a step."""
 
     def __init__(self, replicas: int) -> None:
         self._of_a_step = BATCH // MICRO // replicas
@@ -95,11 +92,8 @@ class Said:
 def engine_of(
     config: dict[str, Any], pp: int, tp: int, blocks: int = 6, tied: Sequence[str] = ()
 ) -> tuple[Any, Said]:
-    """An engine of a model of this many blocks.
-
-    Args:
-        tied: parameters of one more block, first and last, that DeepSpeed keeps equal there; none: no such block.
-    """
+    """An engine of a model of this many blocks. ``tied``: parameters of one more block, first and last, that
+    DeepSpeed keeps equal there; none: no such block."""
     topology = reft.topology(pp, tp=tp)
     groups = [dist.new_group(list(g)) for g in topology.get_axis_comm_lists("model")] if tp > 1 else [None]
     part = TensorParallel(groups[RANK // tp if tp > 1 else 0], RANK % tp, tp, seed=3)

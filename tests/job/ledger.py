@@ -67,16 +67,11 @@ def expected(samples: int) -> Counter[str]:
 
 
 class Books:
-    """Of a whole job.
-
-    Args:
-        directory: where its ranks write.
-    """
+    """Of a whole job. ``directory``: where its ranks write."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[Path, int] = {}
-        """Bytes of each file that were read."""
+        self._read: dict[Path, int] = {}  # bytes of each file that were read
         self._lines: list[dict[str, Any]] = []
 
     def lines(self) -> list[dict[str, Any]]:

@@ -188,25 +188,17 @@ class LeasedConnection(Connection):
 
 @dataclass(eq=False)
 class Node:
-    """One launcher, and what it has seen.
+    """One launcher, and what it has seen."""
 
-    Attributes:
-        name: of the node.
-        trains: the start that its trainers run in, with the names of all nodes of it; None: they do not.
-        rounds: times at which its trainers were started.
-        end: why its launcher has ended; empty while it runs.
-        stands_until: it is stopped until then.
-        fails: its trainers end in a moment by themselves.
-    """
-
-    name: str
+    name: str  # of the node
     world: World
+    # the start that its trainers run in, with the names of all nodes of it; None: they do not
     trains: tuple[int, tuple[str, ...]] | None = None
-    rounds: list[float] = field(default_factory=list)
-    end: str = ""
-    stands_until: float = 0.0
+    rounds: list[float] = field(default_factory=list)  # times at which its trainers were started
+    end: str = ""  # why its launcher has ended; empty while it runs
+    stands_until: float = 0.0  # it is stopped until then
     is_killed: bool = False
-    fails: bool = False
+    fails: bool = False  # its trainers end in a moment by themselves
     incarnation: int = 0
     _turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -350,13 +342,8 @@ class Node:
 
 
 class World:
-    """All nodes of a job of ``least`` to ``most``.
-
-    Args:
-        seed: who is next, and how long everything takes.
-        least, most: nodes of a round.
-        connection: to the store, of each node.
-    """
+    """All nodes of a job of ``least`` to ``most``. ``seed``: who is next, and how long everything takes.
+    ``least, most``: nodes of a round. ``connection``: to the store, of each node."""
 
     def __init__(self, seed: int, least: int, most: int, connection: type[Connection] = Connection) -> None:
         self.connection = connection

@@ -20,8 +20,7 @@ from reft.storage.persist import PersistProgress
 from tests.job.daemons import wait_for
 
 LOOK_SECS = 1.0
-STORAGE_SECS = 60
-"""After so many, what is being written is said to hang."""
+STORAGE_SECS = 60  # After so many, what is being written is said to hang
 TRAINER = """
 import sys, time
 from pathlib import Path

@@ -17,12 +17,10 @@ from reft.tools.demo.cluster import KillKind
 
 from .cluster import WatchedCluster, cluster
 
-TIMEOUT_SECS = 1800.0
-"""Of the collectives: after these a rank that waits would end by itself."""
+TIMEOUT_SECS = 1800.0  # of the collectives: after these a rank that waits would end by itself
 DEADLINE_SECS = 400.0
 PATIENCE = 6.0
-SLOW_SECS = 9.0
-"""Longer than PATIENCE allows a step that takes milliseconds."""
+SLOW_SECS = 9.0  # Longer than PATIENCE allows a step that takes milliseconds
 HUNG = "the job hangs"
 
 

@@ -17,8 +17,7 @@ from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
 
 SECRET = b"h" * 32
-PIDS = (4_000_001, 4_000_002)
-"""Of no process."""
+PIDS = (4_000_001, 4_000_002)  # of no process
 SEEN = Seen(0, 0, PIDS[0], Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 0.3, 0.0, 0, "S")
 
 

@@ -24,10 +24,8 @@ CONFIG: dict[str, Any] = {
 }
 PATIENCE_SECS = 900
 DEGREES = (4, 3, 4, 2)
-KILLS = int(os.environ.get("REFT_KILLS", "8"))
-"""Of each long job; ``make nightly`` has a hundred."""
-SHORT = 4
-"""Of the job that ``make test`` runs: one launch of each degree."""
+KILLS = int(os.environ.get("REFT_KILLS", "8"))  # of each long job; ``make nightly`` has a hundred
+SHORT = 4  # of the job that ``make test`` runs: one launch of each degree
 
 
 def wait_for(job: WatchedCluster, books: Books, micro_batches: int) -> None:
@@ -69,12 +67,8 @@ def run(
     launches: list[tuple[int, int]],
     tier: str,
 ) -> Books:
-    """A job of several launches.
-
-    Args:
-        launches: see :func:`launches_of`.
-        tier: where a launch finds the versions of the one before.
-    """
+    """A job of several launches. ``launches``: see :func:`launches_of`. ``tier``: where a launch finds the
+    versions of the one before."""
     seed = random.SystemRandom().randrange(10**6) if "REFT_RANDOM_EXAMPLES" in os.environ else 1
     rng = random.Random(seed)
     config, disk = tmp_path / "ds.json", tmp_path / "disk"

@@ -12,8 +12,7 @@ from reft.node.history import PARTS, note, read_history
 
 from .cluster import WatchedCluster, cluster
 
-LIVES = 4
-"""More than the restarts that are allowed without a new version."""
+LIVES = 4  # More than the restarts that are allowed without a new version
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},

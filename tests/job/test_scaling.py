@@ -155,10 +155,8 @@ def in_ring(number: int, *, batch: int, micro: int) -> Situation:
     )
 
 
-THREE = in_ring(3, batch=12, micro=4)
-"""Two replicas could not share the batch."""
-FOUR = in_ring(4, batch=12, micro=3)
-"""Three could not."""
+THREE = in_ring(3, batch=12, micro=4)  # Two replicas could not share the batch
+FOUR = in_ring(4, batch=12, micro=3)  # Three could not
 
 
 def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:

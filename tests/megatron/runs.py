@@ -22,22 +22,15 @@ Line = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has printed.
+    """What a run has printed."""
 
-    Attributes:
-        iterations: names and values of every iteration's line, as printed, without those that measure time; one
-            that was trained twice has two.
-        validations: losses of the evaluations, by iteration.
-        resumed: step and source of every resumption.
-        codes: exit codes of the nodes.
-        log: of all nodes.
-    """
-
+    # names and values of every iteration's line, as printed, without those that measure time; one that was
+    # trained twice has two
     iterations: dict[int, list[Line]]
-    validations: dict[int, list[str]]
-    resumed: list[tuple[int, str]]
-    codes: dict[int, int]
-    log: str
+    validations: dict[int, list[str]]  # losses of the evaluations, by iteration
+    resumed: list[tuple[int, str]]  # step and source of every resumption
+    codes: dict[int, int]  # exit codes of the nodes
+    log: str  # of all nodes
 
     def from_step(self, step: int) -> dict[int, list[Line]]:
         """The lines behind a step."""
@@ -49,36 +42,20 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A training program with its arguments.
+    """A training program with its arguments."""
 
-    Attributes:
-        script: to run.
-        arguments: of it.
-        nodes: number of nodes.
-        procs_per_node: ranks on each.
-        env: for all processes.
-        secs: most that a run may take.
-    """
-
-    script: Path
-    arguments: Sequence[str]
-    nodes: int
-    procs_per_node: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)
-    secs: float = 600.0
+    script: Path  # to run
+    arguments: Sequence[str]  # of it
+    nodes: int  # number of nodes
+    procs_per_node: int = 1  # ranks on each
+    env: Mapping[str, str] = field(default_factory=dict)  # for all processes
+    secs: float = 600.0  # most that a run may take
 
     def run(self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0) -> Outcome:
-        """Train to the end.
-
-        Args:
-            directory: for its files; its logs are there.
-            block: the ``reft`` block; None: none. Where nodes are lost it has a fault that kills one.
-            more: further arguments of the program.
-            lost: nodes that are lost together; fresh ones replace them.
-
-        Raises:
-            AssertionError: it did not end well.
-        """
+        """Train to the end. ``directory``: for its files; its logs are there. ``block``: the ``reft`` block;
+        None: none. Where nodes are lost it has a fault that kills one. ``more``: further arguments of the
+        program. ``lost``: nodes that are lost together; fresh ones replace them. Raises AssertionError: it
+        did not end well."""
         with self.cluster(directory, block, *more) as job:
             codes, log = run_to_its_end(job, self.secs, lost=lost)
         assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
@@ -122,13 +99,9 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedProgram(Program):
-    """One of Megatron-DeepSpeed.
+    """One of Megatron-DeepSpeed."""
 
-    Attributes:
-        config: the DeepSpeed configuration, without the block.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the DeepSpeed configuration, without the block
 
     @property
     def beside(self) -> Mapping[str, Any]:
@@ -165,14 +138,8 @@ def lost_node(step: int) -> dict[str, Any]:
 
 
 def judge(name: str, undisturbed: Outcome, disturbed: Outcome, sources: Sequence[str]) -> list[str]:
-    """Print both, and say what is wrong.
-
-    Args:
-        name: of the case.
-        undisturbed: without reft.
-        disturbed: with it.
-        sources: from where it was to be resumed.
-    """
+    """Print both, and say what is wrong. ``name``: of the case. ``undisturbed``: without reft. ``disturbed``:
+    with it. ``sources``: from where it was to be resumed."""
     print(f"\n{name}: {', '.join(f'resumed at step {s} from {w}' for s, w in disturbed.resumed)}")
     print(f"{'iteration':>9} {'undisturbed':>14} with reft")
     for at in sorted(undisturbed.iterations):

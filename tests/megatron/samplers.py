@@ -14,31 +14,20 @@ from typing import Any
 
 import torch
 
-_given: list[int] = []
-"""Samples since the last iteration of this process."""
+_given: list[int] = []  # Samples since the last iteration of this process
 
 
 @dataclass
 class Sampler:
-    """Batches of a rank.
+    """Batches of a rank."""
 
-    Attributes:
-        kind: ``single``, the order of the data set once, or ``cyclic``, a random order of every pass.
-        total_samples: of the data set.
-        consumed_samples: of them, by the job, over all passes.
-        size: of a micro-batch.
-        rank: data-parallel.
-        ranks: their number.
-        kept: whether this is training's, whose samples are written down.
-    """
-
-    kind: str
-    total_samples: int
-    consumed_samples: int
-    size: int
-    rank: int
-    ranks: int
-    kept: bool = True
+    kind: str  # ``single``, the order of the data set once, or ``cyclic``, a random order of every pass
+    total_samples: int  # of the data set
+    consumed_samples: int  # of them, by the job, over all passes
+    size: int  # of a micro-batch
+    rank: int  # data-parallel
+    ranks: int  # their number
+    kept: bool = True  # whether this is training's, whose samples are written down
 
     def __post_init__(self) -> None:
         if self.kind == "cyclic":

@@ -95,15 +95,10 @@ def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_p
 
 @dataclass
 class Alone:
-    """One rank without a launcher.
+    """One rank without a launcher."""
 
-    Attributes:
-        directory: for its files.
-        arguments: of every start.
-    """
-
-    directory: Path
-    arguments: Sequence[str]
+    directory: Path  # for its files
+    arguments: Sequence[str]  # of every start
 
     def run(
         self, block: dict[str, Any] | None, *more: str, ends_with: int = 0, attached: bool = False

@@ -31,8 +31,7 @@ class Elastic(DeepSpeedProgram):
         return options, super().given(config, has_block)[1]
 
 
-BATCH = 12
-"""Samples of a step: of three replicas two micro-batches each, of two three."""
+BATCH = 12  # Samples of a step: of three replicas two micro-batches each, of two three
 
 
 def lose_one_of_three(directory: Path, *arguments: str) -> tuple[Book, str]:

@@ -168,22 +168,15 @@ def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, str
 
 @dataclass
 class Training:
-    """What a loop trains.
+    """What a loop trains."""
 
-    Attributes:
-        chunks: model chunks of this rank.
-        iteration: steps made.
-        consumed: micro-batches of this rank.
-        losses: by step, of what this process has trained.
-    """
-
-    chunks: list[Any]
+    chunks: list[Any]  # model chunks of this rank
     optimizer: Any
     scheduler: Any
     overlap: bool
-    iteration: int = 0
-    consumed: int = 0
-    losses: list[Any] = field(default_factory=list)
+    iteration: int = 0  # steps made
+    consumed: int = 0  # micro-batches of this rank
+    losses: list[Any] = field(default_factory=list)  # by step, of what this process has trained
 
     @property
     def client_state(self) -> dict[str, int]:

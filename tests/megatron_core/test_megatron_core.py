@@ -39,8 +39,7 @@ _SHORT = {
     "SendActivation": "a",
     "SendGrad": "s",
 }
-State = dict[str, dict[str, Any]]
-"""What every rank has written at its end, by coordinate."""
+State = dict[str, dict[str, Any]]  # what every rank has written at its end, by coordinate
 
 
 def long(arguments: str) -> Any:

@@ -21,8 +21,7 @@ from reft.node.observe import Doing, NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 
 MIB, LIMIT = 2**20, 1000 * 2**20
-Use = Callable[[int], float]
-"""MiB in use at a second."""
+Use = Callable[[int], float]  # MiB in use at a second
 
 
 def watched(use: Use, secs: int, *, noise: float = 0.0, seed: int = 0) -> list[tuple[int, RunsOut]]:

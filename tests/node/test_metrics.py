@@ -172,3 +172,10 @@ def test_p6_files_that_cannot_be_read_leave_figures_out(
     page = scrape(wait_until_served(server))
     assert "reft_versions_committed_total{" in page
     assert "reft_step{" not in page
+
+
+def test_the_dashboard_and_the_alerts_ask_for_what_is_exposed() -> None:
+    for name in ("grafana.json", "alerts.yml"):
+        asked = set(re.findall(r"\breft_\w+", (ROOT / "monitoring" / name).read_text()))
+        assert asked <= METRICS.keys()
+        assert len(asked) > 5

@@ -30,8 +30,7 @@ def write(path: Path, values: Any) -> str:
 
 
 SMALL = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--tp", "4", "--dp", "8")
-EIGHT = (*SMALL, "--cluster", "a100")
-"""On nodes of eight GPUs; those of the V100 testbed have four."""
+EIGHT = (*SMALL, "--cluster", "a100")  # On nodes of eight GPUs; those of the V100 testbed have four
 LARGE = ("--model", "llama2-34b", "--cluster", "h100", "--tp", "8", "--pp", "4", "--dp", "16")
 QUICK = ("--micro-batches", "4", "--json")
 

@@ -118,9 +118,9 @@ def protects(situation: Situation, alternative: Alternative) -> int:
 @settings(max_examples=80, deadline=None)
 @given(situations, st.integers(0, 3), st.booleans())
 def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheapest(
-    situation: Situation, wished: int, aor: bool
+    situation: Situation, wanted: int, aor: bool
 ) -> None:
-    choice = choose(situation, wished, recompute=aor)
+    choice = choose(situation, wanted, recompute=aor)
     chosen = choice.chosen
     assert chosen.available
     assert all(a.tolerance == protects(situation, a) for a in choice.alternatives)
@@ -131,11 +131,11 @@ def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheape
         return
     assert chosen.fits_memory
     reachable = max(a.tolerance for a in usable)
-    assert chosen.tolerance >= min(wished, reachable)
+    assert chosen.tolerance >= min(wanted, reachable)
     for other in usable:
-        if other.tolerance >= min(wished, reachable):
+        if other.tolerance >= min(wanted, reachable):
             assert chosen.busiest.moved_bytes <= other.busiest.moved_bytes
-    assert choice.reached == (reachable >= wished)
+    assert choice.reached == (reachable >= wanted)
     assert bool(choice.needed) == (not choice.reached)
 
 
@@ -146,11 +146,11 @@ def test_nothing_of_the_family_is_forgotten(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "wished", "name"),
+    ("size", "wanted", "name"),
     [(2, 1, "arc"), (4, 0, "none"), (4, 1, "aec"), (8, 1, "aec"), (8, 2, "rs:2"), (8, 3, "rs:3")],
 )
-def test_with_a_node_each_the_smallest_code_is_chosen(size: int, wished: int, name: str) -> None:
-    choice = choose(job(apart(size)), wished)
+def test_with_a_node_each_the_smallest_code_is_chosen(size: int, wanted: int, name: str) -> None:
+    choice = choose(job(apart(size)), wanted)
     assert choice.chosen.name == name
     assert choice.reached
 
@@ -251,7 +251,7 @@ def test_the_choice_says_what_the_step_will_cost() -> None:
     st.sampled_from([1e7, 1e8, 1e9, 1e11]),
 )
 def test_no_windows_would_have_another_scheme_disturb_less(
-    situation: Situation, wished: int, aor: bool, lengths: list[tuple[float, float]], rate: float
+    situation: Situation, wanted: int, aor: bool, lengths: list[tuple[float, float]], rate: float
 ) -> None:
     """What moves least fits best into any windows: so the choice can be made before they are measured.
 
@@ -265,7 +265,7 @@ def test_no_windows_would_have_another_scheme_disturb_less(
         )
         for p, (begin, length) in enumerate(lengths)
     }
-    choice = choose(situation, wished, recompute=aor, pace=WindowPace(stages, "profiled"))
+    choice = choose(situation, wanted, recompute=aor, pace=WindowPace(stages, "profiled"))
     chosen = choice.chosen
     assert chosen.fit is not None
     for other in choice.alternatives:

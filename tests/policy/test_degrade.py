@@ -62,12 +62,12 @@ class _Node:
         for _ in range(secs):
             self.now += 1.0
             free = 200 - self.others - 30 * (self.levels - self.level)
-            wish = self.watch.wanted_level(self.level, self.levels, free, lambda: 30, self.now)
-            assert abs(wish - self.level) <= 1
-            if wish != self.level:
-                self.watch.moved(self.level, wish, self.now)
-                self.level = wish
-                self.changes.append((self.now, wish))
+            request = self.watch.wanted_level(self.level, self.levels, free, lambda: 30, self.now)
+            assert abs(request - self.level) <= 1
+            if request != self.level:
+                self.watch.moved(self.level, request, self.now)
+                self.level = request
+                self.changes.append((self.now, request))
 
 
 def test_down_at_once_a_level_at_a_time_and_up_after_a_calm() -> None:

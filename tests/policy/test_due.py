@@ -48,8 +48,8 @@ def test_versions_and_storage_keep_the_bound_while_both_intervals_move(
     """Bound 50 steps: what is due on storage is one of the versions, as many steps apart as agreed at most."""
     most = 50
     versions, storage, last = Due(0), Due(0), 0
-    for step, (every, wished) in enumerate(drawn, 1):
-        agreed = min(-(-wished // every) * every, most // every * every)
+    for step, (every, wanted) in enumerate(drawn, 1):
+        agreed = min(-(-wanted // every) * every, most // every * every)
         if versions.is_due(step, every) and storage.is_due(step, agreed, ahead_steps=every):
             last = step
         assert step - last < most

@@ -71,7 +71,7 @@ def test_a_plan_for_people(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "layouting", "wishes"),
+    ("model", "cluster", "layouting", "wants"),
     [
         ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
         ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
@@ -82,11 +82,11 @@ def test_a_plan_for_people(run: Run) -> None:
     ids=str,
 )
 def test_a_plan_is_read_at_80_columns(
-    model: str, cluster: str, layouting: Layouting, wishes: dict[str, Any]
+    model: str, cluster: str, layouting: Layouting, wants: dict[str, Any]
 ) -> None:
     """Nothing is cut off, and a row of a table is one line."""
     job = plan_job(json.loads(Path(BF16_ZERO1).read_text()), CLUSTERS[cluster], model, layouting)
-    plan = make_plan(job, **wishes)
+    plan = make_plan(job, **wants)
     for columns in (80, 120):
         console = Console(width=columns, file=StringIO(), record=True)
         show_plan(plan, console)

@@ -18,8 +18,7 @@ from reft.profile.result import Activity, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
 
-Idle = dict[tuple[int, int, int], float]
-"""(stage, step, position) to seconds."""
+Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds
 FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)
 FORWARD, BACKWARD, REDUCE, OPTIMIZER, LATENCY = 2e-3, 4e-3, 1e-3, 3e-3, 2e-4
 
@@ -48,12 +47,8 @@ def run(
     jitter: float = 0.0,
     clock_secs: Sequence[float] = (),
 ) -> tuple[list[RankTraces], Idle]:
-    """Steps that follow each other, each stage a rank.
-
-    Args:
-        jitter: relative noise of computation, per step and stage.
-        clock_secs: what each rank's clock is ahead of the true time.
-    """
+    """Steps that follow each other, each stage a rank. ``jitter``: relative noise of computation, per step
+    and stage. ``clock_secs``: what each rank's clock is ahead of the true time."""
     noise, start, idle = random.Random(0), 0.0, Idle()
     traces: list[list[StepTrace]] = [[] for _ in range(schedule.stages)]
 

@@ -28,8 +28,7 @@ from reft.state.catalogue import SectionImage
 from tests.protect.reference import schemes_for
 
 SIZES = range(2, 10)
-BLOCK_BYTES = 4096
-"""Sub-blocks of small groups have several blocks, those of large ones less than one."""
+BLOCK_BYTES = 4096  # Sub-blocks of small groups have several blocks, those of large ones less than one
 
 
 def everything() -> Iterator[tuple[Scheme, int]]:
@@ -60,8 +59,7 @@ def image_of(nbytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-Stored = dict[tuple[int, BlockKey], np.ndarray]
-"""Bytes of every block by the member that stores it."""
+Stored = dict[tuple[int, BlockKey], np.ndarray]  # bytes of every block by the member that stores it
 
 
 def store(code: BlockCode, image: np.ndarray) -> Stored:

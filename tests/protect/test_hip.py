@@ -20,8 +20,7 @@ from reft.protect.gf256 import Row
 from reft.protect.rs import parity_rows
 
 ROOT = Path(reft.__file__).parents[1]
-ARCHITECTURE = "gfx90a"
-"""MI250X."""
+ARCHITECTURE = "gfx90a"  # MI250X
 WAVEFRONT = 64
 WIDTHS = (16, 8, 4, 2, 1)
 KERNEL_FILES = {"reft/protect/backend.py"}

@@ -16,8 +16,7 @@ from reft.optim import ExactAdam
 from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, recipe_of, step_of
 
 STEPS = 240
-SIZES = (1037, 258)
-"""Not multiples of any vector width: tails are computed too."""
+SIZES = (1037, 258)  # Not multiples of any vector width: tails are computed too
 
 compiled = pytest.param(
     "compiled",

@@ -54,28 +54,18 @@ def missing() -> str | None:
 
 @dataclass
 class Host:
-    """A namespace of its own and the process that is its first.
+    """A namespace of its own and the process that is its first."""
 
-    Attributes:
-        name: of the host.
-        process: that was started here.
-        pid: the first process of its namespace, as this machine sees it.
-    """
-
-    name: str
-    process: subprocess.Popen[bytes]
-    pid: int
+    name: str  # of the host
+    process: subprocess.Popen[bytes]  # that was started here
+    pid: int  # the first process of its namespace, as this machine sees it
 
 
 class SlurmCluster:
-    """A running Slurm; use it as a context manager.
-
-    Args:
-        directory: for its files, logs and spools; its path is short (munge's socket lies in it).
-        nodes: number of compute nodes, ``node1`` and so on, each with 64 processors and 8 GPUs that are not there.
-        config: further lines for slurm.conf.
-        env: set for its daemons and for what is submitted.
-    """
+    """A running Slurm; use it as a context manager. ``directory``: for its files, logs and spools; its path
+    is short (munge's socket lies in it). ``nodes``: number of compute nodes, ``node1`` and so on, each
+    with 64 processors and 8 GPUs that are not there. ``config``: further lines for slurm.conf. ``env``:
+    set for its daemons and for what is submitted."""
 
     def __init__(
         self, directory: Path, nodes: int = 3, config: Sequence[str] = (), env: Mapping[str, str] = _NOTHING

@@ -34,18 +34,10 @@ def environment() -> dict[str, str]:
 
 
 class SlurmJob:
-    """One submitted job.
-
-    Args:
-        cluster: where it runs.
-        directory: its own.
-        script: of ``slurm/``.
-        block: the ``reft`` block.
-        options: further options of sbatch.
-        arguments: further arguments of the training script.
-        env: further variables of the submission.
-        log: name of its output; jobs of a chain have one directory.
-    """
+    """One submitted job. ``cluster``: where it runs. ``directory``: its own. ``script``: of ``slurm/``.
+    ``block``: the ``reft`` block. ``options``: further options of sbatch. ``arguments``: further arguments
+    of the training script. ``env``: further variables of the submission. ``log``: name of its output; jobs
+    of a chain have one directory."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from tests.snapshot.simulated_cuda import SimulatedRuntime
+from tests.snapshot.simulated_cuda import CudaModule
 
 DEVICE = torch.device("meta")
 """What tensors of the device call themselves: slicing one on "cuda" takes a torch that was built for it."""
@@ -83,16 +83,12 @@ class Event:
         return (other.point.secs - self.point.secs) * 1e3
 
 
-class AdversarialCuda:
-    """The part of ``torch.cuda`` that the engine uses."""
-
+class AdversarialCuda(CudaModule):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
         self.now = 0.0
-        self.runtime = SimulatedRuntime()
-        self.compute = Stream(self)
-        self._current = self.compute
+        super().__init__(Stream(self))
 
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
         return Stream(self)
@@ -102,29 +98,6 @@ class AdversarialCuda:
 
     def Event(self, **options: Any) -> Event:  # noqa: N802
         return Event(self, **options)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return 6 * 2**30, 8 * 2**30
-
-    def current_device(self) -> int:
-        return 0
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def cudart(self) -> SimulatedRuntime:
-        return self.runtime
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from reft.snapshot.plan import MemberPlan, ShardPlan
 from reft.state.catalogue import SectionImage
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
-WAIT_SECS = 60
-"""Longer than anything here takes; no test depends on it."""
+WAIT_SECS = 60  # Longer than anything here takes; no test depends on it
 
 
 class Cpu:

@@ -23,8 +23,7 @@ from reft.snapshot.worker import SnapshotWorker, Watchers, WorkerOptions
 
 SECRET = b"s" * 32
 TOPOLOGY = Topology(Degrees(1, 1, 1), Degrees(1, 1, 1).coordinates(), ("A",))
-WAIT_SECS = 60
-"""Longer than anything takes; no test depends on it."""
+WAIT_SECS = 60  # Longer than anything takes; no test depends on it
 
 
 @contextmanager

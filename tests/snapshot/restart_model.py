@@ -40,10 +40,8 @@ MEMBERS = 3
 LOSSES = (NOBODY, *range(MEMBERS))
 """The node that a group loses in a crash: none, or any one, which is the tolerance of one copy."""
 
-NOTHING_WHOLE = Held(None, ArenaState.WRITING)
-"""A slot whose file is there, whatever it holds."""
-Memory = tuple[Held, ...]
-"""What a reader finds in the arenas of one rank, slot by slot."""
+NOTHING_WHOLE = Held(None, ArenaState.WRITING)  # a slot whose file is there, whatever it holds
+Memory = tuple[Held, ...]  # what a reader finds in the arenas of one rank, slot by slot
 GroupMemory = tuple[Memory, ...]
 JobMemory = tuple[GroupMemory, ...]
 
@@ -119,21 +117,13 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
 
 @dataclass(frozen=True)
 class Restart:
-    """What all ranks do alike in one restart.
+    """What all ranks do alike in one restart."""
 
-    Attributes:
-        restored: the version, R.
-        incarnation: the one that begins.
-        completes: whether R is completed where there is a slot without a file.
-        committed: whether somebody had R on record as committed.
-        again: whether R is taken again.
-    """
-
-    restored: Label
-    incarnation: int
-    completes: bool
-    committed: bool
-    again: bool
+    restored: Label  # the version, R
+    incarnation: int  # the one that begins
+    completes: bool  # whether R is completed where there is a slot without a file
+    committed: bool  # whether somebody had R on record as committed
+    again: bool  # whether R is taken again
 
     @classmethod
     def of(cls, found: JobMemory, restored: Label, incarnation: int, *, completes: bool) -> Restart:
@@ -224,12 +214,9 @@ def findings(
 
 
 class SecondCrash:
-    """Checks every second crash after a first one. Keeps what it has checked.
-
-    Args:
-        completes: whether restarts complete the version on nodes that came back empty.
-        choose: the rule by which a version is restored.
-    """
+    """Checks every second crash after a first one. Keeps what it has checked. ``completes``: whether restarts
+    complete the version on nodes that came back empty. ``choose``: the rule by which a version is
+    restored."""
 
     def __init__(self, *, completes: bool, choose: Choose = preferred_label) -> None:
         self._completes = completes
@@ -287,21 +274,13 @@ class SecondCrash:
 
 @dataclass(frozen=True)
 class Crash:
-    """What one group is left with.
+    """What one group is left with."""
 
-    Attributes:
-        memory: contents of its arenas.
-        lost: node that this crash took.
-        spent: node lost since the group was last protected, by this crash or an earlier one.
-        floor: newest version committed anywhere.
-        incarnation: incarnation that crashed.
-    """
-
-    memory: GroupMemory
-    lost: int
-    spent: int
-    floor: Label
-    incarnation: int
+    memory: GroupMemory  # contents of its arenas
+    lost: int  # node that this crash took
+    spent: int  # node lost since the group was last protected, by this crash or an earlier one
+    floor: Label  # newest version committed anywhere
+    incarnation: int  # incarnation that crashed
 
 
 def crashes_in_a_row(crash: Crash, last: int, seen: set[Crash], *, completes: bool) -> Iterator[Violation]:

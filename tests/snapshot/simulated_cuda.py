@@ -20,8 +20,7 @@ import torch
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.cuda import Driver
 
-POOL = 3
-"""Streams of torch's pool, as few as on ROCm to come; 32 on CUDA."""
+POOL = 3  # Streams of torch's pool, as few as on ROCm to come; 32 on CUDA
 
 
 class SimulatedStream:
@@ -113,40 +112,20 @@ class SimulatedRuntime:
         return f"simulated error {error}"
 
 
-class SimulatedCuda:
-    """The part of ``torch.cuda`` that the engine uses."""
+class CudaModule:
+    """The part of ``torch.cuda`` that is alike on every simulated device."""
 
-    Event = SimulatedEvent
-
-    def __init__(self) -> None:
-        self.pool: list[SimulatedStream] = []
-        """torch's: streams are handed out in turns, to reft and to communicators alike."""
-        self.own: dict[int, SimulatedStream] = {}
-        """Made by the driver, and not destroyed yet."""
-        self._taken = 0
-        self.compute = SimulatedStream()
+    def __init__(self, compute: Any) -> None:
+        self.compute = compute
         self.runtime = SimulatedRuntime()
         self.free_bytes, self.total_bytes = 6 * 2**30, 8 * 2**30
         self._current = threading.local()
 
-    def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
-        if len(self.pool) < POOL:
-            self.pool.append(SimulatedStream())
-        self._taken += 1
-        return self.pool[(self._taken - 1) % POOL]
-
-    def ExternalStream(self, address: int, device: Any = None) -> SimulatedStream:  # noqa: N802
-        return self.own[address]
-
-    def create_stream(self) -> int:
-        self.own[address := 4096 + len(self.own)] = SimulatedStream()
-        return address
-
-    def current_stream(self, device: Any = None) -> SimulatedStream:
+    def current_stream(self, device: Any = None) -> Any:
         return getattr(self._current, "stream", self.compute)
 
     @contextmanager
-    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+    def stream(self, stream: Any) -> Iterator[None]:
         before = self.current_stream()
         self._current.stream = stream
         try:
@@ -165,6 +144,30 @@ class SimulatedCuda:
 
     def cudart(self) -> SimulatedRuntime:
         return self.runtime
+
+
+class SimulatedCuda(CudaModule):
+    Event = SimulatedEvent
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedStream())
+        self.pool: list[SimulatedStream] = []
+        """torch's: streams are handed out in turns, to reft and to communicators alike."""
+        self.own: dict[int, SimulatedStream] = {}  # Made by the driver, and not destroyed yet
+        self._taken = 0
+
+    def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
+        if len(self.pool) < POOL:
+            self.pool.append(SimulatedStream())
+        self._taken += 1
+        return self.pool[(self._taken - 1) % POOL]
+
+    def ExternalStream(self, address: int, device: Any = None) -> SimulatedStream:  # noqa: N802
+        return self.own[address]
+
+    def create_stream(self) -> int:
+        self.own[address := 4096 + len(self.own)] = SimulatedStream()
+        return address
 
 
 class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):

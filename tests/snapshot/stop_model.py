@@ -27,46 +27,28 @@ Job = tuple["Rank", ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """What is explored.
+    """What is explored."""
 
-    Attributes:
-        steps: of the job.
-        ranks: of the job.
-        named: what a rank names.
-    """
-
-    steps: int = 5
-    ranks: int = 2
-    named: Callable[..., int] = named_step
+    steps: int = 5  # of the job
+    ranks: int = 2  # of the job
+    named: Callable[..., int] = named_step  # what a rank names
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank.
+    """One rank."""
 
-    Attributes:
-        ended: the last step that has ended.
-        newest: the last one whose version was handed over.
-        told: whether it was told to stop.
-        proposal: after which step it would.
-        stop: after which step all do, as it has heard.
-        late: whether votes may lag, as it has heard.
-        heard: votes of which it has learned the result; two to a version.
-        cast: what it says in the next: the step to stop after, and whether the votes after may lag.
-        result: of that vote, once all have cast it.
-        stopped: after which step it has stopped.
-    """
-
-    ended: int = 0
-    newest: int = 0
-    told: bool = False
-    proposal: int = 0
-    stop: int | None = None
-    late: bool = False
-    heard: int = 0
+    ended: int = 0  # the last step that has ended
+    newest: int = 0  # the last one whose version was handed over
+    told: bool = False  # whether it was told to stop
+    proposal: int = 0  # after which step it would
+    stop: int | None = None  # after which step all do, as it has heard
+    late: bool = False  # whether votes may lag, as it has heard
+    heard: int = 0  # votes of which it has learned the result; two to a version
+    # what it says in the next: the step to stop after, and whether the votes after may lag
     cast: tuple[int, bool] | None = None
-    result: tuple[int, bool] | None = None
-    stopped: int | None = None
+    result: tuple[int, bool] | None = None  # of that vote, once all have cast it
+    stopped: int | None = None  # after which step it has stopped
 
     @property
     def voted_step(self) -> int:
@@ -86,14 +68,8 @@ class StopError(Exception):
 
 
 def explore(rules: Rules) -> tuple[int, set[int]]:
-    """Every order of events.
-
-    Returns:
-        Number of states of the whole job, and the steps after which all ranks may stop.
-
-    Raises:
-        StopError: ranks stop after different steps, or one waits for a peer that has stopped (P6).
-    """
+    """Every order of events. Returns number of states of the whole job, and the steps after which all ranks
+    may stop."""
     start: Job = (Rank(),) * rules.ranks
     found: dict[Job, tuple[Job, str] | None] = {start: None}
     queue = deque([start])

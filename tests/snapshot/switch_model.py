@@ -38,29 +38,17 @@ from tests.snapshot.version_model import (
 
 @dataclass(frozen=True)
 class Keeps:
-    """What one rank keeps.
+    """What one rank keeps."""
 
-    Attributes:
-        in_force: the protection.
-        wanted: the order whose ladder it is on.
-        layout: under which versions are written; None: to be agreed on.
-        count: versions that it means to hold.
-        unused: slots that it has given up.
-        before: versions that it held before it tried a level; None: it tries none.
-        tried: that level.
-        made: slots whose arenas it has made anew for that.
-        changes: that it has heard of.
-    """
-
-    in_force: InForce
-    wanted: int
-    layout: object
-    count: int
-    unused: frozenset[int] = frozenset()
-    before: int | None = None
-    tried: int = 0
-    made: frozenset[int] = frozenset()
-    changes: int = 0
+    in_force: InForce  # the protection
+    wanted: int  # the order whose ladder it is on
+    layout: object  # under which versions are written; None: to be agreed on
+    count: int  # versions that it means to hold
+    unused: frozenset[int] = frozenset()  # slots that it has given up
+    before: int | None = None  # versions that it held before it tried a level; None: it tries none
+    tried: int = 0  # that level
+    made: frozenset[int] = frozenset()  # slots whose arenas it has made anew for that
+    changes: int = 0  # that it has heard of
 
 
 class SwitchingRank(OneRank):
@@ -88,7 +76,7 @@ class SwitchingRank(OneRank):
                 yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
-        """Orders that this rank may know of, and levels that it may wish for."""
+        """Orders that this rank may know of, and levels that it may want."""
         now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
         orders, levels = {now.heard_order}, {now.level}
         if keeps.layout is not None:

@@ -73,8 +73,7 @@ class Job:
             self.engine,
             self.staging.room,
         )
-        self.content: dict[int, set[float]] = {}
-        """What each version held when it was committed."""
+        self.content: dict[int, set[float]] = {}  # what each version held when it was committed
         self.state = torch.zeros(ELEMENTS)
         self.folder = folder
         copier = Copier(self.engine, 65536, self.staging)

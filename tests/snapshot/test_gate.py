@@ -12,8 +12,7 @@ import pytest
 from reft.snapshot.copying.engine import Mark
 from reft.snapshot.copying.gate import HostGate, OpenGate, Permit, StreamGate
 
-LONG = 60.0
-"""Seconds: nothing in these tests may need them."""
+LONG = 60.0  # Seconds: nothing in these tests may need them
 
 
 class Copying:

@@ -97,9 +97,9 @@ def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_p
 
 
 def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(tmp_path: Path) -> None:
-    """The largest wish wins, and every rank finds the same for the same version."""
-    for result in launch(tmp_path, "wishes"):
-        # Step 3 carries the wish; it holds from step 5 on, everywhere.
+    """The largest request wins, and every rank finds the same for the same version."""
+    for result in launch(tmp_path, "wants"):
+        # Step 3 carries the request; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
         assert result["agreed"] == [[1, 13], [2, 13], [3, 13], [4, 30], [6, 7], [9, 7]]
 

@@ -76,43 +76,26 @@ Choose = Callable[[dict[Label, list[tuple[int, int]]], Label | None], Label | No
 
 @dataclass(frozen=True)
 class Rules:
-    """What is explored.
+    """What is explored."""
 
-    Attributes:
-        steps: versions that are handed over.
-        ahead: most versions that are handed over and not over.
-        idle: steps whose versions are only voted on.
-        paced: whether copies keep to the windows.
-        behind: whether there is a device, up to two steps behind the host: it reads and writes in the order of
-            its two streams.
-        stream_fence: whether its writes wait for what was queued to be copied before them.
-        errors: whether anything fails.
-        meetings: most interruptions.
-        slots: this rank's arenas at the start.
-        step: the transition system.
-        choose: which recoverable version is restored.
-        ladders: per order, the first being in force at the start, its levels; none: what a rank keeps does not
-            change.
-        changes: most changes of what is kept that a rank hears of.
-        short: whether arenas may not be had.
-        in_force: decides what is kept.
-    """
-
-    steps: int = 3
-    ahead: int = 2
-    idle: frozenset[int] = frozenset()
-    paced: bool = False
+    steps: int = 3  # versions that are handed over
+    ahead: int = 2  # most versions that are handed over and not over
+    idle: frozenset[int] = frozenset()  # steps whose versions are only voted on
+    paced: bool = False  # whether copies keep to the windows
+    # whether there is a device, up to two steps behind the host: it reads and writes in the order of its two
+    # streams
     behind: bool = False
-    stream_fence: bool = True
-    errors: bool = True
-    meetings: int = 2
-    slots: Slots = field(default_factory=lambda: Slots.make(2))
-    step: Callable[[State, Event], Next] = version.step
-    choose: Choose = preferred_label
+    stream_fence: bool = True  # whether its writes wait for what was queued to be copied before them
+    errors: bool = True  # whether anything fails
+    meetings: int = 2  # most interruptions
+    slots: Slots = field(default_factory=lambda: Slots.make(2))  # this rank's arenas at the start
+    step: Callable[[State, Event], Next] = version.step  # the transition system
+    choose: Choose = preferred_label  # which recoverable version is restored
+    # per order, the first being in force at the start, its levels; none: what a rank keeps does not change
     ladders: tuple[tuple[Level, ...], ...] = ()
-    changes: int = 1
-    short: bool = True
-    in_force: InForce = field(default_factory=InForce)
+    changes: int = 1  # most changes of what is kept that a rank hears of
+    short: bool = True  # whether arenas may not be had
+    in_force: InForce = field(default_factory=InForce)  # decides what is kept
 
 
 @dataclass(frozen=True)
@@ -136,33 +119,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank between two of its own steps.
+    """One rank between two of its own steps."""
 
-    Attributes:
-        state: of the transition system.
-        files: what a reader finds in its arenas.
-        tensors: step after which the live tensors are as they are, to the host.
-        device: the same to the device, which may be behind; without one it follows the host at once.
-        queued: whether a copy of the first version is queued there and has not run.
-        handed: whether that version was handed over.
-        read: steps of which the version in the open slot has bytes.
-        cast: its vote, of which it has not learned the result.
-        result: of that vote, once all have cast it.
-        keeps: its protection, where that is explored (:mod:`tests.snapshot.switch_model`).
-        gate: whether it holds the permit to copy within the windows.
-    """
-
-    state: State
-    files: tuple[Held, ...]
-    tensors: int = 1
-    device: int = 1
-    queued: bool = False
-    handed: bool = False
-    read: frozenset[int] = frozenset()
-    cast: Ballot | None = None
-    result: Voted | Verdict | None = None
-    keeps: Any = None
-    gate: bool = False
+    state: State  # of the transition system
+    files: tuple[Held, ...]  # what a reader finds in its arenas
+    tensors: int = 1  # step after which the live tensors are as they are, to the host
+    device: int = 1  # the same to the device, which may be behind; without one it follows the host at once
+    queued: bool = False  # whether a copy of the first version is queued there and has not run
+    handed: bool = False  # whether that version was handed over
+    read: frozenset[int] = frozenset()  # steps of which the version in the open slot has bytes
+    cast: Ballot | None = None  # its vote, of which it has not learned the result
+    result: Voted | Verdict | None = None  # of that vote, once all have cast it
+    keeps: Any = None  # its protection, where that is explored (`tests.snapshot.switch_model`)
+    gate: bool = False  # whether it holds the permit to copy within the windows
 
 
 @dataclass(frozen=True)
@@ -211,11 +180,8 @@ class OneRank:
         yield from self._effects(f"learns {say(result)}", replace(rank, cast=None, result=None), result)
 
     def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
-        """What a vote can come to, and the ranks that may hear that.
-
-        Args:
-            cast: ranks that may take part, and what each says.
-        """
+        """What a vote can come to, and the ranks that may hear that. ``cast``: ranks that may take part, and
+        what each says."""
         relayout = [r for r, ballot in cast if ballot.relayout]
         if any(ballot.ok for _, ballot in cast):
             yield Voted(True), [r for r, ballot in cast if ballot.ok]

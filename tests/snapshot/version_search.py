@@ -34,17 +34,12 @@ from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseE
 
 @dataclass
 class Window:
-    """What a rank can be at between two votes, after the same results on all ranks.
+    """What a rank can be at between two votes, after the same results on all ranks."""
 
-    Attributes:
-        ranks: every state, with the state and the step that first led there.
-        results: of the votes so far, in words.
-        meetings: interruptions so far.
-    """
-
+    # every state, with the state and the step that first led there
     ranks: dict[Rank, tuple[Rank, str] | None]
-    results: tuple[str, ...]
-    meetings: int
+    results: tuple[str, ...]  # of the votes so far, in words
+    meetings: int  # interruptions so far
     origin: Mapping[Rank, tuple[Window, Rank]]
 
     def trace(self, rank: Rank) -> tuple[str, ...]:
@@ -61,13 +56,8 @@ class Window:
 
 
 class Explorer:
-    """Finds every window, and checks what a crash in it leaves.
-
-    Args:
-        rules: what is explored.
-        groups: sharding groups of the job.
-        members: ranks of each.
-    """
+    """Finds every window, and checks what a crash in it leaves. ``rules``: what is explored. ``groups``:
+    sharding groups of the job. ``members``: ranks of each."""
 
     def __init__(self, rules: Rules, groups: int = 3, members: int = 4) -> None:
         self.rules = rules

@@ -226,13 +226,13 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
 
 
 def scenario_wishes(rank: int, root: Path) -> dict[str, object]:
-    """Every rank has a wish of its own for how often versions are taken, and how often they go to storage."""
+    """Every rank has a request of its own for how often versions are taken, and how often they go to storage."""
     pacer = _Pacer()
     to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
-    wish, taken = [0], []
-    me = Rank(rank, root, pacer=pacer, wanted_persist_interval=lambda: wish[0])
+    request, taken = [0], []
+    me = Rank(rank, root, pacer=pacer, wanted_persist_interval=lambda: request[0])
     for step in range(1, 11):
-        wish[0] = to_storage.get(step, wish[0])
+        request[0] = to_storage.get(step, request[0])
         if rank == 2 and step == 3:  # what does not fit before its optimizer step makes versions rarer on all
             pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
         me.step(step)

@@ -39,11 +39,7 @@ _NODES_SHOWN = 8
 def check_start(session: Session) -> None:
     """Called on all ranks when everything is known that the ranks agree on at the start, before any state is
     restored or copied. An error, on all ranks alike, ends the start and leaves the job's memory as it was.
-
-    Raises:
-        ConfigError: on several nodes fewer losses are survived than wished, and the block does not allow it.
-        SystemExit: this start is a dry run.
-    """
+    Raises SystemExit: this start is a dry run."""
     session.events.write(
         "attached",
         incarnation=session.memory.incarnation,
@@ -253,17 +249,17 @@ def _interval(adapts: bool, steps: int) -> str:
 
 
 def _shortfall(session: Session) -> str | None:
-    """What to say where fewer lost nodes are survived than the block wishes, or none at all."""
+    """What to say where fewer lost nodes are survived than the block wants, or none at all."""
     config, losses = session.config, session.tolerance
     if losses >= max(config.tolerance, 1):
         return None
-    scheme, wished = session.protection.record.scheme, f'"tolerance": {config.tolerance}'
+    scheme, wanted = session.protection.record.scheme, f'"tolerance": {config.tolerance}'
     if losses:
         takes = "'reft plan' says what it would take"
         if not session.protection.is_chosen:
             takes = '\'reft plan\' and "protection": "auto" say what it would take'
         return (
-            f"the loss of {config.tolerance} node(s) should be survived ({wished}), but {scheme} survives "
+            f"the loss of {config.tolerance} node(s) should be survived ({wanted}), but {scheme} survives "
             f"{losses}; {takes}"
         )
     return (

@@ -45,13 +45,9 @@ class JobEndedError(ReftError, RuntimeError):
 
 
 class ServedPlace:
-    """reft's own store: of a ``reft rendezvous``, or of a launcher.
-
-    Attributes:
-        serves: the store is served here, and ends with this launcher.
-        advice: what to do when the store is lost.
-        reopens: when a run whose end the store has noted can be started again under its name.
-    """
+    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``serves``: the store is served here, and
+    ends with this launcher. ``advice``: what to do when the store is lost. ``reopens``: when a run whose
+    end the store has noted can be started again under its name."""
 
     serves = False
 

@@ -50,8 +50,7 @@ _ENVIRONMENT = {
 }
 """What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are etcdctl's."""
 _MOST_PASSWORD_BYTES = 4096
-_TRY_SECS = 2.0
-"""For one member, the first time round; twice as long the next time."""
+_TRY_SECS = 2.0  # For one member, the first time round; twice as long the next time
 _PAUSE_SECS = 0.1
 _OPTIONS = (
     # Straight to the members, whatever proxy the environment names.
@@ -68,8 +67,7 @@ _WHEN_FULL = (
     ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl defrag, "
     "etcdctl alarm disarm"
 )
-ROOT = "reft/"
-"""Before every key in etcd."""
+ROOT = "reft/"  # Before every key in etcd
 RUN_LEASE_SECS = 60
 _PURPOSE = b"etcd value"
 _ANSWER_SECS = 10.0
@@ -78,27 +76,20 @@ _DOUBT_SECS = 2.0
 _LEAVE_SECS = 1.0
 _LOOK_SECS = 0.1
 _NONCE_BYTES = 16
-_MOST_OPERATIONS = 100
-"""In one transaction; etcd takes 128."""
+_MOST_OPERATIONS = 100  # in one transaction; etcd takes 128
 
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """How to reach a cluster.
+    """How to reach a cluster."""
 
-    Attributes:
-        endpoints: ``host:port`` of its members, at least one.
-        user: with ``password``; None where etcd's authentication is off.
-        ca_cert: file with the certificates that sign the members'; None: those that gRPC comes with.
-        cert, key: files of this client, where etcd asks for them.
-    """
-
-    endpoints: tuple[str, ...]
+    endpoints: tuple[str, ...]  # ``host:port`` of its members, at least one
     tls: bool = False
-    user: str | None = None
+    user: str | None = None  # with ``password``; None where etcd's authentication is off
     password: str | None = field(default=None, repr=False)
+    # file with the certificates that sign the members'; None: those that gRPC comes with
     ca_cert: Path | None = None
-    cert: Path | None = None
+    cert: Path | None = None  # cert, key: files of this client, where etcd asks for them
     key: Path | None = None
 
     @classmethod
@@ -226,13 +217,8 @@ class EtcdLine:
 
     def ask(self, service: str, method: str, request: Any, deadline: float) -> Any:
         """One request, which may be done twice where an answer was lost, until a deadline on the monotonic
-        clock.
-
-        Raises:
-            StoreError: no member answers in time; :class:`RefusedError`: one says no.
-            AuthenticationError: user or password are wrong, or the user may not do this.
-            ConfigError: etcd's authentication is off, and a user is given.
-        """
+        clock. Raises AuthenticationError: user or password are wrong, or the user may not do this. Raises
+        ConfigError: etcd's authentication is off, and a user is given."""
         tried: dict[str, str] = {}
         patience, renewed = _TRY_SECS, False
         while True:

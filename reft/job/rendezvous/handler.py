@@ -58,10 +58,8 @@ from reft.job.rendezvous.state import (
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
-"""Where trainers meet is arranged by :mod:`reft.job.trainer_store`."""
-_JOIN_PART = 0.9
-"""Of ``join_timeout``, after which whoever waits ends."""
+LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)  # where trainers meet is arranged by `reft.job.trainer_store`
+_JOIN_PART = 0.9  # of ``join_timeout``, after which whoever waits ends
 _ALONE_SECS = 5.0
 """A node that is to be replaced takes its place again where for so long no other has waited for it."""
 
@@ -92,8 +90,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
             keep_alive_interval=timedelta(seconds=int(parameters.get("keep_alive_interval", 5))),
             keep_alive_max_attempt=int(parameters.get("keep_alive_max_attempt", 3)),
         )
-        self._place: tuple[int, int] | None = None
-        """Round and rank."""
+        self._place: tuple[int, int] | None = None  # Round and rank
         self._members: dict[_NodeDesc, int] = {}
         self._last_scaling: Scaling | None = None
         self._last_sizes: Sizes | None = None
@@ -109,10 +106,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
-        self.incarnation = 0
-        """Number of the start that this node took part in last; 0: none."""
-        self.newest_incarnation = 0
-        """The newest one, as the last heartbeat found it in the store."""
+        self.incarnation = 0  # number of the start that this node took part in last; 0: none
+        self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
         holder = StateHolder(store, node, settings)
         self._alive_secs = holder.alive_secs
         super().__init__(node, settings, parameters.backend, store, holder)  # type: ignore[arg-type]

@@ -284,29 +284,19 @@ def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | Non
 
 @dataclass(frozen=True)
 class Situation:
-    """What an order is judged by.
+    """What an order is judged by."""
 
-    Attributes:
-        least, most: nodes, of ``--nnodes``.
-        nodes: ids of those that train.
-        spares: nodes that wait.
-        workers: trainers of each node.
-        tolerance: node losses that the job survives now; None: nothing is committed yet.
-        degrees: of the newest version; None: not known.
-        parities: the protection that was asked for by name and keeps parities; None: another.
-        size: what else decides about the degree; None: not known.
-        sizes: who holds what of the newest version, by the ranks of these nodes; None: not known.
-    """
-
-    least: int
+    least: int  # least, most: nodes, of ``--nnodes``
     most: int
-    nodes: tuple[str, ...]
-    spares: int
-    workers: int
-    tolerance: int | None
-    degrees: Degrees | None = None
+    nodes: tuple[str, ...]  # ids of those that train
+    spares: int  # nodes that wait
+    workers: int  # trainers of each node
+    tolerance: int | None  # node losses that the job survives now; None: nothing is committed yet
+    degrees: Degrees | None = None  # of the newest version; None: not known
+    # the protection that was asked for by name and keeps parities; None: another
     parities: Scheme | None = None
-    size: Size | None = None
+    size: Size | None = None  # what else decides about the degree; None: not known
+    # who holds what of the newest version, by the ranks of these nodes; None: not known
     sizes: Sizes | None = None
 
     def why_not(self, nodes: int, *, asked: bool = False) -> str:

@@ -39,57 +39,38 @@ _GRACE_SECS = 0.5
 """In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
 the next heartbeat."""
 _LEAST_SECS, _MOST_SECS = 0.1, 1.0
-_NODES_PER_SEC = 500
-"""All nodes together look so often, whose state grows with their number."""
+_NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
 _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
-Member = tuple[str, int, int]
-"""A node, as the rendezvous knows it: address, process, number in the process."""
-_MOST_TRIES = 500
-"""Choices of nodes that are looked at."""
+Member = tuple[str, int, int]  # a node, as the rendezvous knows it: address, process, number in the process
+_MOST_TRIES = 500  # Choices of nodes that are looked at
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The newest ``reft scale`` that was granted.
+    """The newest ``reft scale`` that was granted."""
 
-    Attributes:
-        number: of the order.
-        nodes: that the job is to have.
-        limit: nodes that the next round may have: fewer leave at once than the job survives the loss of.
-        without: ids of the nodes that leave first.
-        round: in which those were told that are leaving; -1: nobody was.
-        replaces: nodes that wait take the places of those that leave.
-    """
-
-    number: int
-    nodes: int
-    limit: int
-    without: tuple[str, ...] = ()
-    round: int = -1
-    replaces: bool = False
+    number: int  # of the order
+    nodes: int  # that the job is to have
+    limit: int  # nodes that the next round may have: fewer leave at once than the job survives the loss of
+    without: tuple[str, ...] = ()  # ids of the nodes that leave first
+    round: int = -1  # in which those were told that are leaving; -1: nobody was
+    replaces: bool = False  # nodes that wait take the places of those that leave
 
 
 @dataclass(frozen=True)
 class Sizes:
     """With how many nodes the job can train, and which of those that are there do so: what the first node's
     launcher notes of the newest version. A round has the largest number of nodes that fits, and the others
-    wait as spares; those that stay can recover the version from their memory. Pure.
+    wait as spares; those that stay can recover the version from their memory. Pure."""
 
-    Attributes:
-        fitting: those that fit by the newest version; empty: there is none yet, any may fit.
-        refused: those at which trainers refused to start.
-        scheme: protection of the newest version, ``arc:2+aec``; "": not known.
-        members: nodes that hold it, by group rank.
-        domains: what fails as one with each of them, by number.
-        groups: of each sharding group the group ranks of its members' nodes; those that are alike once.
-    """
-
+    # those that fit by the newest version; empty: there is none yet, any may fit
     fitting: tuple[int, ...] = ()
-    refused: tuple[int, ...] = ()
-    scheme: str = ""
-    members: tuple[Member, ...] = ()
-    domains: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()  # those at which trainers refused to start
+    scheme: str = ""  # protection of the newest version, ``arc:2+aec``; "": not known
+    members: tuple[Member, ...] = ()  # nodes that hold it, by group rank
+    domains: tuple[int, ...] = ()  # what fails as one with each of them, by number
+    # of each sharding group the group ranks of its members' nodes; those that are alike once
     groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, least: int, most: int) -> tuple[int, ...]:

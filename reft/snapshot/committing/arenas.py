@@ -67,8 +67,7 @@ class ArenaSet:
         self._remake = remake
         self.pin_secs = _PIN_SECS
         """Most that a version which must be taken waits for readers; others do not wait."""
-        self.limit_bytes = limit_bytes
-        """Most bytes that this rank's arenas may take; None means what is free."""
+        self.limit_bytes = limit_bytes  # most bytes that this rank's arenas may take; None means what is free
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self.slots = Slots.make(files.count, self._with_room(frozen))
@@ -77,18 +76,13 @@ class ArenaSet:
         self._unused: frozenset[int] = frozenset()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        self.unsettled = False
-        """Whether memory is reserved behind the next commit, which takes a while."""
+        self.unsettled = False  # whether memory is reserved behind the next commit, which takes a while
 
     def begin(
         self, label: Label, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
     ) -> Filling:
         """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is touched.
-
-        Raises:
-            OutOfMemoryError: no memory; retried with growing distance at later versions.
-            ArenaError: every slot is in use.
-        """
+        Raises ArenaError: every slot is in use."""
         if self._skip_versions and not wait:
             self._skip_versions -= 1
             raise OutOfMemoryError("waiting before memory is asked for again")

@@ -19,33 +19,22 @@ from reft.snapshot.stats import SnapshotStats
 
 @dataclass
 class SnapshotRequest:
-    """One version to take, handed over by the training thread, and what has become of it so far.
+    """One version to take, handed over by the training thread, and what has become of it so far."""
 
-    Attributes:
-        label: name of the version.
-        images: live tensors; unchanged until ``copied`` is set. None where the state was never captured.
-        host_blob: encoded host state; or
-        encode: makes it, on the worker thread.
-        must: wait for a free slot and never cancel (restore, last snapshot before an exit).
-        step: how the optimizer got here, if peers' partitions are recomputed.
-        idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
-        variant: when the bytes are copied; all variants are the same to recovery.
-        cause: why it cannot be taken, though the ranks vote on it; None if it can.
-        copied: set when it does not need the live tensors any more.
-        done: set when it is known what became of it.
-    """
-
-    label: Label
+    label: Label  # name of the version
+    # live tensors; unchanged until ``copied`` is set. None where the state was never captured.
     images: LiveImages | None
-    host_blob: bytes | bytearray = b""
-    encode: Callable[[], bytes | bytearray] | None = None
-    step: OptimizerStep | None = None
-    must: bool = False
+    host_blob: bytes | bytearray = b""  # encoded host state; or
+    encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
+    step: OptimizerStep | None = None  # how the optimizer got here, if peers' partitions are recomputed
+    must: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
+    # nothing to take after this step; the ranks only vote, so that a request to stop gets around
     idle: bool = False
-    variant: Variant = Variant.HOST
-    cause: Cause | None = None
+    variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
+    cause: Cause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
+    # set when it does not need the live tensors any more
     copied: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)  # set when it is known what became of it
     _version: Version | None = None
 
     @property
@@ -86,37 +75,26 @@ class SnapshotRequest:
 
 @dataclass
 class Watchers:
-    """Who watches the versions of one rank.
-
-    Attributes:
-        faults: disturbs them, where a test asks for it.
-        on_commit: called on the worker thread after each global commit.
-        on_skip: called with (step, cause) for each version given up.
-        complaints: of what nobody foresaw.
-        wanted_interval: asked in every vote how often versions should be taken, given how often one fits into
-            the idle time.
-        wanted_persist_interval: the same of versions that go to storage; 0: as the block says.
-    """
+    """Who watches the versions of one rank."""
 
     stats: SnapshotStats
-    faults: FaultPlan
+    faults: FaultPlan  # disturbs them, where a test asks for it
+    # called on the worker thread after each global commit
     on_commit: Callable[[Label], None] = lambda label: None
+    # called with (step, cause) for each version given up
     on_skip: Callable[[int, str], None] = lambda step, cause: None
-    complaints: Complaints = field(default_factory=Complaints)
+    complaints: Complaints = field(default_factory=Complaints)  # of what nobody foresaw
+    # the same of versions that go to storage; 0: as the block says
     wanted_persist_interval: Callable[[], int] = lambda: 0
+    # asked in every vote how often versions should be taken, given how often one fits into the idle time
     wanted_interval: Callable[[int], int] = lambda windows: windows
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Fixed settings of a worker.
+    """Fixed settings of a worker."""
 
-    Attributes:
-        block_bytes: most bytes of a block.
-        host_bytes: reserved for the host state of a version; more once it has grown.
-        recompute: how partitions that ring peers alone have are recomputed; None: they are always sent.
-    """
-
-    block_bytes: int
-    host_bytes: int
+    block_bytes: int  # most bytes of a block
+    host_bytes: int  # reserved for the host state of a version; more once it has grown
+    # how partitions that ring peers alone have are recomputed; None: they are always sent
     recompute: AdamRecipe | None = None

@@ -51,21 +51,13 @@ _NEVER = 2**62
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of one rank under a layout, in bytes.
+    """Memory of one rank under a layout, in bytes."""
 
-    Attributes:
-        needed: for all its arenas.
-        held: by those it has now.
-        free: on its node, not taken by anybody.
-        limit: most that this rank's arenas may take; negative: no limit.
-        margin: that must stay free on its node if more is taken.
-    """
-
-    needed: int
-    held: int
-    free: int
-    limit: int
-    margin: int
+    needed: int  # for all its arenas
+    held: int  # by those it has now
+    free: int  # on its node, not taken by anybody
+    limit: int  # most that this rank's arenas may take; negative: no limit
+    margin: int  # that must stay free on its node if more is taken
 
     @classmethod
     def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
@@ -126,19 +118,12 @@ def _mib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class InForce:
-    """The protection of one rank.
+    """The protection of one rank."""
 
-    Attributes:
-        order: number of the last order that was carried out or refused.
-        level: how far down the ladder what is in force is; 0 is what is wanted.
-        heard_order: number of the newest order that a vote named.
-        heard_level: the level that the last vote named.
-    """
-
-    order: int = 0
-    level: int = 0
-    heard_order: int = 0
-    heard_level: int = 0
+    order: int = 0  # number of the last order that was carried out or refused
+    level: int = 0  # how far down the ladder what is in force is; 0 is what is wanted
+    heard_order: int = 0  # number of the newest order that a vote named
+    heard_level: int = 0  # the level that the last vote named
 
     def heard(self, order: int, level: int) -> InForce:
         """A vote named this order and this level, on all ranks the same."""
@@ -182,31 +167,19 @@ class InForce:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Settings of what is kept.
+    """Settings of what is kept."""
 
-    Attributes:
-        versions: per rank, if there is memory.
-        margin_bytes: memory of a node that versions must leave free.
-        look_secs: between two looks at the node's memory.
-        calm_secs: how long there must have been room before something comes back.
-    """
-
-    versions: int = 2
-    margin_bytes: int = 0
-    look_secs: float = 1.0
-    calm_secs: float = CALM_SECS
+    versions: int = 2  # per rank, if there is memory
+    margin_bytes: int = 0  # memory of a node that versions must leave free
+    look_secs: float = 1.0  # between two looks at the node's memory
+    calm_secs: float = CALM_SECS  # how long there must have been room before something comes back
 
 
 class SchemeSwitch:
-    """The protection in force on one rank, and how it changes. Used by the worker thread.
-
-    Args:
-        control, topology: carry the agreement.
-        record: what this incarnation begins with, the same on all ranks.
-        orders: where this node's orders are found; None: only those of others are followed.
-        keeping: how much is kept.
-        on_change: called with the new record after every change and refusal.
-    """
+    """The protection in force on one rank, and how it changes. Used by the worker thread. ``control,
+    topology``: carry the agreement. ``record``: what this incarnation begins with, the same on all ranks.
+    ``orders``: where this node's orders are found; None: only those of others are followed. ``keeping``:
+    how much is kept. ``on_change``: called with the new record after every change and refusal."""
 
     def __init__(
         self,
@@ -229,8 +202,7 @@ class SchemeSwitch:
         self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
         self._wanted_level = 0
         self._looked = 0.0
-        self.settled = False
-        """Whether a version was committed under what is in force."""
+        self.settled = False  # whether a version was committed under what is in force
         self._look_failed = False
         self._above: GroupLayout | None = None
 
@@ -325,14 +297,9 @@ class SchemeSwitch:
         *,
         before_record: Callable[[], None] = lambda: None,
     ) -> GroupLayout | None:
-        """Do what is due, between two versions; returns the layout to go on with.
-
-        Args:
-            label: the version after which the change takes place.
-            layout: in force; None before the first version.
-            arenas: this rank's memory.
-            before_record: called between reserving memory and saying so.
-        """
+        """Do what is due, between two versions; returns the layout to go on with. ``label``: the version
+        after which the change takes place. ``layout``: in force; None before the first version.
+        ``arenas``: this rank's memory. ``before_record``: called between reserving memory and saying so."""
         if self.in_force.ordered:
             return self._follow_order(label, layout, arenas, before_record)
         if layout is None:

@@ -48,8 +48,7 @@ from typing import Any
 from reft.memory.header import ArenaState
 from reft.naming import Label
 
-NONE_YET = Label(-1, -1)
-"""Older than every version."""
+NONE_YET = Label(-1, -1)  # Older than every version
 
 
 class Stage(Enum):
@@ -81,27 +80,19 @@ class Cause:
 
 @dataclass(frozen=True)
 class Version:
-    """One version on this rank.
+    """One version on this rank."""
 
-    Attributes:
-        label: its name.
-        must: copied whatever it takes: the fence waits until it is (restore, last version before an exit).
-        idle: nothing to take after this step; the ranks only vote, so that what travels in votes gets around.
-        paced: its copy keeps to the windows.
-        cause: why it is not committed; set at the hand-over where the state could not be captured.
-        stage: how far it is.
-        unfit: the layout was not made for its state; the ranks have to agree on another one first.
-        staged: a part of it is kept on the device, to be drained.
-    """
-
-    label: Label
+    label: Label  # its name
+    # copied whatever it takes: the fence waits until it is (restore, last version before an exit)
     must: bool = False
+    # nothing to take after this step; the ranks only vote, so that what travels in votes gets around
     idle: bool = False
-    paced: bool = False
+    paced: bool = False  # its copy keeps to the windows
+    # why it is not committed; set at the hand-over where the state could not be captured
     cause: Cause | None = None
-    stage: Stage = Stage.QUEUED
-    unfit: bool = False
-    staged: bool = False
+    stage: Stage = Stage.QUEUED  # how far it is
+    unfit: bool = False  # the layout was not made for its state; the ranks have to agree on another one first
+    staged: bool = False  # a part of it is kept on the device, to be drained
 
     @property
     def holds_training(self) -> bool:
@@ -117,25 +108,16 @@ class Version:
 class Task(Enum):
     """What the worker thread does. Each ends with one of the events named, or with :class:`Broke`."""
 
-    WAIT = auto()
-    """For a version or the end: :class:`Turn`."""
+    WAIT = auto()  # For a version or the end: `Turn`
+    # `Unfit`; or `Begin`, `SlotTaken`, `Released` and then `Copied`; or, at any point, `CopyFailed`
     COPY = auto()
-    """:class:`Unfit`; or :class:`Begin`, :class:`SlotTaken`, :class:`Released` and then :class:`Copied`; or,
-    at any point, :class:`CopyFailed`."""
-    VOTE_COPIED = auto()
-    """:class:`Voted`."""
-    LAYOUT = auto()
-    """Agree on a layout anew: :class:`LaidOut`."""
-    SEAL = auto()
-    """:class:`Drained` if a part was staged, then :class:`Sealed` or :class:`SealFailed`."""
-    VOTE_SEALED = auto()
-    """:class:`Voted`."""
-    SWITCH = auto()
-    """Between two versions, change the protection if the votes say so: :class:`Switched`."""
-    MEET = auto()
-    """Leave the groups and meet all ranks in new ones: :class:`Met` or :class:`Parted`."""
-    END = auto()
-    """No version is taken any more."""
+    VOTE_COPIED = auto()  # `Voted`
+    LAYOUT = auto()  # Agree on a layout anew: `LaidOut`
+    SEAL = auto()  # `Drained` if a part was staged, then `Sealed` or `SealFailed`
+    VOTE_SEALED = auto()  # `Voted`
+    SWITCH = auto()  # Between two versions, change the protection if the votes say so: `Switched`
+    MEET = auto()  # Leave the groups and meet all ranks in new ones: `Met` or `Parted`
+    END = auto()  # No version is taken any more
 
 
 # -- events: of the training thread, then of the worker ---------------------------------------------
@@ -205,15 +187,10 @@ class CopyFailed:
 
 @dataclass(frozen=True)
 class Voted:
-    """What all ranks said together.
+    """What all ranks said together."""
 
-    Attributes:
-        ok: all ranks approved.
-        relayout: a rank wants another layout.
-    """
-
-    ok: bool
-    relayout: bool = False
+    ok: bool  # all ranks approved
+    relayout: bool = False  # a rank wants another layout
 
 
 @dataclass(frozen=True)
@@ -250,15 +227,10 @@ class Broke:
 
 @dataclass(frozen=True)
 class Met:
-    """All ranks are together again and have told what they know.
+    """All ranks are together again and have told what they know."""
 
-    Attributes:
-        after: the newest version that any rank was handed.
-        committed: the newest version that any rank knows to be committed.
-    """
-
-    after: Label
-    committed: Label | None
+    after: Label  # the newest version that any rank was handed
+    committed: Label | None  # the newest version that any rank knows to be committed
 
 
 @dataclass(frozen=True)
@@ -328,17 +300,11 @@ Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank knows when the ranks have come together again.
+    """What one rank knows when the ranks have come together again."""
 
-    Attributes:
-        newest: last version that was handed over.
-        committed: newest version that it knows to be committed.
-        stop_step: after which it heard that all stop; 0: it has heard of none.
-    """
-
-    newest: Label
-    committed: Label | None
-    stop_step: int
+    newest: Label  # last version that was handed over
+    committed: Label | None  # newest version that it knows to be committed
+    stop_step: int  # after which it heard that all stop; 0: it has heard of none
 
     def to_ints(self) -> list[int]:
         """For a gather of integers."""
@@ -355,18 +321,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where all ranks go on.
+    """Where all ranks go on."""
 
-    Attributes:
-        after: versions up to this one are given up everywhere, without a vote. Not by the step alone: a job
-            that goes back to an older checkpoint takes its steps again, in a new incarnation.
-        committed: the newest version that any rank knows to be committed.
-        stop_step: after which all stop, if any has heard of one that is still to come on all ranks.
-    """
-
+    # versions up to this one are given up everywhere, without a vote. Not by the step alone: a job that goes
+    # back to an older checkpoint takes its steps again, in a new incarnation.
     after: Label
-    committed: Label | None
-    stop_step: int | None
+    committed: Label | None  # the newest version that any rank knows to be committed
+    stop_step: int | None  # after which all stop, if any has heard of one that is still to come on all ranks
 
 
 def resume_from(standings: Sequence[Standing]) -> Resumption:
@@ -376,7 +337,7 @@ def resume_from(standings: Sequence[Standing]) -> Resumption:
     return Resumption(
         after=after,
         committed=max((s.committed for s in standings if s.committed is not None), default=None),
-        # A step that some rank may have passed is no longer one to stop at: the wish is voted on again.
+        # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
         stop_step=min(stops) if stops and min(stops) > after.step + 1 else None,
     )
 
@@ -399,15 +360,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which of a rank's arenas may be written. Those written by earlier incarnations count as EMPTY.
+    """Which of a rank's arenas may be written. Those written by earlier incarnations count as EMPTY."""
 
-    Attributes:
-        held: every slot. With one slot, nothing can be written once a version is committed.
-        frozen: slots that hold the version being recovered, until a newer one is committed. May name slots
-            beyond those held, left by an earlier incarnation that had more.
-    """
-
-    held: tuple[Slot, ...]
+    held: tuple[Slot, ...]  # every slot. With one slot, nothing can be written once a version is committed.
+    # slots that hold the version being recovered, until a newer one is committed. May name slots beyond those
+    # held, left by an earlier incarnation that had more.
     frozen: tuple[tuple[int, Label], ...] = ()
 
     @classmethod
@@ -503,28 +460,19 @@ class Slots:
 
 @dataclass(frozen=True)
 class State:
-    """One rank.
+    """One rank."""
 
-    Attributes:
-        slots: its arenas.
-        versions: those handed over whose end is not known, oldest first. The worker is at the first one.
-        task: what the worker does.
-        newest: the last version that was handed over.
-        after: versions up to this one were given up by all ranks when they met.
-        fence_near: the optimizer is about to write. Where the device is there too, no version begins to be
-            copied, unless it must.
-        closing: no version is taken any more once those handed over are through.
-        broken: why no version is taken any more; None while they are.
-    """
-
-    slots: Slots
+    slots: Slots  # its arenas
+    # those handed over whose end is not known, oldest first. The worker is at the first one.
     versions: tuple[Version, ...] = ()
-    task: Task = Task.WAIT
-    newest: Label = NONE_YET
-    after: Label = NONE_YET
+    task: Task = Task.WAIT  # what the worker does
+    newest: Label = NONE_YET  # the last version that was handed over
+    after: Label = NONE_YET  # versions up to this one were given up by all ranks when they met
+    # the optimizer is about to write. Where the device is there too, no version begins to be copied, unless
+    # it must.
     fence_near: bool = False
-    closing: bool = False
-    broken: str | None = None
+    closing: bool = False  # no version is taken any more once those handed over are through
+    broken: str | None = None  # why no version is taken any more; None while they are
 
     @property
     def head(self) -> Version:
@@ -641,11 +589,7 @@ def _leave_gate(state: State) -> tuple[Effect, ...]:
 
 
 def step(state: State, event: Event) -> Next:
-    """The next state and what is to be done, in this order.
-
-    Raises:
-        ValueError: the event does not fit the state: whoever drives the system is wrong.
-    """
+    """The next state and what is to be done, in this order."""
     transition, tasks = _TRANSITIONS[type(event)]
     if tasks and state.task not in tasks:
         raise ValueError(f"{event} while the worker is at {state.task}; expected {tasks}")

@@ -18,14 +18,9 @@ logger = logging.getLogger(__name__)
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
     """The step to stop after that a rank names in the vote on the version of ``step``: one that no rank has
-    passed when it hears of it.
-
-    Args:
-        proposal: the step after which it would stop; 0: it would not.
-        step: whose version is voted on.
-        newest_step: the last one whose version was handed over here.
-        late: votes may lag behind training, as the ranks agreed in the last one.
-    """
+    passed when it hears of it. ``proposal``: the step after which it would stop; 0: it would not.
+    ``step``: whose version is voted on. ``newest_step``: the last one whose version was handed over here.
+    ``late``: votes may lag behind training, as the ranks agreed in the last one."""
     if proposal and (late or step < newest_step):
         return max(proposal, newest_step + 2)
     return proposal
@@ -41,7 +36,7 @@ class Votes:
     """Casts the ballots of one rank and remembers what came of them.
 
     A version of which some rank still drains a staged part, or behind which memory is reserved for another
-    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a wish to stop
+    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a request to stop
     that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
     next.
 
@@ -49,7 +44,7 @@ class Votes:
         control: carries the ballots.
         advised_interval: how often this rank could take versions.
         wanted_persist_interval: how often they should go to storage; 0: as the block says.
-        complaints: told where a wish cannot be found out: it is advice, and the last agreed number stays.
+        complaints: told where a request cannot be found out: it is advice, and the last agreed number stays.
             The peers hear of all complaints with the next vote (P6).
     """
 
@@ -69,13 +64,10 @@ class Votes:
         version says whether it does."""
         self._interval = (0, 1, 1)
         self._given_up: tuple[int, ...] = ()
-        self.late = False
-        """Whether votes may lag behind training, as the ranks agreed in the last one."""
-        self.newest_step = 0
-        """The last step whose version was handed over."""
+        self.late = False  # whether votes may lag behind training, as the ranks agreed in the last one
+        self.newest_step = 0  # the last step whose version was handed over
         self._incarnation = -1
-        self.voted_step = -1
-        """The last step that was voted on."""
+        self.voted_step = -1  # the last step that was voted on
         self.stop_proposal = 0
         """Step after which this rank would stop; set by the training thread, 0 means go on."""
         self.stop_step: int | None = None
@@ -104,11 +96,8 @@ class Votes:
 
     def cast(self, version: Label, mine: Ballot) -> Ballot:
         """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the next vote,
-        it has more to do than seal the version. The rest is filled in here.
-
-        Raises:
-            TransferError: a peer is gone, or votes on another version.
-        """
+        it has more to do than seal the version. The rest is filled in here. Raises TransferError: a peer
+        is gone, or votes on another version."""
         step, interval_steps = version.step, self._wanted(self._advised_interval, self._interval[1])
         persist_steps = self._wanted(self._wanted_persist_interval, self.persist_steps)
         unheard = self._complaints.unheard()

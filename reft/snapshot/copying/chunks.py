@@ -27,38 +27,26 @@ from reft.state.catalogue import SectionImage
 
 
 class ParityEncoder:
-    """Encodes the parity blocks of one rank.
-
-    Args:
-        image: the replicated section as it lies in the engine's memory.
-        blocks: every replicated block of the group by key.
-        chunk_bytes: bytes to read for a chunk, of all sources together.
-    """
+    """Encodes the parity blocks of one rank. ``image``: the replicated section as it lies in the engine's
+    memory. ``blocks``: every replicated block of the group by key. ``chunk_bytes``: bytes to read for a
+    chunk, of all sources together."""
 
     def __init__(self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int) -> None:
         self._image = image
         self._blocks = blocks
         self._chunk_bytes = chunk_bytes
         self._device = image.device
-        self._most_bytes = 0
-        """Of a chunk of one source."""
+        self._most_bytes = 0  # of a chunk of one source
         self._scratch: dict[int, torch.Tensor] = {}
         self._out: torch.Tensor | None = None
 
     def cut(
         self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
     ) -> Iterator[tuple[int, int, Encode]]:
-        """The chunks of one parity block.
-
-        Args:
-            placed: the block.
-            terms: replicated blocks and coefficients.
-            target: its bytes in the arena, 1-D uint8.
-
-        Yields:
-            ``(start, stop, encode)`` within the block; ``encode`` encodes, on the current stream of a
-            device, and returns what is to be copied to the host.
-        """
+        """The chunks of one parity block. ``placed``: the block. ``terms``: replicated blocks and
+        coefficients. ``target``: its bytes in the arena, 1-D uint8. Yields ``(start, stop, encode)``
+        within the block; ``encode`` encodes, on the current stream of a device, and returns what is to be
+        copied to the host."""
         row = tuple(coefficient for _, coefficient in terms)
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
         step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
@@ -112,27 +100,18 @@ class ParityEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of one block.
+    """A range of one block."""
 
-    Attributes:
-        placed: the block.
-        kind: what its bytes are to this rank.
-        pieces: sources and targets; several where small tensors lie side by side.
-        stored: the chunk's place in the arena, padding included, as a range to be hashed only.
-        last: whether it ends the block.
-        encode: for a parity what to do instead of copying; returns what is then to be copied.
-        cut: for sources in host memory all chunks of the block, as ranges to be copied and hashed.
-        number: the chunk's own among them.
-    """
-
-    placed: PlacedBlock
-    kind: Kind
-    pieces: CheckedPieces
-    stored: Range
-    last: bool
+    placed: PlacedBlock  # the block
+    kind: Kind  # what its bytes are to this rank
+    pieces: CheckedPieces  # sources and targets; several where small tensors lie side by side
+    stored: Range  # the chunk's place in the arena, padding included, as a range to be hashed only
+    last: bool  # whether it ends the block
+    # for a parity what to do instead of copying; returns what is then to be copied
     encode: Encode | None = None
+    # for sources in host memory all chunks of the block, as ranges to be copied and hashed
     cut: CutRanges | None = None
-    number: int = 0
+    number: int = 0  # the chunk's own among them
 
     @property
     def nbytes(self) -> int:
@@ -145,12 +124,8 @@ class Chunk:
 
 def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut everything that is copied from this rank's own device; padding in the arena is zeroed here.
-
-    Args:
-        images: live tensors.
-        filling: any version in the arena.
-        chunk_bytes: most bytes of a chunk, a multiple of 64.
-    """
+    ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most bytes of a
+    chunk, a multiple of 64."""
     chunks: list[Chunk] = []
     for placed in filling.local_blocks:
         image = _image_of(images, placed)
@@ -216,11 +191,8 @@ def _in_order(pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
 
 
 class ChunkCache:
-    """The chunks of each arena, cut again when images, layout or arena change.
-
-    Args:
-        chunk_bytes: most bytes of a chunk.
-    """
+    """The chunks of each arena, cut again when images, layout or arena change. ``chunk_bytes``: most bytes of
+    a chunk."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes

@@ -29,13 +29,9 @@ class Copier:
     """The copying half of the snapshot worker.
 
     ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker's.
-
-    Args:
-        engine: moves the bytes.
-        chunk_bytes: bytes of a chunk; more where the engine copies such small ones below the speed of
-            its link (nothing waits for the end of a chunk there).
-        staging: takes what is left at the fence; None: the fence waits for it.
-    """
+    ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine copies such small
+    ones below the speed of its link (nothing waits for the end of a chunk there). ``staging``: takes what is
+    left at the fence; None: the fence waits for it."""
 
     def __init__(self, engine: CopyEngine, chunk_bytes: int, staging: StagingArea | None = None) -> None:
         self.engine = engine

@@ -32,16 +32,12 @@ STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
 
 
-MARGIN_PART = 0.05
-"""Part of all memory that a staging buffer leaves alone."""
+MARGIN_PART = 0.05  # Part of all memory that a staging buffer leaves alone
 
 
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
-    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released.
-
-    Raises:
-        CopyOrderError: the engine was closed before all was copied.
-    """
+    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises CopyOrderError:
+    the engine was closed before all was copied."""
     _copy_range(target.data_ptr(), source.data_ptr(), source.numel(), closed)
 
 
@@ -93,14 +89,8 @@ class CpuCopyEngine(CopyEngine):
         until: ctypes.c_int | None = None,
     ) -> int:
         """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since ``close`` and
-        ``fence`` wait for its end.
-
-        Returns:
-            How many of the chunks were copied, at least one.
-
-        Raises:
-            CopyOrderError: as in :meth:`copy`.
-        """
+        ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
+        CopyOrderError: as in :meth:`copy`."""
         first, stop = chunks
         with self._order.copying(None) as version:
             began = time.perf_counter()

@@ -42,20 +42,17 @@ from reft.snapshot.copying.pinning import CHUNK_BYTES, PinnedRanges
 logger = logging.getLogger(__name__)
 
 
-cuda: Any = torch.cuda
-"""Much of it has no types."""
+cuda: Any = torch.cuda  # Much of it has no types
 
 _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING`` and ``hipStreamNonBlocking``, as torch's: others wait for the default stream."""
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``."""
+_PORTABLE = 1  # ``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``
 
 _LEAST_MARGIN_BYTES = 512 * 2**20
 """Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
 
-_MS = 1e-3
-"""Seconds in the unit of ``Event.elapsed_time``."""
+_MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class _CudaTicket(CopyTicket):
 
     def __init__(self, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__(sum(target.numel() for _, target in pieces))
-        self.drains = drains
-        """Whether it belongs to a version that was fenced."""
+        self.drains = drains  # whether it belongs to a version that was fenced
         self.began = cuda.Event(enable_timing=True)
         self.ended = cuda.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
@@ -100,12 +96,8 @@ class _CudaTicket(CopyTicket):
 
 
 class CudaCopyEngine(CopyEngine):
-    """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying.engine`.
-
-    Args:
-        device: the device that trains.
-        chunk_bytes: most bytes registered by one call of the driver.
-    """
+    """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying.engine`. ``device``: the
+    device that trains. ``chunk_bytes``: most bytes registered by one call of the driver."""
 
     asynchronous = True
     least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
@@ -399,15 +391,10 @@ class CudaCopyEngine(CopyEngine):
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's calls for streams.
+    """The driver's calls for streams."""
 
-    Attributes:
-        create: makes one, and returns its address; raises RuntimeError if it is refused.
-        destroy: ends the one at an address.
-    """
-
-    create: Callable[[], int]
-    destroy: Callable[[int], object]
+    create: Callable[[], int]  # makes one, and returns its address; raises RuntimeError if it is refused
+    destroy: Callable[[int], object]  # ends the one at an address
 
     @classmethod
     def of(cls, library: Any) -> Driver:
@@ -427,11 +414,7 @@ class Driver:
 
 
 def _loaded_driver() -> ctypes.CDLL:
-    """The library of the device's vendor that torch has loaded.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The library of the device's vendor that torch has loaded."""
     name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
     for line in Path("/proc/self/maps").read_text().splitlines():
         if name in line:
@@ -443,11 +426,7 @@ def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
     """Call the driver for ``device``.
 
     In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
-    torch would report it there at the next kernel it launches.
-
-    Raises:
-        RuntimeError: the driver refused; says why.
-    """
+    torch would report it there at the next kernel it launches."""
     refused: list[str] = []
 
     def run() -> None:
@@ -473,11 +452,7 @@ def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:
-    """The engine for tensors on ``device``.
-
-    Raises:
-        UnsupportedStateError: there is none for this type of device.
-    """
+    """The engine for tensors on ``device``."""
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyEngine()

@@ -62,8 +62,7 @@ STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
 
-MEASURED_BYTES = 2**20
-"""A version with fewer bytes says nothing about bandwidth."""
+MEASURED_BYTES = 2**20  # a version with fewer bytes says nothing about bandwidth
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,9 @@ class Mark:
 
 
 class CopyTicket:
-    """What became of one :meth:`CopyEngine.copy`.
-
-    Attributes:
-        nbytes: bytes of all pieces together.
-        secs: when the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it
-            within some ten microseconds. None until the engine's ``synchronize`` has returned.
-    """
+    """What became of one :meth:`CopyEngine.copy`. ``nbytes``: bytes of all pieces together. ``secs``: when
+    the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it within some ten
+    microseconds. None until the engine's ``synchronize`` has returned."""
 
     def __init__(self, nbytes: int, secs: tuple[float, float] | None = None) -> None:
         self.nbytes = nbytes
@@ -110,20 +105,15 @@ class ComputeClock(Protocol):
 
 
 class CopyEngine(ABC):
-    """Copies pieces of live tensors into host memory; see the module docstring for the contract.
+    """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
-    Attributes:
-        name: for messages and results: ``cpu``, ``cuda`` or ``rocm``.
-        asynchronous: whether :meth:`copy` returns before the bytes have arrived (while memory is pinned).
-        least_chunk_bytes: handing over takes the host as long as the link takes for about so many bytes: with
-            smaller pieces or calls the link idles between them.
-        bytes_per_sec: bandwidth of the newest synchronized version with at least 1 MiB, over the time in
-            which the engine did copy; None before. Taking it costs nothing.
-    """
-
-    name: str
-    asynchronous: bool
+    name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
+    asynchronous: bool  # whether `copy` returns before the bytes have arrived (while memory is pinned)
+    # handing over takes the host as long as the link takes for about so many bytes: with smaller pieces or
+    # calls the link idles between them
     least_chunk_bytes: int
+    # bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the engine did
+    # copy; None before. Taking it costs nothing.
     bytes_per_sec: float | None = None
 
     def __init__(self) -> None:
@@ -186,35 +176,23 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """A staging buffer, 1-D uint8, on the device. Not on the training thread.
-
-        Raises:
-            StagingMemoryError: there is not so much left beside the margin, or the device refused.
-        """
+        """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises StagingMemoryError:
+        there is not so much left beside the margin, or the device refused."""
 
     @abstractmethod
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
         """Copy pieces of the open version into a staging buffer, 1-D uint8 on the device, by the fence.
-
-        Returns:
-            What is to be drained: pieces from the buffer to the same targets. Sources in host memory were
-            copied straight to their targets.
-
-        Raises:
-            CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a buffer that is too small.
-        """
+        Returns what is to be drained: pieces from the buffer to the same targets. Sources in host memory
+        were copied straight to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in
+        :meth:`copy`; also for a buffer that is too small."""
 
     @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         """Copy what :meth:`stage` returned to its targets, no earlier than a mark of any version; also while
-        no version is open.
-
-        Raises:
-            CopyOrderError: the engine was closed; the version is not whole.
-            RuntimeError: the device failed.
-        """
+        no version is open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises
+        RuntimeError: the device failed."""
 
     def fence(self) -> None:
         """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
@@ -223,12 +201,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything handed over is in host memory. Not on the training thread.
-
-        Raises:
-            CopyOrderError: the engine is closed.
-            RuntimeError: the device failed.
-        """
+        """Wait until everything handed over is in host memory. Not on the training thread. Raises
+        CopyOrderError: the engine is closed. Raises RuntimeError: the device failed."""
 
     def close(self) -> None:
         """Wait for copies in flight, unregister all memory. May be called again, from any thread. Where a
@@ -339,8 +313,7 @@ class CallOrder:
         self._version = 0
         self._active = 0
         self._draining = 0
-        self._stuck = False
-        """Whether a call was waited for in vain, and is still under way."""
+        self._stuck = False  # whether a call was waited for in vain, and is still under way
         self._changed = threading.Condition()
 
     @property

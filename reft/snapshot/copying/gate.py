@@ -30,33 +30,23 @@ from reft.snapshot.copying.engine import Mark
 logger = logging.getLogger(__name__)
 
 UNLIMITED = 2**62
-_TURN_SECS = 0.00002
-"""How often is looked whether training, which was to go first, has gone."""
+_TURN_SECS = 0.00002  # how often is looked whether training, which was to go first, has gone
 _BURST_SECS = 0.002
 """Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
 _QUEUED_SECS = 0.01
 """Copies beside computation are handed to a device for so long at a time, where they keep to a pace."""
-_CHUNK_SECS = 5.0
-"""Most that training waits where a window closes; a chunk takes a few milliseconds."""
+_CHUNK_SECS = 5.0  # most that training waits where a window closes; a chunk takes a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Leave to copy.
+    """Leave to copy."""
 
-    Attributes:
-        tier: 1, 2, 3, or 0 for what the fence waits for.
-        window: number of the window; None outside of windows (tier 1).
-        nbytes: how much may be copied before asking again; at least one chunk.
-        mark: start no earlier than there.
-        until: where a copy can be broken off between chunks, it goes on until training makes this anything
-            but 0.
-    """
-
-    tier: int
-    window: int | None = None
-    nbytes: int = 1
-    mark: Mark | None = None
+    tier: int  # 1, 2, 3, or 0 for what the fence waits for
+    window: int | None = None  # number of the window; None outside of windows (tier 1)
+    nbytes: int = 1  # how much may be copied before asking again; at least one chunk
+    mark: Mark | None = None  # start no earlier than there
+    # where a copy can be broken off between chunks, it goes on until training makes this anything but 0
     until: ctypes.c_int | None = field(default=None, compare=False)
 
 
@@ -66,10 +56,8 @@ _HURRY = Permit(0, nbytes=UNLIMITED)
 class Gate:
     """What the training thread (T) and the copying thread (W) share."""
 
-    patience_secs = 0.0
-    """How long training may be silent before copies go on without a window."""
-    wanted = False
-    """Whether a version is to be copied, or being copied, through this gate."""
+    patience_secs = 0.0  # how long training may be silent before copies go on without a window
+    wanted = False  # whether a version is to be copied, or being copied, through this gate
 
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
@@ -86,14 +74,9 @@ class Gate:
         """T: end of the hurry, and of the version: nothing is to be copied until :meth:`enter`."""
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        """What may be copied outside of windows.
-
-        Args:
-            part: of the time in which chunks may run there, 0 to 1, for engines that are done when a call
-                returns.
-            nbytes: of each version, for engines that queue, where the plan has no window to begin in.
-            bytes_per_sec: the pace of these.
-        """
+        """What may be copied outside of windows. ``part``: of the time in which chunks may run there, 0 to 1,
+        for engines that are done when a call returns. ``nbytes``: of each version, for engines that queue,
+        where the plan has no window to begin in. ``bytes_per_sec``: the pace of these."""
 
     def enter(self, draining: bool = False) -> None:
         """T: a version was handed over; ``draining``: another one is not out yet, and goes on first."""
@@ -124,28 +107,23 @@ class HostGate(Gate):
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
-        self.chunk_secs = _CHUNK_SECS
-        """Most that training waits for the chunk in flight."""
+        self.chunk_secs = _CHUNK_SECS  # most that training waits for the chunk in flight
         self._core = _CoreOfTraining()
         self._in_flight = threading.Lock()
-        self._stuck = False
-        """Whether training has waited in vain for the chunk in flight."""
+        self._stuck = False  # whether training has waited in vain for the chunk in flight
         self._closing = ctypes.c_int(0)
         """Not 0: training waits for the chunk in flight, no other one may take its turn."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
-        self.opened: Permit | None = None
-        """What chunks may run with now; None while the gate is closed."""
+        self.opened: Permit | None = None  # what chunks may run with now; None while the gate is closed
         self._hurrying = False
         self._share = 0.0
         self._begun = False
         self._next_beside = 0.0
         self._burst_secs = 0.0
-        self.alive_at = time.perf_counter()
-        """When training was last heard of."""
-        self._permits: dict[int, Permit] = {}
-        """By window, to be made once."""
+        self.alive_at = time.perf_counter()  # when training was last heard of
+        self._permits: dict[int, Permit] = {}  # by window, to be made once
 
     # -- training thread: every line here is paid by training ---------------------------------------
 
@@ -269,8 +247,7 @@ class _CoreOfTraining:
         self.active = False
         self._allowed: set[int] = set()
         self._placing = threading.Lock()
-        self._core: int | None = None
-        """Where the copying thread was put; None: where it may run otherwise."""
+        self._core: int | None = None  # where the copying thread was put; None: where it may run otherwise
 
     def register(self) -> None:
         """W: this is the copying thread, and it has something to copy."""
@@ -309,28 +286,18 @@ class _CoreOfTraining:
             self._allowed = set()  # cores were taken from the process: leave it to the system
 
 
-def _core_getter() -> Callable[[], int] | None:
-    if not hasattr(os, "sched_setaffinity"):
-        return None
+def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
+    """A function of the C library without arguments; None where there is none."""
     try:
-        # Without letting go of the GIL: it takes less than a microsecond.
-        getter: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+        function: Callable[[], int] = getattr(library(None), name)
     except (OSError, AttributeError):
         return None
-    return getter
+    return function
 
 
-def _yielder() -> Callable[[], object]:
-    try:
-        # Unlike os.sched_yield this lets go of the GIL.
-        yielder: Callable[[], object] = ctypes.CDLL(None).sched_yield
-    except (OSError, AttributeError):
-        return lambda: None
-    return yielder
-
-
-_yield_core = _yielder()
-_current_core = _core_getter()
+# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a microsecond.
+_yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
+_current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
 
 
 class StreamGate(Gate):
@@ -343,8 +310,7 @@ class StreamGate(Gate):
     def __init__(self) -> None:
         self.patience_secs = 1.0
         self._changed = threading.Condition()
-        self._windows: deque[Permit | None] = deque()
-        """None: a version was handed over here."""
+        self._windows: deque[Permit | None] = deque()  # None: a version was handed over here
         self._hurrying = False
         self.alive_at = time.perf_counter()
         self._beside_bytes, self._beside_rate = 0, math.inf
@@ -419,12 +385,9 @@ class StreamGate(Gate):
 
 
 class OpenGate(Gate):
-    """Lets everything through at once: for versions that are not paced, and for the baselines.
-
-    Args:
-        tier: what chunks count as; 0 where training waits for them.
-        hurried: whether the fence waits by now; then chunks count as tier 0 too.
-    """
+    """Lets everything through at once: for versions that are not paced, and for the baselines. ``tier``: what
+    chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by now; then
+    chunks count as tier 0 too."""
 
     def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
         self._permit = Permit(tier, nbytes=UNLIMITED)

@@ -34,8 +34,7 @@ from reft.snapshot.scheduling.windows import (
 
 logger = logging.getLogger(__name__)
 
-COMMUNICATING = ("Send", "Reduce")
-"""Beginnings of the names of instructions that move data between ranks."""
+COMMUNICATING = ("Send", "Reduce")  # Beginnings of the names of instructions that move data between ranks
 _WAITING = ("Recv", "Send", "Reduce")
 _TRANSFERS = ("Recv", "Send")
 _RUNS_QUEUE = "CommitP2P"
@@ -99,19 +98,13 @@ _SHARE_OF_A_STEP = 2.0
 
 
 class Wait(NamedTuple):
-    """One call in which the device may have waited, in one step.
+    """One call in which the device may have waited, in one step."""
 
-    Attributes:
-        position: of the instruction in the step's stream; ``len(stream)`` is what follows it.
-        overrun_secs: how long training then waited for a chunk.
-        open: whether copies were let in.
-    """
-
-    position: int
+    position: int  # of the instruction in the step's stream; ``len(stream)`` is what follows it
     begin_secs: Any
     end_secs: Any
-    overrun_secs: float
-    open: bool
+    overrun_secs: float  # how long training then waited for a chunk
+    open: bool  # whether copies were let in
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,32 +210,20 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
 
 @dataclass(frozen=True)
 class PaceOptions:
-    """Fixed settings.
+    """Fixed settings."""
 
-    Attributes:
-        estimator: ``profiled``, ``analytic`` or ``paper``.
-        limits: of HAS; their ``staging_bytes`` are asked for anew for every plan.
-        staging_fallback: how 'staging' goes on where there is no memory for it.
-    """
-
-    estimator: str
-    limits: Limits
+    estimator: str  # ``profiled``, ``analytic`` or ``paper``
+    limits: Limits  # of HAS; their ``staging_bytes`` are asked for anew for every plan
     stage_id: int
     stages: int
     micro_batches: int
-    staging_fallback: Overflow = Overflow.INTERVAL
+    staging_fallback: Overflow = Overflow.INTERVAL  # how 'staging' goes on where there is no memory for it
 
 
 class Pacer:
-    """See the module docstring.
-
-    Args:
-        gate: between training and the copying thread.
-        options: fixed settings.
-        mark: takes a point of the device's time line; None where the engine has none.
-        clock: tells when the device was where.
-        staging_room: bytes that a staging copy may take now.
-    """
+    """See the module docstring. ``gate``: between training and the copying thread. ``options``: fixed
+    settings. ``mark``: takes a point of the device's time line; None where the engine has none. ``clock``:
+    tells when the device was where. ``staging_room``: bytes that a staging copy may take now."""
 
     def __init__(
         self,
@@ -332,13 +313,9 @@ class Pacer:
         forwards: Sequence[tuple[Any, Any]] = (),
         backwards: Sequence[tuple[Any, Any]] = (),
     ) -> None:
-        """The step is over: hand over what was seen.
-
-        Args:
-            key: as in :meth:`begin_step`; without that call the step began where the last one ended.
-            names: class names of its instructions.
-            forwards, backwards: :attr:`stamp` before and after each.
-        """
+        """The step is over: hand over what was seen. ``key``: as in :meth:`begin_step`; without that call the
+        step began where the last one ended. ``names``: class names of its instructions. ``forwards,
+        backwards``: :attr:`stamp` before and after each."""
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
         # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.

@@ -18,18 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-CHUNK_BYTES = 2**35
-"""Most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse."""
+CHUNK_BYTES = 2**35  # most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse
 
 
 class PinnedRanges:
-    """Registered memory of one device. Safe to use from several threads.
-
-    Args:
-        pin: registers ``(address, nbytes)``; raises what the driver says.
-        unpin: undoes that for a chunk's address; may raise.
-        chunk_bytes: most bytes per call of ``pin``; a multiple of the page size.
-    """
+    """Registered memory of one device. Safe to use from several threads. ``pin``: registers ``(address,
+    nbytes)``; raises what the driver says. ``unpin``: undoes that for a chunk's address; may raise.
+    ``chunk_bytes``: most bytes per call of ``pin``; a multiple of the page size."""
 
     def __init__(
         self, pin: Callable[[int, int], None], unpin: Callable[[int], None], chunk_bytes: int = CHUNK_BYTES

@@ -22,8 +22,7 @@ from reft.snapshot.copying.engine import CopyEngine, Piece
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 256
-_HEADROOM = 1.125
-"""More than was planned: windows are not equally long in every step."""
+_HEADROOM = 1.125  # More than was planned: windows are not equally long in every step
 _KEPT_PLANS = 16
 _MOST_PLANS_WITHOUT = 64
 

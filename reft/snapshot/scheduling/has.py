@@ -57,17 +57,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What a copy attains, bytes per second.
+    """What a copy attains, bytes per second."""
 
-    Attributes:
-        window: while the device waits.
-        compute: while it computes, counted over the time that copies run, not over all of it.
-        communication: while activations or gradients move over another link.
-    """
-
-    window: float
-    compute: float
-    communication: float = 0.0
+    window: float  # while the device waits
+    compute: float  # while it computes, counted over the time that copies run, not over all of it
+    communication: float = 0.0  # while activations or gradients move over another link
 
     def __post_init__(self) -> None:
         if not (self.window > 0 and self.compute > 0 and self.communication >= 0):
@@ -76,21 +70,13 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What HAS may do.
+    """What HAS may do."""
 
-    Attributes:
-        compute_share: most of the computing time that copies may run beside (tier 2), 0 to 1.
-        separate_links: training and snapshots do not share a link, so that tier 3 is allowed.
-        overflow: what to do with the rest.
-        max_overhead: allowed overhead, as a part of the training time; sets the advised interval.
-        staging_bytes: memory that a staging copy may take on the device.
-    """
-
-    compute_share: float = 0.0
-    separate_links: bool = False
-    overflow: Overflow = Overflow.STALL
-    max_overhead: float = 0.03
-    staging_bytes: int = 0
+    compute_share: float = 0.0  # most of the computing time that copies may run beside (tier 2), 0 to 1
+    separate_links: bool = False  # training and snapshots do not share a link, so that tier 3 is allowed
+    overflow: Overflow = Overflow.STALL  # what to do with the rest
+    max_overhead: float = 0.03  # allowed overhead, as a part of the training time; sets the advised interval
+    staging_bytes: int = 0  # memory that a staging copy may take on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +98,22 @@ class Planned:
 
 @dataclass(frozen=True)
 class HasSchedule:
-    """The plan of one rank for one iteration.
+    """The plan of one rank for one iteration."""
 
-    Attributes:
-        sections: bytes of this rank by section of the stage image.
-        windows: tier 1, one entry per usable window, in order of time (index = window number).
-        computing, communicating: tiers 2 and 3.
-        step_secs: length of an iteration without snapshots.
-        left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long that would
-            wait.
-        advised_interval_steps: the smallest interval that keeps within the allowed overhead.
-        staged_bytes: what is copied on the device at the deadline.
-        estimator: where the windows come from.
-    """
-
-    sections: Mapping[str, int]
+    sections: Mapping[str, int]  # bytes of this rank by section of the stage image
+    # tier 1, one entry per usable window, in order of time (index = window number)
     windows: tuple[Planned, ...]
-    computing: tuple[Planned, ...]
+    computing: tuple[Planned, ...]  # computing, communicating: tiers 2 and 3
     communicating: tuple[Planned, ...]
-    step_secs: float
+    step_secs: float  # length of an iteration without snapshots
+    # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long that would
+    # wait
     left_over_bytes: int
     left_over_secs: float
-    advised_interval_steps: int
+    advised_interval_steps: int  # the smallest interval that keeps within the allowed overhead
     overflow: Overflow = Overflow.STALL
-    staged_bytes: int = 0
-    estimator: str = ""
+    staged_bytes: int = 0  # what is copied on the device at the deadline
+    estimator: str = ""  # where the windows come from
 
     @property
     def total_bytes(self) -> int:
@@ -181,8 +158,8 @@ def plan_schedule(
     """Distribute one rank's bytes over the tiers of one iteration.
 
     Args:
-        sections: bytes to copy by section, replicated and owned ones alike: what this rank really
-            copies (shard and redundancy), not the whole stage.
+        sections: bytes to copy by section, replicated and owned ones alike: what this rank really copies
+            (shard and redundancy), not the whole stage.
         windows: of this stage, in order of time.
         bandwidth: bytes per second in each situation.
         step_secs: an iteration without snapshots; the optimizer step at its end is the deadline.
@@ -191,9 +168,6 @@ def plan_schedule(
         limits: what is allowed.
         model: what earlier steps taught about each window; scales the bytes of its window.
         estimator: name to print.
-
-    Raises:
-        ConfigError: negative bytes, or a staging copy without memory for it.
     """
     total = sum(sections.values())
     if total < 0 or any(n < 0 for n in sections.values()):

@@ -12,62 +12,43 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class InstructionRecord:
-    """One instruction of the schedule that the engine executed.
+    """One instruction of the schedule that the engine executed."""
 
-    Attributes:
-        position: index in the stage's flattened instruction stream of one step, woven instructions not
-            counted.
-        name: class name, for example ``"RecvActivation"``.
-        micro_batch: the micro batch it works on; None where the schedule does not say.
-        begin_secs, end_secs: when its call began and returned.
-    """
-
+    # index in the stage's flattened instruction stream of one step, woven instructions not counted
     position: int
-    name: str
-    micro_batch: int | None
-    begin_secs: float
+    name: str  # class name, for example ``"RecvActivation"``
+    micro_batch: int | None  # the micro batch it works on; None where the schedule does not say
+    begin_secs: float  # begin_secs, end_secs: when its call began and returned
     end_secs: float
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """One piece of state that was copied.
+    """One piece of state that was copied."""
 
-    Attributes:
-        tier: 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced.
-        window: index into the windows of the plan; None outside of windows.
-        section: section of the stage image ("replicated", "owned", "host").
-    """
-
-    tier: int
+    tier: int  # 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced
     nbytes: int
     begin_secs: float
     end_secs: float
-    window: int | None
-    section: str
+    window: int | None  # index into the windows of the plan; None outside of windows
+    section: str  # section of the stage image ("replicated", "owned", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One training step of one rank.
+    """One training step of one rank."""
 
-    Attributes:
-        step: global step after it (``engine.global_steps``).
-        begin_secs, end_secs: when the engine began to execute the schedule, and when the step boundary had
-            been handled.
-        instructions: in order of execution.
-        chunks: in order of copying; those of the version that was copied *during* this step.
-        fence_secs: seconds the training thread waited before the optimizer step.
-    """
-
-    step: int
+    step: int  # global step after it (``engine.global_steps``)
     rank: int
     stage_id: int
+    # begin_secs, end_secs: when the engine began to execute the schedule, and when the step boundary had been
+    # handled
     begin_secs: float
     end_secs: float
-    instructions: tuple[InstructionRecord, ...]
+    instructions: tuple[InstructionRecord, ...]  # in order of execution
+    # in order of copying; those of the version that was copied *during* this step
     chunks: tuple[ChunkRecord, ...]
-    fence_secs: float
+    fence_secs: float  # seconds the training thread waited before the optimizer step
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON types."""

@@ -38,20 +38,14 @@ class WindowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """An idle interval of one stage within one step.
+    """An idle interval of one stage within one step."""
 
-    Attributes:
-        kind: why the stage waits.
-        start_secs: begin, counted from the begin of the stage's first instruction of the step.
-        stop_secs: end, on the same clock.
-        position: index, in the stage's flattened instruction stream of one step, of the instruction
-            in whose call the device waits (a receive, a reduction); the window opens right before it.
-            The drain opens before the first reduction after the last backward.
-    """
-
-    kind: WindowKind
-    start_secs: float
-    stop_secs: float
+    kind: WindowKind  # why the stage waits
+    start_secs: float  # begin, counted from the begin of the stage's first instruction of the step
+    stop_secs: float  # end, on the same clock
+    # index, in the stage's flattened instruction stream of one step, of the instruction in whose call the
+    # device waits (a receive, a reduction); the window opens right before it. The drain opens before the
+    # first reduction after the last backward.
     position: int
 
     def __post_init__(self) -> None:
@@ -92,16 +86,11 @@ class AnalyticEstimator:
     ======== =================================== ==========================================
 
     Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
-    2j + p and B_j in step 2j + 2P - 1 - p.
+    2j + p and B_j in step 2j + 2P - 1 - p."""
 
-    Attributes:
-        stages: P. micro_batches: m.
-        forward_secs: t_f, one micro-batch on one stage. backward_secs: t_b, likewise.
-    """
-
-    stages: int
+    stages: int  # P. micro_batches: m.
     micro_batches: int
-    forward_secs: float
+    forward_secs: float  # t_f, one micro-batch on one stage. backward_secs: t_b, likewise.
     backward_secs: float
 
     def __post_init__(self) -> None:

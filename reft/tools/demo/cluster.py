@@ -42,12 +42,9 @@ class LocalClusterError(ReftError, RuntimeError):
 class KillKind(StrEnum):
     """How a node fails."""
 
-    NODE = "node"
-    """All its processes are killed and its memory is gone: a lost host."""
-    PROCESS = "process"
-    """One trainer is killed; launcher, daemon and memory stay."""
-    STOP = "stop"
-    """All its processes stand still: a host that hangs, or is cut off."""
+    NODE = "node"  # All its processes are killed and its memory is gone: a lost host
+    PROCESS = "process"  # One trainer is killed; launcher, daemon and memory stay
+    STOP = "stop"  # All its processes stand still: a host that hangs, or is cut off
 
 
 @dataclass
@@ -78,35 +75,22 @@ def node_id(index: int, generation: int) -> str:
 @dataclass
 class LocalCluster:
     """Several nodes and a rendezvous on this machine. Use it as a context manager: nothing of it is
-    left when it ends.
+    left when it ends."""
 
-    Attributes:
-        command: what to train: ``["script.py", ARGS...]`` or ``["-m", "module", ARGS...]``.
-        directory: for logs.
-        nodes: number of nodes.
-        procs_per_node: trainers per node.
-        options: further options of ``reft launch``.
-        env: set for all processes.
-        job_id: of the memory.
-        memory_root: where the nodes' memory directories are made; None: in tmpfs if there is one.
-        external_rendezvous: serve the store as a process of its own; otherwise node 0's launcher does.
-        rendezvous_options: further options of ``reft rendezvous``.
-        etcd: ``host:port,...`` of an etcd cluster in which the nodes meet instead.
-    """
-
-    command: Sequence[str]
-    directory: Path
-    nodes: int = 2
-    procs_per_node: int = 1
-    options: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    job_id: str = "local"
+    command: Sequence[str]  # what to train: ``["script.py", ARGS...]`` or ``["-m", "module", ARGS...]``
+    directory: Path  # for logs
+    nodes: int = 2  # number of nodes
+    procs_per_node: int = 1  # trainers per node
+    options: Sequence[str] = ()  # further options of ``reft launch``
+    env: Mapping[str, str] = field(default_factory=dict)  # set for all processes
+    job_id: str = "local"  # of the memory
+    # where the nodes' memory directories are made; None: in tmpfs if there is one
     memory_root: Path | None = None
+    # serve the store as a process of its own; otherwise node 0's launcher does
     external_rendezvous: bool = True
-    rendezvous_options: Sequence[str] = ()
-    etcd: str | None = None
-    popen: ClassVar[type[subprocess.Popen[Any]]] = subprocess.Popen
-    """Starts its processes."""
+    rendezvous_options: Sequence[str] = ()  # further options of ``reft rendezvous``
+    etcd: str | None = None  # ``host:port,...`` of an etcd cluster in which the nodes meet instead
+    popen: ClassVar[type[subprocess.Popen[Any]]] = subprocess.Popen  # Starts its processes
 
     def __post_init__(self) -> None:
         self.token = uuid.uuid4().hex
@@ -208,11 +192,7 @@ class LocalCluster:
     # -- failures ----------------------------------------------------------------------------------
 
     def kill_node(self, index: int, kind: KillKind | str = KillKind.NODE) -> LocalNode:
-        """Let node ``index`` fail, now.
-
-        Raises:
-            LocalClusterError: it has no trainer to kill.
-        """
+        """Let node ``index`` fail, now."""
         node = self.current[index]
         kind = KillKind(kind)
         if kind is KillKind.PROCESS:
@@ -253,14 +233,7 @@ class LocalCluster:
     # -- looking -----------------------------------------------------------------------------------
 
     def wait(self, timeout_secs: float) -> dict[int, int]:
-        """Wait for the launchers of all current nodes.
-
-        Returns:
-            Exit code by node index.
-
-        Raises:
-            LocalClusterError: one still runs; the message holds the end of its log.
-        """
+        """Wait for the launchers of all current nodes. Returns exit code by node index."""
         deadline = time.monotonic() + timeout_secs
         codes = {}
         for index, node in sorted(self.current.items()):

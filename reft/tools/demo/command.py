@@ -31,21 +31,14 @@ from reft.tools.demo.history import History
 from reft.tools.demo.job import Job, Kill, make_report
 
 EXIT_INTERRUPTED = 130
-LAYERS = 4
-"""Blocks of the model."""
+LAYERS = 4  # Blocks of the model
 _LOG_LINES = 25
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft demo``.
-
-    Returns:
-        0: training finished and not one bit differs; 1: not so; 130: told to stop.
-
-    Raises:
-        ConfigError: the options do not fit together.
-    """
+    """Command line of ``reft demo``. Returns 0: training finished and not one bit differs; 1: not so; 130:
+    told to stop. Raises ConfigError: the options do not fit together."""
     options = parse(argv)
     console = Console(stderr=options.json == "-", soft_wrap=True)
     with _interruptible():
@@ -62,12 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse, complete and check a command line: what the trainers would refuse is refused before anything is
-    started.
-
-    Raises:
-        ConfigError: something does not fit together; says what to write.
-        SystemExit: argparse's own refusals, and ``--help``.
-    """
+    started. Raises SystemExit: argparse's own refusals, and ``--help``."""
     options = _parser().parse_args(list(argv))
     for name in ("steps", "pp", "dp", "nodes", "timeout"):
         value = getattr(options, name)

@@ -58,33 +58,21 @@ class EventReader:
 
 @dataclass
 class Incarnation:
-    """One life of the job: from the start of its trainers to their end.
+    """One life of the job: from the start of its trainers to their end."""
 
-    Attributes:
-        number: 1 for the first; 0 where reft is not attached.
-        nodes: node id of every rank.
-        tolerance: node losses that it survives.
-        ready: when each rank had loaded and began to train.
-        steps: times at which each step was done, by rank.
-        losses: of the steps done in it, as ``float.hex``.
-        restored: ``restored`` events by rank.
-        recovered: ``recovered`` events, by node: the parts of the recovery.
-        committed: versions committed.
-        skipped: causes of versions given up, by step.
-        counters: newest counters of every rank.
-    """
-
-    number: int
-    nodes: dict[int, str] = field(default_factory=dict)
-    tolerance: int | None = None
-    ready: dict[int, float] = field(default_factory=dict)
+    number: int  # 1 for the first; 0 where reft is not attached
+    nodes: dict[int, str] = field(default_factory=dict)  # node id of every rank
+    tolerance: int | None = None  # node losses that it survives
+    ready: dict[int, float] = field(default_factory=dict)  # when each rank had loaded and began to train
+    # times at which each step was done, by rank
     steps: dict[int, dict[int, float]] = field(default_factory=dict)
-    losses: dict[int, str] = field(default_factory=dict)
-    restored: dict[int, Event] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)  # of the steps done in it, as ``float.hex``
+    restored: dict[int, Event] = field(default_factory=dict)  # ``restored`` events by rank
+    # ``recovered`` events, by node: the parts of the recovery
     recovered: dict[str, Event] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=set)
-    skipped: dict[int, str] = field(default_factory=dict)
-    counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)  # versions committed
+    skipped: dict[int, str] = field(default_factory=dict)  # causes of versions given up, by step
+    counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # newest counters of every rank
 
     @property
     def last_step(self) -> int:
@@ -93,25 +81,18 @@ class Incarnation:
 
     @property
     def first_step_times(self) -> tuple[float, float]:
-        """When its first step was done on the first, and on the last rank that got so far.
-
-        Raises:
-            ValueError: it did no step.
-        """
+        """When its first step was done on the first, and on the last rank that got so far. Raises ValueError:
+        it did no step."""
         times = self.steps[min(self.steps)].values()
         return min(times), max(times)
 
 
 @dataclass
 class History:
-    """All incarnations of a job and its losses; fed with events in the order of time.
+    """All incarnations of a job and its losses; fed with events in the order of time."""
 
-    Attributes:
-        incarnations: by number.
-        losses: every loss that was reported for a step, oldest first, as ``float.hex``.
-    """
-
-    incarnations: dict[int, Incarnation] = field(default_factory=dict)
+    incarnations: dict[int, Incarnation] = field(default_factory=dict)  # by number
+    # every loss that was reported for a step, oldest first, as ``float.hex``
     losses: dict[int, list[str]] = field(default_factory=dict)
     _number_of: dict[int, int] = field(default_factory=dict)
 

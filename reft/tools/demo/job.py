@@ -20,8 +20,7 @@ _POLL_SECS = 0.01
 _INTO_STEP = 0.4
 """A node is killed when so much of a step's usual time has gone by: in the middle of the next one."""
 _FIRST_STEP_SECS = 0.2
-_END_SECS = 15.0
-"""When the launcher of a node has failed, the others have so long to end, too."""
+_END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
 _MOST_STEP_LINES = 40
 _WHAT_HAPPENED = {
     KillKind.NODE: "is killed, its memory is gone,",
@@ -72,11 +71,8 @@ class Job:
         self._stopped: list[int] = []
 
     def run(self) -> str | None:
-        """Run it; nothing of it is left afterwards but its logs and events.
-
-        Returns:
-            Why it could not finish; None: it did.
-        """
+        """Run it; nothing of it is left afterwards but its logs and events. Returns why it could not finish;
+        None: it did."""
         # Launchers that are killed leave files there.
         temporary = Path(self.cluster.env["TMPDIR"])
         temporary.mkdir(parents=True)

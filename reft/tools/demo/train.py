@@ -26,8 +26,7 @@ from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
 _CORPUS_BYTES = 2**20
-_SEED, _DROPOUT = 1234, 0.1
-"""With dropout the random states of the ranks matter."""
+_SEED, _DROPOUT = 1234, 0.1  # With dropout the random states of the ranks matter
 
 
 class Embedding(nn.Module):
@@ -67,8 +66,7 @@ class Block(nn.Module):
 class MicroBatches:
     """Endless ``(bytes, the bytes that follow)`` of one rank, both of shape (micro-batch, length)."""
 
-    position_of_job = True
-    """Its state is the same on all replicas, and right at every degree."""
+    position_of_job = True  # Its state is the same on all replicas, and right at every degree
 
     def __init__(self, micro_batch: int, dp_rank: int, dp_size: int) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -76,8 +74,7 @@ class MicroBatches:
         self._text = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
         self._order = Order((_CORPUS_BYTES - 1) // _LENGTH, _SEED, shuffle=True)
         self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
-        self.consumed = 0
-        """Samples, by the whole job."""
+        self.consumed = 0  # Samples, by the whole job
 
     def __iter__(self) -> MicroBatches:
         return self
@@ -124,11 +121,8 @@ def _prepare() -> None:
 
 
 def train(options: dict[str, Any]) -> None:
-    """One rank of the job.
-
-    Args:
-        options: ``steps``, ``stages``, ``layers``, ``save_dir``; ``deepspeed``: its configuration.
-    """
+    """One rank of the job. ``options``: ``steps``, ``stages``, ``layers``, ``save_dir``; ``deepspeed``: its
+    configuration."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule

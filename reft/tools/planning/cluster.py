@@ -32,33 +32,22 @@ MEMORY_SHARE = 0.5
 
 
 class Machine(BaseModel):
-    """A node, from the view of one of its devices.
-
-    Attributes:
-        name: of the device.
-        devices_per_node: GPUs (on MI250X: GCDs).
-        peak_flops: half precision with matrix units, dense. achieved_flops: in published LLM training.
-        memory_bytes: device memory. memory_bytes_per_sec: its bandwidth.
-        host_link_bytes_per_sec: line rate of the link to the host, one direction.
-        devices_per_host_link: devices that share it when all copy at once.
-        network_bytes_per_sec: of the whole node, one direction.
-        network_over_host_link: traffic of the network takes the device's host link.
-        network_through_host: and is staged in host memory, so it takes the shared part too.
-    """
+    """A node, from the view of one of its devices."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
-    devices_per_node: PositiveInt
+    name: str  # of the device
+    devices_per_node: PositiveInt  # GPUs (on MI250X: GCDs)
+    # half precision with matrix units, dense. achieved_flops: in published LLM training.
     peak_flops: PositiveFloat
     achieved_flops: PositiveFloat
-    memory_bytes: PositiveInt
+    memory_bytes: PositiveInt  # device memory. memory_bytes_per_sec: its bandwidth.
     memory_bytes_per_sec: PositiveFloat
-    host_link_bytes_per_sec: PositiveFloat
-    devices_per_host_link: PositiveInt
-    network_bytes_per_sec: PositiveFloat
-    network_over_host_link: bool = True
-    network_through_host: bool = False
+    host_link_bytes_per_sec: PositiveFloat  # line rate of the link to the host, one direction
+    devices_per_host_link: PositiveInt  # devices that share it when all copy at once
+    network_bytes_per_sec: PositiveFloat  # of the whole node, one direction
+    network_over_host_link: bool = True  # traffic of the network takes the device's host link
+    network_through_host: bool = False  # and is staged in host memory, so it takes the shared part too
 
     @property
     def copy_bytes_per_sec(self) -> float:
@@ -92,19 +81,14 @@ class Machine(BaseModel):
 
 
 class Failure(BaseModel):
-    """One cause by which nodes fail.
-
-    Attributes:
-        mtbf_days: mean time between failures of one node.
-        shape: of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often.
-        source: where that comes from.
-    """
+    """One cause by which nodes fail."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mtbf_days: PositiveFloat
+    mtbf_days: PositiveFloat  # mean time between failures of one node
+    # of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
     shape: PositiveFloat = 1.0
-    source: str = ""
+    source: str = ""  # where that comes from
 
     @property
     def weibull(self) -> Weibull:
@@ -112,16 +96,11 @@ class Failure(BaseModel):
 
 
 class Cluster(Machine):
-    """What a job runs on.
+    """What a job runs on."""
 
-    Attributes:
-        host_memory_bytes: of a node. failures: why nodes fail.
-        storage_bytes_per_sec: at which a node writes while all do; None: not known.
-    """
-
-    host_memory_bytes: PositiveInt
+    host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
     failures: tuple[Failure, ...] = Field(min_length=1)
-    storage_bytes_per_sec: PositiveFloat | None = None
+    storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`load_cluster` reads."""
@@ -205,11 +184,8 @@ _EXAMPLE = (
 
 
 def load_cluster(name: str) -> Cluster:
-    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it differs from.
-
-    Raises:
-        ConfigError: unknown, unreadable or incomplete; says what to write.
-    """
+    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it differs
+    from."""
     if (known := CLUSTERS.get(name.lower())) is not None:
         return known
     path = Path(name)

@@ -76,7 +76,7 @@ def _verdict(plan: JobPlan, alternative: Alternative) -> str:
         return "not asked for"
     if not alternative.fits_memory:
         return "lacks memory"
-    if alternative.tolerance < plan.choice.wished:
+    if alternative.tolerance < plan.choice.wanted:
         return "unprotected" if not alternative.tolerance else "survives less"
     more = alternative.busiest.moved_bytes - chosen.busiest.moved_bytes
     return f"moves +{amount(more)}" if more else "more memory"

@@ -36,26 +36,16 @@ class Layouting:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job that does not run yet.
+    """A job that does not run yet."""
 
-    Attributes:
-        training: model, machine and degrees.
-        cluster: what it runs on. block: the ``reft`` block.
-        half: 16-bit weights beside fp32 masters.
-        owned: the optimizer is partitioned over data-parallel peers.
-        layout: order of the ranks.
-        parameters: nominal, counted as if spread evenly; None counts those of each stage.
-        notes: what was assumed.
-    """
-
-    training: Training
-    cluster: Cluster
+    training: Training  # model, machine and degrees
+    cluster: Cluster  # what it runs on. block: the ``reft`` block.
     block: ReftConfig
-    half: bool
-    owned: bool
-    layout: Layout
-    parameters: float | None = None
-    notes: tuple[str, ...] = ()
+    half: bool  # 16-bit weights beside fp32 masters
+    owned: bool  # the optimizer is partitioned over data-parallel peers
+    layout: Layout  # order of the ranks
+    parameters: float | None = None  # nominal, counted as if spread evenly; None counts those of each stage
+    notes: tuple[str, ...] = ()  # what was assumed
 
     @cached_property
     def topology(self) -> Topology:
@@ -105,17 +95,10 @@ def plan_job(
     *,
     seq_length: int | None = None,
 ) -> PlannedJob:
-    """The job that a DeepSpeed configuration means.
-
-    Args:
-        config, cluster, layouting: what runs where.
-        model: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
-        parameters: nominal number, to count bytes as publications do.
-        seq_length: tokens of a sample, instead of the model's.
-
-    Raises:
-        ConfigError: what the configuration asks for cannot be planned; says what to write.
-    """
+    """The job that a DeepSpeed configuration means. ``config, cluster, layouting``: what runs where.
+    ``model``: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
+    ``parameters``: nominal number, to count bytes as publications do. ``seq_length``: tokens of a sample,
+    instead of the model's."""
     block = parse_block(dict(part_of(config, BLOCK_NAME)))
     if block.variant is not Variant.HAS:
         raise ConfigError(

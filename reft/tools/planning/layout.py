@@ -71,11 +71,7 @@ def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
 
 
 def parse_order(text: str) -> tuple[str, ...]:
-    """``"data-pipe-model"`` to its axes.
-
-    Raises:
-        ConfigError: not each of pipe, data and model once.
-    """
+    """``"data-pipe-model"`` to its axes."""
     order = tuple(text.replace(",", "-").split("-"))
     if sorted(order) != sorted(AXES):
         raise ConfigError(

@@ -26,21 +26,16 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class PlannedShape:
-    """A decoder of equal blocks.
+    """A decoder of equal blocks."""
 
-    Attributes:
-        name: for people. layers: blocks. heads: of queries. block_parameters: of one block.
-        tied: embedding and head are one matrix.
-    """
-
-    name: str
+    name: str  # for people. layers: blocks. heads: of queries. block_parameters: of one block.
     layers: int
     hidden_size: int
     heads: int
     block_parameters: int
     vocab_size: int
     seq_length: int = SEQ_LENGTH
-    tied: bool = False
+    tied: bool = False  # embedding and head are one matrix
 
     @property
     def parameters(self) -> int:
@@ -72,11 +67,7 @@ SHAPES = {
 
 
 def named_shape(name: str) -> PlannedShape:
-    """One of :data:`SHAPES`.
-
-    Raises:
-        ConfigError: none of them.
-    """
+    """One of :data:`SHAPES`."""
     if name in SHAPES:
         return SHAPES[name]
     near = get_close_matches(name, SHAPES, n=1)
@@ -88,16 +79,10 @@ def named_shape(name: str) -> PlannedShape:
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
-    """A shape, and what was assumed of it.
-
-    Args:
-        model: one of :data:`SHAPES`, also as ``llama2-NAME``; the
-            ``config.json`` of a Hugging Face model, or the folder that holds it.
-        seq_length: tokens of a sample, instead of the shape's.
-
-    Raises:
-        ConfigError: unknown, unreadable, or of a kind that is not known; says what to write.
-    """
+    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
+    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
+    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
+    known; says what to write."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
@@ -185,28 +170,19 @@ OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
 
 @dataclass(frozen=True)
 class Training:
-    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor).
+    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor)."""
 
-    Attributes:
-        model: name of a shape of :data:`SHAPES`, or of ``given``.
-        machine: what it runs on.
-        tensor, stages, data: parallel degrees.
-        micro_batches: m, per pipeline and step.
-        samples: per micro-batch, of the model's full sequence length.
-        zero_1: every rank makes the optimizer's step of its partition only. Scattering gradients and
-            gathering weights move together what reducing gradients does.
-        given: a shape, where it is none of them.
-    """
-
-    model: str
-    machine: Machine
-    tensor: int
+    model: str  # name of a shape of `SHAPES`, or of ``given``
+    machine: Machine  # what it runs on
+    tensor: int  # tensor, stages, data: parallel degrees
     stages: int
     data: int
-    micro_batches: int
-    samples: int = 1
+    micro_batches: int  # m, per pipeline and step
+    samples: int = 1  # per micro-batch, of the model's full sequence length
+    # every rank makes the optimizer's step of its partition only. Scattering gradients and gathering weights
+    # move together what reducing gradients does.
     zero_1: bool = False
-    given: PlannedShape | None = None
+    given: PlannedShape | None = None  # a shape, where it is none of them
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:

@@ -22,14 +22,10 @@ ESTIMATED = "estimated"
 
 @dataclass(frozen=True)
 class StageWindows:
-    """The step of one stage as it was measured or estimated.
+    """The step of one stage as it was measured or estimated."""
 
-    Attributes:
-        windows: while the device waits. computing, communicating: while it does not.
-        bandwidth: of copies in each situation. step_secs: without snapshots. limits: what copies may do.
-    """
-
-    windows: Sequence[Window]
+    windows: Sequence[Window]  # while the device waits. computing, communicating: while it does not.
+    # of copies in each situation. step_secs: without snapshots. limits: what copies may do.
     bandwidth: Bandwidth
     step_secs: float
     computing: Sequence[Interval] = ()
@@ -73,16 +69,9 @@ class WindowPace:
 
 
 def measured_pace(profile: ProfileResult, degrees: Degrees, compute_share: float) -> WindowPace:
-    """The pace of a job that ``reft profile`` has measured.
-
-    Args:
-        profile: of a job with the same stages and tensor-parallel degree.
-        degrees: of the job that is planned.
-        compute_share: most of the computing time that copies may run beside (tier 2), 0 to 1.
-
-    Raises:
-        ConfigError: it is of another layout, or knows no bandwidth into host memory.
-    """
+    """The pace of a job that ``reft profile`` has measured. ``profile``: of a job with the same stages and
+    tensor-parallel degree. ``degrees``: of the job that is planned. ``compute_share``: most of the
+    computing time that copies may run beside (tier 2), 0 to 1."""
     pp, _, tp = profile.degrees
     if (pp, tp) != (degrees.pp, degrees.tp):
         raise ConfigError(
@@ -119,14 +108,10 @@ def _part(nbytes: int, total: int) -> float:
 
 @dataclass(frozen=True)
 class PlannedPace:
-    """A pace from the idle windows of 1F1B with equal stages and free transfers between them.
-
-    Attributes:
-        measured: says what copying costs instead, if the job was profiled.
-    """
+    """A pace from the idle windows of 1F1B with equal stages and free transfers between them."""
 
     training: Training
-    measured: WindowPace | None = None
+    measured: WindowPace | None = None  # says what copying costs instead, if the job was profiled
 
     @cached_property
     def windows(self) -> WindowPace:

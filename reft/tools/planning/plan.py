@@ -124,7 +124,7 @@ class JobPlan:
     def problems(self) -> list[Finding]:
         """What the plan does not satisfy; empty if it satisfies all."""
         found = []
-        if why := self.planned.why_not(self.choice.wished):
+        if why := self.planned.why_not(self.choice.wanted):
             better = self.planned is not self.choice.chosen and self.choice.reached
             does = [f'write "protection": "{self.choice.chosen.name}", which would do'] if better else []
             found.append((f"{self.planned.name}: {why}", "; ".join([*does, *self.choice.needed])))
@@ -189,7 +189,7 @@ class JobPlan:
                 "auto_would_choose": self.choice.chosen.name,
                 "why": self.choice.reason,
                 "needed": list(self.choice.needed),
-                "wished_tolerance": self.choice.wished,
+                "wished_tolerance": self.choice.wanted,
                 "tolerance": self.planned.tolerance,
                 "overhead": self.overhead,
             },
@@ -216,7 +216,7 @@ class JobPlan:
             "chosen": alternative is self.choice.chosen,
             "planned": alternative is self.planned,
             "possible": alternative.fits_memory,
-            "reaches_wish": alternative.fits_memory and alternative.tolerance >= self.choice.wished,
+            "reaches_wish": alternative.fits_memory and alternative.tolerance >= self.choice.wanted,
             "available": alternative.available,
             "why_not": self.choice.why_not_chosen(alternative),
             "tolerance": alternative.tolerance,
@@ -239,17 +239,10 @@ def make_plan(
     max_overhead: float | None = None,
     profile: ProfileResult | None = None,
 ) -> JobPlan:
-    """Plan a job.
-
-    Args:
-        job: what is planned.
-        tolerance, protection, max_overhead: instead of the block's.
-        memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
-        profile: measured windows, instead of estimated ones.
-
-    Raises:
-        ConfigError: a protection that is none, or has no room in the groups; a profile of something else.
-    """
+    """Plan a job. ``job``: what is planned. ``tolerance, protection, max_overhead``: instead of the block's.
+    ``memory_bytes``: that reft may reserve on a node; by default the block's limit, or half of the memory.
+    ``profile``: measured windows, instead of estimated ones. Raises ConfigError: a protection that is
+    none, or has no room in the groups; a profile of something else."""
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)

@@ -39,16 +39,9 @@ _VISIBLE_SHARE = 0.001
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
-    """Draw one step into a file; its suffix chooses the format (png, svg, pdf).
-
-    Args:
-        result: the profile.
-        path: file to write.
-        step: global step; by default the one whose length is nearest to the median.
-
-    Raises:
-        ConfigError: matplotlib is missing, there is no such step, or the file cannot be written.
-    """
+    """Draw one step into a file; its suffix chooses the format (png, svg, pdf). ``result``: the profile.
+    ``path``: file to write. ``step``: global step; by default the one whose length is nearest to the
+    median."""
     by_step = {timeline.step: timeline for timeline in result.timelines}
     timeline = result.median_timeline() if step is None else by_step.get(step)
     if timeline is None:
@@ -180,21 +173,13 @@ def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Before long work: the folder of a file to be written has to be there, none is made.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Before long work: the folder of a file to be written has to be there, none is made."""
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or give another path")
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Before long work: whether a figure can be drawn into a file.
-
-    Raises:
-        ConfigError: matplotlib or the folder is missing, or the suffix names no format.
-    """
+    """Before long work: whether a figure can be drawn into a file."""
     check_folder(option, path)
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
@@ -204,11 +189,7 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Any:
-    """An empty figure, in inches.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """An empty figure, in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -222,11 +203,7 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write it; the suffix chooses the format.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write it; the suffix chooses the format."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -23,8 +23,7 @@ from tests.megatron_core.job import SEQUENCE, VOCABULARY, build, forward_step, s
 from .arguments import get_args, parse_args, validate_args
 from .checkpointing import load_checkpoint, save_checkpoint
 
-_OPERATIONS = 1e6
-"""Of a sample."""
+_OPERATIONS = 1e6  # of a sample
 
 
 def on_iteration_end(iteration: int) -> None:
