@@ -1,26 +1,19 @@
 """The integration tests at the ends of the versions that pyproject.toml and README claim.
 
-    python -m tests.matrix [ROW ...] [--secs SECS] [--anew]
+    python -m tests.matrix [ROW ...]
 
 Each row gets an environment of its own, ``.venv-ROW``. Those of DeepSpeed's releases hold nothing but that
 DeepSpeed and see everything else in the environment this runs in; ``oldest`` and ``newest`` are installed in full,
 which fetches some gigabytes: torch's wheels on the index bring CUDA. Not part of ``make test``.
-
-A row is run file by file. What has passed is noted in ``.venv-ROW/passed.json`` and not run again while the tree is the
-same, so that a run that was cut off goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +25,6 @@ TESTS = (
 )
 """Folders and files."""
 ROOT = Path(__file__).resolve().parents[1]
-EX_MORE = 75  # the time was over before all files were run; none has failed so far. sysexits' EX_TEMPFAIL.
 _OTHER_TESTS = ("megatron-core",)
 """Of the extra ``dev``, what none of ``TESTS`` needs and what does not go with the oldest torch."""
 
@@ -99,80 +91,32 @@ def installed(version: str) -> str | None:
     return None
 
 
-def tree() -> str:
-    """Names what git knows of the working tree."""
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT)
-    changes = subprocess.check_output(["git", "diff", "HEAD"], cwd=ROOT)
-    return hashlib.sha256(head + changes).hexdigest()
-
-
-class Passed:
-    """The files that a row has passed with the tree as it is. ``home``: the row's environment."""
-
-    def __init__(self, home: Path) -> None:
-        self._path = home / "passed.json"
-        self._tree = tree()
-        noted = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._files: list[str] = noted["files"] if noted.get("tree") == self._tree else []
-
-    def __contains__(self, file: str) -> bool:
-        return file in self._files
-
-    def add(self, file: str) -> None:
-        self._files.append(file)
-        self._path.write_text(json.dumps({"tree": self._tree, "files": self._files}))
-
-
-def run(name: str, row: Row, until: float, *, anew: bool = False) -> int:
-    """Run the tests in one row's environment, file by file, until ``time.monotonic()`` is ``until``; 0: all have
-    passed, 1: some have failed, EX_MORE: some were not run."""
-    python = install(name, row)
+def run(name: str, row: Row) -> bool:
+    """Run the tests in one row's environment; whether all have passed."""
+    try:
+        python = install(name, row)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return False
     probe = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
     found = subprocess.run(probe, check=True, capture_output=True, text=True).stdout.splitlines()[-1].split()
     if not found[0].startswith(row.deepspeed) or not found[1].startswith(row.torch or ""):
         print(f"{name}: expected {row}, found deepspeed and torch {' '.join(found)}", file=sys.stderr)
-        return 1
+        return False
     # An older torch starts a thread when it is imported, and what has threads is not forked.
     env = os.environ if row.python is None else {**os.environ, "REFT_TEST_PREFORK": "0"}
-    home = python.parents[1]
-    if anew:
-        (home / "passed.json").unlink(missing_ok=True)
-    passed, failed = Passed(home), 0
-    paths = [p for part in TESTS for p in sorted((ROOT / part).glob("test_*.py")) or [ROOT / part]]
-    files = [str(path.relative_to(ROOT)) for path in paths]
-    for at, file in enumerate(files, 1):
-        if file in passed:
-            continue
-        if time.monotonic() >= until:
-            print(f"{name}: the time is over; {file} is next. The same command goes on there", flush=True)
-            return 1 if failed else EX_MORE
-        print(f"{name}: {at} of {len(files)}: {file}", flush=True)
-        code = subprocess.run([python, "-m", "pytest", file], cwd=ROOT, env=env, check=False).returncode
-        if code == 0:
-            passed.add(file)
-        failed += code != 0
-    return 1 if failed else 0
+    return subprocess.run([python, "-m", "pytest", *TESTS], cwd=ROOT, env=env, check=False).returncode == 0
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix")
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all of them by default")
-    parser.add_argument("--secs", type=float, default=float("inf"), help="begin no file after this long")
-    parser.add_argument("--anew", action="store_true", help="run what has passed already too")
-    arguments = parser.parse_args(words)
-    if unknown := [name for name in arguments.rows if name not in ROWS]:
+def main(names: Sequence[str]) -> int:
+    if unknown := [name for name in names if name not in ROWS]:
         print(f"no row {', '.join(unknown)}; known: {', '.join(ROWS)}", file=sys.stderr)
         return 2
-    until, codes = time.monotonic() + arguments.secs, []
-    for name in arguments.rows or list(ROWS):
-        try:
-            code = run(name, ROWS[name], until, anew=arguments.anew)
-        except FileNotFoundError as error:
-            print(error, file=sys.stderr)
-            code = 1
-        print(f"{name}: { ({0: 'passed', EX_MORE: 'not at its end'}.get(code, 'FAILED')) }", flush=True)
-        codes.append(code)
-    return 1 if 1 in codes else max(codes)
+    passed = []
+    for name in names or list(ROWS):
+        passed.append(run(name, ROWS[name]))
+        print(f"{name}: {'passed' if passed[-1] else 'FAILED'}", flush=True)
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,32 +74,23 @@ class Life:
         self.block, self.until, self.save_dir, self.save_at = block, until, save_dir, save_at
         self.losses: Losses = []
         self.loaded = 0
+        self.samples: Samples | None = None
 
-    def initialize(self, model: nn.Module, **options: Any) -> Any:
-        config = dict(CONFIG) if self.block is None else {**CONFIG, "reft": self.block}
-        make = deepspeed.initialize if self.block is None else reft.initialize
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.engine = make(model=model, model_parameters=parameters, config=config, **options)[0]
-        return self.engine
-
-    def plain(self, **options: Any) -> Any:
-        torch.manual_seed(5)
-        random.seed(5)
-        return self.initialize(
-            nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, WIDTH)), **options
-        )
+    def plain(self) -> Any:
+        return self._make(nn.Sequential, nn.Linear, nn.Dropout)
 
     def pipeline(self, **options: Any) -> Any:
+        return self._make(in_stages, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
+
+    def _make(self, whole: Any, linear: Any, dropout: Any, **options: Any) -> Any:
         torch.manual_seed(5)
         random.seed(5)
-        layers = [
-            LayerSpec(nn.Linear, WIDTH, 16),
-            LayerSpec(nn.Dropout, 0.2),
-            LayerSpec(nn.Linear, 16, WIDTH),
-        ]
-        return self.initialize(
-            PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss), **options
-        )
+        model = whole(linear(WIDTH, 16), dropout(0.2), linear(16, WIDTH))
+        config = dict(CONFIG) if self.block is None else {**CONFIG, "reft": self.block}
+        make = deepspeed.initialize if self.block is None else reft.initialize
+        given = {"model": model, "model_parameters": model.parameters(), "config": config}
+        self.engine = make(**given, **options)[0]
+        return self.engine
 
     def load(self) -> tuple[Any, Any]:
         return self.engine.load_checkpoint(str(self.save_dir))
@@ -114,13 +106,45 @@ class Life:
         self.engine.step()
         self._note(loss)
 
-    def batch(self, *iterator: Any) -> None:
-        self._note(self.engine.train_batch(*iterator))
+    def read(self, data: Any) -> None:
+        """Train on an endless iterator; on DeepSpeed's own loader where it is None."""
+        while not self.over:
+            if hasattr(self.engine, "grid"):
+                self._note(self.engine.train_batch(*([] if data is None else [data])))
+            else:
+                self.micro_step(next(data))
+
+    def passes(self, loader: Any, *, skip: int = 0, early: Any = None, evaluation: Any = ()) -> None:
+        """Train on a loader, pass by pass.
+
+        Args:
+            loader: of the passes.
+            skip: batches of the first pass that are read and not trained on.
+            early: an iterator for the first pass that was made before the engine loaded.
+            evaluation: a loader that is read between passes; it draws, and is no training data.
+        """
+        while not self.over:
+            for index, batch in enumerate(early or loader):
+                if index >= skip:
+                    self.micro_step(batch)
+                if self.over:
+                    return
+            self.engine.eval()
+            for x, _ in evaluation:
+                self.engine(x)
+            self.engine.train()
+            early, skip = None, 0
 
     def _note(self, loss: Any) -> None:
         self.losses.append(float(loss).hex())
+        if self.samples is not None:
+            self.loaded = self.loaded or self.samples.loaded
         if self.save_at == self.engine.global_steps and len(self.losses) % GAS == 0:
             self.engine.save_checkpoint(str(self.save_dir))
+
+
+def in_stages(*layers: LayerSpec) -> PipelineModule:
+    return PipelineModule(list(layers), num_stages=1, loss_fn=nn.functional.mse_loss)
 
 
 Script = Callable[[Life], None]
@@ -129,39 +153,38 @@ Script = Callable[[Life], None]
 # -- plain engine: the script goes to where it was by itself -------------------------------------------
 
 
-def skips(life: Life, *, iterate_first: bool = False, shuffle: bool = True) -> None:
+def torchs(samples: Dataset[Any] | None = None, batch_size: int = MICRO_BATCH, **options: Any) -> Any:
+    return DataLoader(samples or Samples(), batch_size=batch_size, **{"shuffle": True, **options})
+
+
+def skips(life: Life, *, iterate_first: bool = False, **options: Any) -> None:
     engine = life.plain()
-    loader = DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=shuffle)
+    loader = torchs(**options)
     early = iter(loader) if iterate_first else None
     life.load()
-    _, skip = divmod(int(engine.global_steps) * GAS, BATCHES)
-    while not life.over:
-        for index, batch in enumerate(early or loader):
-            if index < skip:
-                continue
-            life.micro_step(batch)
-            if life.over:
-                return
-        early, skip = None, 0
-
-
-def skips_unshuffled(life: Life) -> None:
-    skips(life, shuffle=False)
-
-
-def iterates_before_it_loads(life: Life) -> None:
-    skips(life, iterate_first=True)
+    life.passes(loader, skip=int(engine.global_steps) * GAS % BATCHES, early=early)
 
 
 def skips_all(life: Life) -> None:
     """An endless loader, wound forward from the very beginning, in the script's own terms."""
     engine = life.plain()
     life.load()
-    data = iter(RepeatingLoader(DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)))
+    data = iter(RepeatingLoader(torchs()))
     for _ in range(int(engine.global_steps) * GAS):
         next(data)
-    while not life.over:
-        life.micro_step(next(data))
+    life.read(data)
+
+
+def prepared_skips(life: Life) -> None:
+    """Passes that are over are read, too."""
+    engine = life.plain()
+    loader = prepare(longer(noise=False))
+    life.load()
+    passes, skip = divmod(int(engine.global_steps) * GAS, len(loader))
+    for _ in range(passes):
+        for _ in loader:
+            pass
+    life.passes(loader, skip=skip)
 
 
 def draws_without_a_loader(life: Life) -> None:
@@ -177,148 +200,88 @@ def draws_without_a_loader(life: Life) -> None:
 
 
 def resumable(life: Life) -> None:
-    engine = life.plain()
-    samples = Samples()
-    loader = reft.resumable(DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True))
+    life.plain()
+    life.samples = Samples()
+    made = reft.resumable(torchs(life.samples))
     life.load()
-    evaluation = DataLoader(Samples(), batch_size=2 * MICRO_BATCH, shuffle=True)
-    for _ in range(loader.epoch, 100):
-        for batch in loader:
-            life.loaded = life.loaded or samples.loaded
-            life.micro_step(batch)
-            if life.over:
-                return
-        engine.eval()
-        for x, _ in evaluation:  # draws, and is no training data
-            engine(x)
-        engine.train()
+    life.passes(made, evaluation=torchs(batch_size=2 * MICRO_BATCH))
 
 
 def loader(life: Life) -> None:
     """reft's own, with worker processes that draw numbers."""
-    engine = life.plain()
+    life.plain()
     made = reft.data.loader(Samples(), MICRO_BATCH, shuffle=True, seed=2, num_workers=2)
     life.load()
     evaluation = reft.data.loader(Samples(), 2 * MICRO_BATCH, shuffle=True, name="evaluation")
-    for _ in range(made.epoch, 100):
-        for batch in made:
-            life.micro_step(batch)
-            if life.over:
-                return
-        engine.eval()
-        for x, _ in evaluation:
-            engine(x)
-        engine.train()
+    life.passes(made, evaluation=evaluation)
 
 
-def loader_repeating(life: Life) -> None:
-    samples = Samples()
-    data = iter(RepeatingLoader(reft.data.loader(samples, MICRO_BATCH, shuffle=True)))
-    life.pipeline()
+def longer(**options: Any) -> Dataset[Any]:
+    """15 batches: the first life ends before the last one of a pass, which is read already."""
+    return Subset(Samples(**options), [*range(SAMPLES), *range(SAMPLES // 2)])
+
+
+def prepare(samples: Dataset[Any], **options: Any) -> Any:
+    """What Accelerate's prepare() makes of a loader: it reads a batch ahead."""
+    from accelerate.data_loader import prepare_data_loader
+
+    alone = {"num_processes": 1, "process_index": 0, "put_on_device": False}
+    return prepare_data_loader(torchs(samples), **alone, **options)
+
+
+def prepared(life: Life, *, seedable: bool) -> None:
+    life.plain()
+    loader = reft.resumable(prepare(longer(), use_seedable_sampler=seedable))
     life.load()
-    while not life.over:
-        life.batch(data)
-        life.loaded = life.loaded or samples.loaded
+    life.passes(loader)
 
 
 # -- pipelines ------------------------------------------------------------------------------------------
 
 
-def prepared(life: Life, *, seedable: bool = False) -> None:
-    """What Accelerate's prepare() makes of a loader: it reads a batch ahead."""
-    from accelerate.data_loader import prepare_data_loader
+def repeating(life: Life, *, before: bool = False, reft_s: bool = False, workers: int = 0) -> None:
+    """An endless loader, torch's or reft's, made before or behind the engine."""
+    life.samples = Samples(noise=not workers)
 
-    life.plain()
-    # 15 batches: the first life ends before the last one of a pass, which is read already.
-    samples = Subset(Samples(), [*range(SAMPLES), *range(SAMPLES // 2)])
-    made = DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True)
-    options = {"num_processes": 1, "process_index": 0, "put_on_device": False}
-    loader = reft.resumable(prepare_data_loader(made, use_seedable_sampler=seedable, **options))
-    life.load()
-    for _ in range(loader.epoch, 100):
-        for batch in loader:
-            life.micro_step(batch)
-            if life.over:
-                return
+    def make() -> Any:
+        if reft_s:
+            return iter(RepeatingLoader(reft.data.loader(life.samples, MICRO_BATCH, shuffle=True)))
+        return iter(RepeatingLoader(torchs(life.samples, num_workers=workers)))
 
-
-def prepared_seedable(life: Life) -> None:
-    prepared(life, seedable=True)
-
-
-def prepared_skips(life: Life) -> None:
-    """The script goes to where it was by itself."""
-    from accelerate.data_loader import prepare_data_loader
-
-    engine = life.plain()
-    samples = Subset(Samples(noise=False), [*range(SAMPLES), *range(SAMPLES // 2)])
-    made = DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True)
-    loader = prepare_data_loader(made, num_processes=1, process_index=0, put_on_device=False)
-    life.load()
-    passes, skip = divmod(int(engine.global_steps) * GAS, len(loader))
-    for _ in range(passes):
-        for _ in loader:
-            pass
-    while not life.over:
-        for index, batch in enumerate(loader):
-            if index < skip:
-                continue
-            life.micro_step(batch)
-            if life.over:
-                return
-        skip = 0
-
-
-def repeating(life: Life, *, workers: int = 0, before: bool = False) -> None:
-    samples = Samples(noise=not workers)
-    data = None
-    if before:
-        torch.manual_seed(11)
-        data = iter(RepeatingLoader(DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True)))
+    torch.manual_seed(11)
+    data = make() if before else None
     life.pipeline()
-    if data is None:
-        loader = DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True, num_workers=workers)
-        data = iter(RepeatingLoader(loader))
+    data = data or make()
     life.load()
-    while not life.over:
-        life.batch(data)
-        life.loaded = life.loaded or samples.loaded
-
-
-def repeating_workers(life: Life) -> None:
-    repeating(life, workers=2)
-
-
-def repeating_made_before_the_engine(life: Life) -> None:
-    repeating(life, before=True)
+    life.read(data)
 
 
 def own_loader(life: Life) -> None:
-    samples = Samples(noise=False)  # DeepSpeed reads in worker processes
-    life.pipeline(training_data=samples)
+    life.pipeline(training_data=Samples(noise=False))  # DeepSpeed reads in worker processes
     life.load()
-    while not life.over:
-        life.batch()
+    life.read(None)
 
 
-SCRIPTS: tuple[Script, ...] = (
-    skips,
-    skips_unshuffled,
-    iterates_before_it_loads,
-    skips_all,
-    draws_without_a_loader,
-    resumable,
-    loader,
-    loader_repeating,
-    repeating,
-    repeating_workers,
-    repeating_made_before_the_engine,
-    own_loader,
-)
-
-
+SCRIPTS: dict[str, Script] = {
+    "skips": skips,
+    "skips_unshuffled": partial(skips, shuffle=False),
+    "iterates_before_it_loads": partial(skips, iterate_first=True),
+    "skips_all": skips_all,
+    "draws_without_a_loader": draws_without_a_loader,
+    "resumable": resumable,
+    "loader": loader,
+    "loader_repeating": partial(repeating, before=True, reft_s=True),
+    "repeating": repeating,
+    "repeating_workers": partial(repeating, workers=2),
+    "repeating_made_before_the_engine": partial(repeating, before=True),
+    "own_loader": own_loader,
+}
 if importlib.util.find_spec("accelerate") is not None:
-    SCRIPTS += (prepared, prepared_seedable, prepared_skips)
+    SCRIPTS |= {
+        "prepared": partial(prepared, seedable=False),
+        "prepared_seedable": partial(prepared, seedable=True),
+        "prepared_skips": prepared_skips,
+    }
 
 # -- scripts that do not go back -----------------------------------------------------------------------
 
@@ -326,23 +289,13 @@ if importlib.util.find_spec("accelerate") is not None:
 def starts_anew(life: Life) -> None:
     life.plain()
     life.load()
-    loader = DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)
-    while not life.over:
-        for batch in loader:
-            life.micro_step(batch)
-            if life.over:
-                return
+    life.passes(torchs())
 
 
-def loader_read_ahead(life: Life) -> None:
-    reads_ahead(life, lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True))
-
-
-def reads_ahead(life: Life, make: Callable[[], Any] | None = None) -> None:
-    """A resumable loader of which a batch is taken before the last one is trained on."""
+def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(torchs())) -> None:
+    """A loader of which a batch is taken before the last one is trained on."""
     life.plain()
-    torchs = DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)
-    loader = reft.resumable(torchs) if make is None else make()
+    loader = make()
     life.load()
     data = iter(RepeatingLoader(loader))
     batch = next(data)
@@ -356,15 +309,23 @@ def mixes(life: Life) -> None:
     """Several loaders behind a generator: nobody can tell the position."""
     life.pipeline()
     life.load()
-    loaders = [RepeatingLoader(DataLoader(Samples(), batch_size=MICRO_BATCH)) for _ in range(2)]
+    loaders = [RepeatingLoader(torchs(shuffle=False)) for _ in range(2)]
 
     def generate() -> Iterator[Any]:
         while True:
             yield from (next(loader) for loader in loaders)
 
-    data = generate()
-    while not life.over:
-        life.batch(data)
+    life.read(generate())
+
+
+UNKNOWN: dict[str, Script] = {
+    "starts_anew": starts_anew,
+    "reads_ahead": reads_ahead,
+    "loader_read_ahead": partial(
+        reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True)
+    ),
+    "mixes": mixes,
+}
 
 
 def live(
@@ -389,14 +350,12 @@ def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
     block = {"enabled": True, "job_id": "back", "memory_dir": str(root / "memory")}
     life = Life(block, 9, root / "back", save_at=4)
     life.pipeline()
-    data = iter(RepeatingLoader(DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)))
+    data = iter(RepeatingLoader(torchs()))
     life.load()
-    while not life.over:
-        life.batch(data)
+    life.read(data)
     first, life.losses, life.save_at = life.losses, [], None
     life.engine.load_checkpoint(str(root / "back"), tag="global_step4")
-    while not life.over:
-        life.batch(data)
+    life.read(data)
     session_of(life.engine).close()
     return {"first": first, "again": life.losses}
 
@@ -432,8 +391,7 @@ def main(root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(heard)
     logging.getLogger("reft").setLevel(logging.INFO)
     out: dict[str, Any] = {}
-    for script in (*SCRIPTS, starts_anew, reads_ahead, loader_read_ahead, mixes):
-        name = script.__name__
+    for name, script in (SCRIPTS | UNKNOWN).items():
         block = {"enabled": True, "job_id": name, "memory_dir": str(root / "memory")}
         undisturbed = live(script, None, STEPS, root / "none", heard)
         lives = [live(script, block, until, root / "none", heard) for until in (*STOPS, STEPS)]

@@ -6,13 +6,12 @@ code of the node daemons, each rank for its node.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.naming import Label
 from reft.storage.assemble import Assembler
 from reft.storage.persist import persist_label
+from tests.engine.ranks import be_a_rank
 
-avoid_build_at_start()
-torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
 ASSEMBLER = Assembler()
 
@@ -81,10 +78,25 @@ class Lives:
         random.seed(200 + RANK)
         return engine
 
-    def load(self, engine: Any, where: str = "ckpt", **options: Any) -> list[Any]:
+    @contextmanager
+    def life(self, job: str = "one", load: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+        """A started engine and what its loading said (see :meth:`load`); it is closed in the end."""
+        engine = self.start(job, **options)
+        yield engine, self.load(engine, **(load or {}))
+        session = session_of(engine)
+        assert session is not None
+        if session.worker is not None:
+            session.worker.drain(60)
+        session.close()
+        torch.distributed.barrier()
+
+    def save(self, engine: Any, where: str = "ckpt", **options: Any) -> None:
+        engine.save_checkpoint(str(self.root / where), **options)
+
+    def load(self, engine: Any, **options: Any) -> list[Any]:
         """The step after loading and the client state, or the error."""
         try:
-            path, client = engine.load_checkpoint(str(self.root / where), **options)
+            path, client = engine.load_checkpoint(str(self.root / "ckpt"), **options)
         except reft.ReftError as error:
             return [type(error).__name__, str(error)]
         assert path is None or client is not None
@@ -111,9 +123,9 @@ class Lives:
             attack()
         torch.distributed.barrier()
 
-    def find(self, job: str, pattern: str) -> Path:
-        """A file of a job's checkpoints."""
-        return next(p for p in sorted(self.persist.rglob(pattern)) if job in p.parts or job == "")
+    def find(self, pattern: str) -> Path:
+        """A file of the checkpoints."""
+        return min(self.persist.rglob(pattern))
 
 
 def train(engine: Any, until: int) -> list[str]:
@@ -128,15 +140,6 @@ def train(engine: Any, until: int) -> list[str]:
     return losses
 
 
-def close(engine: Any) -> None:
-    session = session_of(engine)
-    assert session is not None
-    if session.worker is not None:
-        session.worker.drain(60)
-    session.close()
-    torch.distributed.barrier()
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
@@ -145,87 +148,70 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def first_life(lives: Lives, job: str = "one") -> list[str]:
+def first_life(lives: Lives) -> list[str]:
     """Checkpoints of steps 4 and 8, and no memory; the losses of all ten steps."""
-    engine = lives.start(job)
-    lives.load(engine)
-    losses = train(engine, 4)
-    lives.write(engine)
-    losses += train(engine, 8)
-    lives.write(engine)
-    losses += train(engine, 10)
-    close(engine)
+    with lives.life() as (engine, _):
+        losses = train(engine, 4)
+        lives.write(engine)
+        losses += train(engine, 8)
+        lives.write(engine)
+        losses += train(engine, 10)
     return losses
+
+
+def goes_on(lives: Lives, losses: list[str]) -> dict[str, Any]:
+    """A life without memory, whose losses are compared with those of the undisturbed one."""
+    lives.lose_memory("one")
+    with lives.life() as (engine, (step, client)):
+        incarnation = session_of(engine).memory.incarnation
+        equal = train(engine, len(losses)) == losses[step:]
+    return {"step": step, "client": client, "incarnation": incarnation, "equal": equal}
 
 
 def damaged(root: Path) -> dict[str, Any]:
     """Bits flipped in the newest checkpoint, then in all of them."""
-    out: dict[str, Any] = {}
     lives = Lives(root, "damaged")
     losses = first_life(lives)
-    lives.lose_memory("one")
-    lives.attack(lambda: flip(lives.find("", "global_step8/*pp_rank_1_*optim_states.pt")))
-    engine = lives.start("one")
-    out["step"], out["client"] = lives.load(engine)
-    out["incarnation"] = session_of(engine).memory.incarnation
-    step = int(engine.global_steps)
-    out["equal"] = train(engine, 10) == losses[step:]
-    close(engine)
+    lives.attack(lambda: flip(lives.find("global_step8/*pp_rank_1_*optim_states.pt")))
+    out = goes_on(lives, losses)
     lives.lose_memory("one")
     # The host state of one rank alone is damaged: its peers must hear of it.
-    lives.attack(lambda: flip(lives.find("", "global_step4/reft_host-pp0.dp1.tp0.msgpack")))
-    engine = lives.start("one")
-    out["all_damaged"] = lives.load(engine)
-    close(engine)
-    return out
+    lives.attack(lambda: flip(lives.find("global_step4/reft_host-pp0.dp1.tp0.msgpack")))
+    with lives.life() as (_, out["all_damaged"]):
+        return out
 
 
 def shared(root: Path) -> dict[str, Any]:
     """Two jobs, one persist directory."""
-    out: dict[str, Any] = {}
     lives = Lives(root, "shared")
     losses = first_life(lives)
-    other = lives.start("two")
-    out["fresh"] = lives.load(other)
-    train(other, 8)
-    lives.write(other)
-    close(other)
-    lives.lose_memory("one")
-    engine = lives.start("one")
-    out["step"], out["client"] = lives.load(engine)
-    out["equal"] = train(engine, 10) == losses[8:]
-    close(engine)
-    return out
+    with lives.life("two") as (other, fresh):
+        train(other, 8)
+        lives.write(other)
+    return {"fresh": fresh, **goes_on(lives, losses)}
 
 
 def went_back(root: Path) -> dict[str, Any]:
     """The job goes back behind its newest checkpoint on purpose, and is restarted."""
     out: dict[str, Any] = {}
     lives = Lives(root, "back")
-    engine = lives.start("one")
-    lives.load(engine)
-    train(engine, 4)
-    engine.save_checkpoint(str(lives.root / "ckpt"))
-    train(engine, 8)
-    lives.write(engine)
-    out["back"] = lives.load(engine, tag="global_step4")
-    train(engine, 6)
-    close(engine)
-    engine = lives.start("one")
-    out["resumed"] = lives.load(engine)[0]
-    close(engine)
+    with lives.life() as (engine, _):
+        train(engine, 4)
+        lives.save(engine)
+        train(engine, 8)
+        lives.write(engine)
+        out["back"] = lives.load(engine, tag="global_step4")[0]
+        train(engine, 6)
+    with lives.life() as (_, (out["resumed"], _)):
+        pass
     # The user's own checkpoint of the future that was given up.
-    engine = lives.start("one")
-    lives.load(engine)
-    train(engine, 9)
-    engine.save_checkpoint(str(lives.root / "ckpt"))
-    out["back again"] = lives.load(engine, tag="global_step4")[0]
-    train(engine, 7)
-    close(engine)
-    engine = lives.start("one")
-    out["resumed again"] = lives.load(engine)[0]
-    close(engine)
-    return out
+    with lives.life() as (engine, _):
+        train(engine, 9)
+        lives.save(engine)
+        out["back again"] = lives.load(engine, tag="global_step4")[0]
+        train(engine, 7)
+    with lives.life() as (_, (out["resumed again"], _)):
+        return out
 
 
 def outlived(root: Path) -> dict[str, Any]:
@@ -233,84 +219,60 @@ def outlived(root: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     lives = Lives(root, "outlived")
     for until in (2, 3, 5):
-        engine = lives.start("one")
-        lives.load(engine)
-        train(engine, until)
-        if until == 5:
-            engine.save_checkpoint(str(lives.root / "ckpt"))
-        close(engine)
+        with lives.life() as (engine, _):
+            train(engine, until)
+            if until == 5:
+                lives.save(engine)
     for name, options in (("found", {}), ("by tag", {"tag": "global_step5"})):
         lives.lose_memory("one")
-        engine = lives.start("one")
-        out[name] = [lives.load(engine, **options)[0]]
-        train(engine, 9)
-        close(engine)
-        engine = lives.start("one")
-        out[name].append(lives.load(engine)[0])
-        close(engine)
+        with lives.life(load=options) as (engine, (first, _)):
+            train(engine, 9)
+        with lives.life() as (_, (second, _)):
+            out[name] = [first, second]
     return out
 
 
 def own(root: Path) -> dict[str, Any]:
     """Checkpoints of ``save_checkpoint``: client state, and a torn ``latest``."""
-    out: dict[str, Any] = {}
     lives = Lives(root, "own")
-    engine = lives.start("one", epoch=3)
-    lives.load(engine)
-    losses = train(engine, 4)
-    engine.save_checkpoint(str(lives.root / "ckpt"), client_state={"given": 5})
-    losses += train(engine, 6)
-    close(engine)
-    lives.lose_memory("one")
-    engine = lives.start("one", epoch=0)
-    out["step"], out["client"] = lives.load(engine)
-    out["equal"] = train(engine, 6) == losses[4:]
-    close(engine)
-    lives.lose_memory("one")
+    with lives.life(epoch=3) as (engine, _):
+        losses = train(engine, 4)
+        lives.save(engine, client_state={"given": 5})
+        losses += train(engine, 6)
+    out = goes_on(lives, losses)
     for name, content in (("torn", b"global_st\xff\xfe"), ("empty", b""), ("outside", b"../own/ckpt")):
-        lives.attack(lambda content=content: (lives.root / "ckpt" / "latest").write_bytes(content))
-        engine = lives.start("one")
-        out[name] = lives.load(engine)
-        close(engine)
         lives.lose_memory("one")
+        lives.attack(lambda content=content: (lives.root / "ckpt" / "latest").write_bytes(content))
+        with lives.life() as (_, out[name]):
+            pass
     return out
 
 
 def arguments(root: Path) -> dict[str, Any]:
     """Client state that only DeepSpeed's own file can hold, and data of one rank that cannot be captured."""
-    out: dict[str, Any] = {}
     lives = Lives(root, "arguments")
-    engine = lives.start("one", asked=False)
-    lives.load(engine)
-    losses = train(engine, 4)
-    engine.save_checkpoint(str(lives.root / "ckpt"), client_state={"given": Namespace(hidden=16)})
-    losses += train(engine, 6)
-    close(engine)
+    with lives.life(asked=False) as (engine, _):
+        losses = train(engine, 4)
+        lives.save(engine, client_state={"given": Namespace(hidden=16)})
+        losses += train(engine, 6)
     lives.lose_memory("one")
-    engine = lives.start("one", asked=False)
-    out["step"], client = lives.load(engine)
-    out["given"] = vars(client["given"])
-    out["equal"] = train(engine, 6) == losses[4:]
-    if RANK == 1:
-        session_of(engine).state.data.state = lambda: len(1)
-    try:
-        engine.save_checkpoint(str(lives.root / "other"))
-    except TypeError as error:
-        out["escaped"] = str(error)
-    close(engine)
+    with lives.life(asked=False) as (engine, (step, client)):
+        out = {"step": step, "given": vars(client["given"]), "equal": train(engine, 6) == losses[4:]}
+        if RANK == 1:
+            session_of(engine).state.data.state = lambda: len(1)
+        try:
+            lives.save(engine, "other")
+        except TypeError as error:
+            out["escaped"] = str(error)
     return out
 
 
-def main() -> None:
-    deepspeed.init_distributed("gloo", verbose=False)
-    torch.set_flush_denormal(True)
-    os.environ["REFT_NODE_ID"] = f"node{RANK}"
-    root, runs = Path(sys.argv[1]), (damaged, shared, went_back, outlived, own, arguments)
-    result = {run.__name__: run(root) for run in runs}
-    (root / f"result-{RANK}.json").write_text(json.dumps(result))
+def main(root: Path) -> dict[str, Any]:
+    runs = (damaged, shared, went_back, outlived, own, arguments)
+    found = {run.__name__: run(root) for run in runs}
     ASSEMBLER.close()
-    torch.distributed.barrier()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    be_a_rank(main)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 import deepspeed
 import torch
 
-import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
 from reft.errors import TransferError
@@ -19,15 +17,14 @@ from tests.engine.traffic_job import make, train
 avoid_build_at_start()
 
 
-def main(root: Path) -> None:
+def main(out: Path) -> None:
     torch.set_num_threads(1)
     logging.basicConfig()
     deepspeed.init_distributed("gloo", verbose=False)
     rank = int(os.environ["RANK"])
-    memory = root / f"memory{rank}"
-    block = {"enabled": True, "job_id": "stop", "memory_dir": str(memory), "grace_secs": 4}
-    engine = make(0, block)
-    engine.load_checkpoint(str(root / "none"))
+    os.environ["REFT_NODE_ID"] = f"node{rank}"
+    engine = make(0, {"enabled": True, "job_id": "stop", "grace_secs": 4})
+    engine.load_checkpoint(str(out / "none"))
     train(engine)
     session = session_of(engine)
     assert session is not None
@@ -40,11 +37,10 @@ def main(root: Path) -> None:
         session.worker.control.rejoin = lose  # type: ignore[method-assign]
         session.worker.votes.cast = lose  # type: ignore[method-assign]
     train(engine)
-    (root / f"ready-{rank}").write_text(str(os.getpid()))
+    (out / f"rank{rank}.json").write_text('{"ready": true}')
     while True:
         train(engine)
 
 
 if __name__ == "__main__":
-    assert reft.__file__
-    main(Path(sys.argv[1]))
+    main(Path(os.environ["TEST_OUT"]))

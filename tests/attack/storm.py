@@ -29,8 +29,7 @@ from rich.console import Console
 from reft.tools.demo.cluster import LocalClusterError
 from reft.tools.demo.history import History
 from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
-from tests.attack.storm_job import BrokenPromiseError, StormJob, memory_of
-from tests.attack.storm_judge import Verdict, judge
+from tests.attack.storm_job import BrokenPromiseError, StormJob, Verdict, judge, memory_of
 from tests.attack.storm_setups import SETUPS, StormSetup
 from tests.faults.job import Scratch
 

@@ -13,7 +13,6 @@ from tests.engine.ranks import run_ranks
 pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("data_job.py")
-NAMES = [script.__name__ for script in SCRIPTS]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return run_ranks(JOB, tmp_path_factory.mktemp("data"), world=1)[0]
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_p8_every_micro_step_is_the_undisturbed_runs(result: dict, script: str) -> None:
     found = result[script]
     losses = [loss for life in found["lives"] for loss in life["losses"]]

@@ -11,8 +11,7 @@ import pytest
 from reft.tools.demo.history import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
-from tests.attack.storm_job import Chapter, StormCluster
-from tests.attack.storm_judge import Verdict, judge
+from tests.attack.storm_job import Chapter, StormCluster, Verdict, judge
 from tests.attack.storm_setups import SETUPS
 from tests.faults.job import Scratch
 from tests.job.cluster import SCRIPTS

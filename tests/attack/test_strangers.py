@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreE
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.job.rendezvous.server import RendezvousServer
-from reft.tools.demo.cluster import LocalNode
+from tests.attack.jobs import launched, wait_for
 from tests.job.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
-from tests.prefork import Popen
 
 SECRET = b"k" * 32
 WAIT_SECS = 60.0
@@ -205,16 +203,10 @@ def listening(pid: int) -> set[str]:
     return {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_p11_it_listens_where_it_was_asked_to(tmp_path: Path) -> None:
+def test_p11_it_listens_where_it_was_asked_to() -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
     try:
         assert server.info.address == "127.0.0.1"
-        found = {
-            c.laddr.ip
-            for c in psutil.Process(os.getpid()).net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port == server.info.port
-        }
-        assert found == {"127.0.0.1"}
         with pytest.raises(OSError):
             # Another address of this host, if it has one.
             socket.create_connection(("127.0.0.2", server.info.port), timeout=WAIT_SECS)
@@ -242,11 +234,6 @@ def throw(port: int, run_id: str, bomb: bytes) -> None:
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
         )
         store.set(f"torch.rendezvous.{run_id}", b64encode(bomb).decode())
-
-
-def launcher_descendants(node: LocalNode) -> list[psutil.Process]:
-    launcher = psutil.Process(node.process.pid)
-    return [launcher, *launcher.children(recursive=True)]
 
 
 @pytest.mark.integration
@@ -280,9 +267,9 @@ def test_p11_a_job_runs_no_strangers_code_and_tells_no_secret(tmp_path: Path, gi
             assert used not in value, key
             assert used.hex().encode() not in value, key
         assert_doors_are_on_loopback(job)
-        trainers_port = int(trainer_environment(job, 1)["MASTER_PORT"])
-        assert trainer_environment(job, 1)["MASTER_ADDR"] == "127.0.0.1"
-        assert port != trainers_port
+        environ = job.trainers(1)[0].environ()
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert port != int(environ["MASTER_PORT"])
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}
         assert not traces.exists()
@@ -296,10 +283,6 @@ def held_by(job: WatchedCluster, secret: bytes) -> dict[str, bytes]:
         table = f"run/{job.job_id}/{current}/reft/round/0"
         keys += [f"{table}/node/{i}" for i in range(2)] + [f"{table}/trainers"]
     return {key: value for key in keys if (value := store.peek(key)) is not None}
-
-
-def trainer_environment(job: WatchedCluster, index: int) -> dict[str, str]:
-    return dict(job.trainers(index)[0].environ())
 
 
 def assert_doors_are_on_loopback(job: WatchedCluster) -> None:
@@ -333,65 +316,51 @@ def test_p11_a_node_with_another_secret_is_told_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@contextlib.contextmanager
+def launch(folder: Path, *arguments: str, env: Mapping[str, str]) -> Iterator[list[Any]]:
+    """`reft launch` without a rendezvous of its own, one for each of ``arguments``; its processes go with it."""
+    (folder / "events").mkdir()
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number, words in enumerate(arguments):
+            options = (*words.split(), "--memory-dir", str(folder / f"memory{number}"))
+            place = {"cwd": folder, "out": folder / f"out{number}", "options": options}
+            given = {"TEST_EVENTS": str(folder / "events"), **env}
+            script = (SCRIPTS / "allreduce.py", "100000", "raise@3:1:0")
+            started.append(stack.enter_context(launched(*script, **place, env=given)).processes[0])
+        yield started
+
+
+def trains(folder: Path, attempt: int, number: int, launchers: list[Any]) -> bool:
+    """Whether so many trainers of an attempt have begun; no launcher has ended."""
+    assert [launcher.poll() for launcher in launchers] == [None] * len(launchers)
+    written = [path.read_text() for path in (folder / "events").glob("worker-*")]
+    return sum(f'"attempt": {attempt}' in text for text in written) >= number
+
+
 @pytest.mark.process
-def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
+def test_p11_one_node_needs_no_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`reft launch script.py`, nothing else said: a secret is made, and nothing listens beyond loopback."""
-    home = tmp_path / "home"
-    home.mkdir()
-    env = {k: v for k, v in os.environ.items() if k != "REFT_SECRET"}
-    events = tmp_path / "events"
-    events.mkdir()
-    launch = Popen(
-        [
-            *(sys.executable, "-m", "reft.job.launch", "--nproc-per-node", "2", "--job-id", "alone"),
-            *("--memory-dir", str(tmp_path / "memory"), str(SCRIPTS / "allreduce.py"), "100000"),
-        ],
-        env={**env, "HOME": str(home), "TEST_EVENTS": str(events)},
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while len(list(events.glob("worker-*"))) < 2 and time.monotonic() < deadline:
-            assert launch.poll() is None
-            time.sleep(0.1)
-        assert listening(launch.pid) == {"127.0.0.1"}
-        (events / "finish").touch()
-        assert launch.wait(240) == 0
-        assert (home / ".reft" / "secret").stat().st_mode & 0o777 == 0o600
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launch.pid, signal.SIGKILL)
-        launch.wait()
+    monkeypatch.delenv("REFT_SECRET")
+    options = "--nproc-per-node 2 --job-id alone --max-restarts 1"
+    with launch(tmp_path, options, env={"HOME": str(tmp_path)}) as launchers:
+        wait_for(lambda: trains(tmp_path, 1, 2, launchers), "two trainers, once more")
+        assert listening(launchers[0].pid) == {"127.0.0.1"}
+        (tmp_path / "events" / "finish").touch()
+        assert launchers[0].wait(240) == 0
+        assert (tmp_path / ".reft" / "secret").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.integration
 def test_p11_the_store_that_node_0_serves_asks_for_the_secret_too(tmp_path: Path) -> None:
     """torchrun's --master-addr: two nodes, a restart, and the same closed doors."""
     port = free_port()
-    events = tmp_path / "events"
-    events.mkdir()
-    env = {**os.environ, "TEST_EVENTS": str(events), "REFT_SECRET": SECRET.hex()}
-    common = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--job-id", "static")
-    launchers = []
-    try:
-        for rank in range(2):
-            own = ("--node-rank", str(rank), "--local-addr", "127.0.0.1", "--max-restarts", "1")
-            place = ("--node-id", f"n{rank}", "--memory-dir", str(tmp_path / f"memory{rank}"))
-            script = (str(SCRIPTS / "allreduce.py"), "100000", "raise@3:1:0")
-            command = [sys.executable, "-m", "reft.job.launch", *common, *own, *place, *script]
-            launchers.append(Popen(command, env=env, start_new_session=True))
-        deadline = time.monotonic() + 240
-        while not any('"attempt": 1' in f.read_text() for f in events.glob("worker-*")):
-            assert time.monotonic() < deadline
-            assert [launcher.poll() for launcher in launchers] == [None, None]
-            time.sleep(0.1)
+    common = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --job-id static --max-restarts 1"
+    nodes = [f"{common} --node-rank {n} --node-id n{n} --local-addr 127.0.0.1" for n in range(2)]
+    with launch(tmp_path, *nodes, env={"REFT_SECRET": SECRET.hex()}) as launchers:
+        wait_for(lambda: trains(tmp_path, 1, 1, launchers), "a restart")
         assert {address for launcher in launchers for address in listening(launcher.pid)} == {"127.0.0.1"}
         with pytest.raises(AuthenticationError):
             KeyValueStore(f"127.0.0.1:{port}", b"x" * 32).check([])
-        (events / "finish").touch()
+        (tmp_path / "events" / "finish").touch()
         assert [launcher.wait(240) for launcher in launchers] == [0, 0]
-    finally:
-        for launcher in launchers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()

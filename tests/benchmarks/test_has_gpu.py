@@ -21,15 +21,13 @@ KINDS = {
     3: {"fill", "drain"},
 }
 STATE_BYTES_PER_PARAMETER = 14
-TIMEOUT_SECS = 240
 
 
 def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "shm").mkdir()
-    command = [sys.executable, str(SCRIPT), *args, "--shm", str(folder / "shm"), "--disk", str(folder)]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False
-    )
+    places = ("--shm", str(folder / "shm"), "--disk", str(folder))
+    command = [sys.executable, str(SCRIPT), *args, *places]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 # The first stage has the embedding and no fill, the last one head, loss, fill and drain. With these
