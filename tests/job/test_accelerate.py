@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import SCRIPTS
-from .test_launchers import ACCELERATE, command
-from .test_unlaunched import config, run
+from .test_launchers import ACCELERATE, command, config, run
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'reft-ckpt[hf]'")
 pytestmark = pytest.mark.nightly
