@@ -92,6 +92,7 @@ def check_trace(path, ranks: int) -> None:
             assert begin >= end - 1e-3, f"{following} begins {end - begin} us before {name} ends"
 
 
+@pytest.mark.process  # matplotlib asks fc-list for fonts, the first time on a machine
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_figure_is_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
