@@ -19,8 +19,7 @@ from reft.control.control import ControlGroup
 from reft.engine.copying import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena
-from reft.memory.arena_files import SlotFiles, scan
+from reft.memory.arena import Arena, SlotFiles, scan
 from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet

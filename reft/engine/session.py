@@ -25,7 +25,7 @@ from reft.engine.stopping import Preemption, Stopping
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate
 from reft.log import EventLog
-from reft.memory.arena_files import SlotFiles
+from reft.memory.arena import SlotFiles
 from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among

@@ -20,8 +20,7 @@ from reft.backoff import Backoff
 from reft.env import ENV_SECRET
 from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
-from reft.memory.arena import Arena
-from reft.memory.arena_files import ARENA_SUFFIX, scan
+from reft.memory.arena import ARENA_SUFFIX, Arena, scan
 from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, remove_job
 from reft.memory.joblock import LOCK_FILE, JobLock
 from reft.node.client import request

@@ -28,8 +28,7 @@ import psutil
 from reft.durable import whole_file
 from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
-from reft.memory.arena import Arena
-from reft.memory.arena_files import ARENA_SUFFIX, scan
+from reft.memory.arena import ARENA_SUFFIX, Arena, scan
 from reft.memory.joblock import holder, try_flock
 from reft.naming import JOB_ID
 from reft.state.fingerprint import Fingerprint

@@ -15,8 +15,7 @@ from statistics import median
 from typing import Any
 
 from reft.errors import ArenaError, ReftError
-from reft.memory.arena import Arena
-from reft.memory.arena_files import ARENA_SUFFIX
+from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
 from reft.naming import Label

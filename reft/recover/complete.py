@@ -23,8 +23,7 @@ import torch
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Topology
-from reft.memory.arena import Arena
-from reft.memory.arena_files import is_decoded
+from reft.memory.arena import Arena, is_decoded
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Scheme

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgpack
 
 from reft.grid import Coordinate, Degrees, Topology
-from reft.memory.arena_files import is_decoded
+from reft.memory.arena import is_decoded
 from reft.memory.header import ArenaHeader, ArenaState
 from reft.naming import Label
 from reft.recover.inventory import ArenaRecord

@@ -21,8 +21,7 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, TransferError
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.memory.header import (
     ArenaHeader,
     ArenaState,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena_files import is_decoded
+from reft.memory.arena import is_decoded
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
 from reft.protect.coded_blocks import BlockCode

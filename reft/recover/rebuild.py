@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.grid import Coordinate
-from reft.memory.arena import Arena
-from reft.memory.arena_files import decoded_name
+from reft.memory.arena import Arena, decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.blocks import BlockKey, Section

@@ -9,8 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.memory.header import Geometry
 from reft.naming import Label
 from reft.snapshot.committing import arenas

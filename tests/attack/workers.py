@@ -19,8 +19,7 @@ from reft.control.control import ControlGroup
 from reft.engine.memory import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
 from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena
-from reft.memory.arena_files import SlotFiles, scan
+from reft.memory.arena import Arena, SlotFiles, scan
 from reft.memory.stream import HashingCopier
 from reft.naming import Label
 from reft.node.protection import write_order

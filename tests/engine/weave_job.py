@@ -25,8 +25,7 @@ import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
 from reft.engine.weave import SNAPSHOT_INSTRUCTIONS
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
 

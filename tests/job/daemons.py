@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena, ArenaHeader, ArenaState
-from reft.memory.arena_files import arena_name
+from reft.memory.arena import Arena, ArenaHeader, ArenaState, arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import request

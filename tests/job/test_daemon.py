@@ -19,8 +19,7 @@ from reft.config_read import parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
-from reft.memory.arena import ArenaState
-from reft.memory.arena_files import arena_name
+from reft.memory.arena import ArenaState, arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request

@@ -12,7 +12,7 @@ import pytest
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.exits import Cause, Failure
-from reft.job.hung import Hangs
+from reft.job.launch import Hangs
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
 
@@ -48,7 +48,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("reft.job.hung.time", made)
+    monkeypatch.setattr("reft.job.launch.time", made)
     return made
 
 

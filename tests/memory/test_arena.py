@@ -12,8 +12,7 @@ import pytest
 from arena_tools import SECRET, fill, header, make, write_version
 
 from reft.errors import ArenaError
-from reft.memory.arena import Arena, ArenaState, Entry
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, ArenaState, Entry, scan
 from reft.memory.header import FORMAT_VERSION, MAGIC, TABLE, pack_entries
 from reft.protect.blocks import BlockKey, Section
 

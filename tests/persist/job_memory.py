@@ -12,8 +12,7 @@ import torch
 
 from reft.config import PersistConfig, ReftConfig
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena
-from reft.memory.arena_files import arena_name
+from reft.memory.arena import Arena, arena_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.jobdir import JobDir
 from reft.naming import Label

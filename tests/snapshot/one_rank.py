@@ -13,7 +13,7 @@ from reft.config import FaultConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.memory.arena_files import SlotFiles
+from reft.memory.arena import SlotFiles
 from reft.node.protection import OrderWatch, ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch

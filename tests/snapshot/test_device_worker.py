@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from reft.config import Variant
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.naming import Label
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.copier import Copier

@@ -14,8 +14,7 @@ import torch
 
 from reft.config import Variant
 from reft.errors import TransferError
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.naming import Label
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier

@@ -11,8 +11,7 @@ import pytest
 from reft.cli.protect import describe
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.node.protection import (
     ProtectionRecord,
     parse_order,

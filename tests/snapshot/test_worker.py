@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reft.memory.arena import Arena, ArenaState
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, ArenaState, scan
 from reft.protect.blocks import STATE_SECTIONS, Section
 from tests.machine import free_port
 from tests.snapshot.one_rank import SECRET

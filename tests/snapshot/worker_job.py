@@ -18,8 +18,7 @@ import torch.distributed as dist
 from reft.config import FaultConfig, FaultPoint, Variant
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena
-from reft.memory.arena_files import scan
+from reft.memory.arena import Arena, scan
 from reft.memory.jobdir import write_json
 from reft.naming import Label
 from reft.node.protection import REQUEST_FILE, Order, ProtectionRecord, write_order, write_record

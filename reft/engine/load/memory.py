@@ -18,7 +18,7 @@ from reft.engine.memory import noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
-from reft.memory.arena_files import arena_name, slots_with
+from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.naming import Label

@@ -13,8 +13,7 @@ import torch
 from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
-from reft.memory.arena_files import SlotFiles
+from reft.memory.arena import Arena, ArenaHeader, ArenaState, SlotFiles, free_bytes, reserved_bytes
 from reft.naming import Label
 from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
