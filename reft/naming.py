@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,3 +115,11 @@ def name_of_run(environ: Mapping[str, str]) -> str | None:
 def _digest(*parts: str) -> str:
     joined = b"\0".join(os.fsencode(part) for part in parts)
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
+
+
+def kernel_id() -> str:
+    """The running kernel's own id, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

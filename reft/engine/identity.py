@@ -25,7 +25,7 @@ from reft.errors import ConfigError, FingerprintError, JobInUseError, LayoutErro
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import find_jobs, make_job_directory, newest_record, note_size, record_fingerprint
 from reft.memory.joblock import JobLock, holder
-from reft.naming import Label, own_name_of_process, siblings
+from reft.naming import Label, kernel_id, own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
@@ -57,14 +57,6 @@ class Place:
         host = socket.gethostname()
         given = os.environ.get(ENV_NODE_ID)
         return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
-
-
-def kernel_id() -> str:
-    """The running kernel's own id, else the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def hosts_of(places: Sequence[Place]) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from reft.control.keyvalue import RendezvousStore, StoreError
-from reft.engine.identity import kernel_id
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
+from reft.naming import kernel_id
 from reft.node.observe import Accounts, Doing, NodeObserver
 from reft.node.report import (
     BOARD_FILE,

@@ -31,7 +31,6 @@ from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.control.wire import mac
-from reft.engine.identity import kernel_id
 from reft.env import (
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
@@ -45,7 +44,7 @@ from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
 from reft.job.trainer_store import LOOPBACK, TrainerStore
 from reft.memory.jobdir import JobDir, user_secret
-from reft.naming import is_name, own_name
+from reft.naming import is_name, kernel_id, own_name
 from reft.node.client import request
 from reft.refusal import Parser
 
