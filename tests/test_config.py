@@ -180,11 +180,6 @@ def test_config_check(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean" in capsys.readouterr().err
 
 
-def test_wrong_use_exits_with_2() -> None:
-    assert main(["config"]) == 2
-    assert main(["no-such-command"]) == 2
-
-
 def test_a_key_that_is_gone_is_refused_with_what_to_do_instead() -> None:
     with pytest.raises(ConfigError, match=r"elastic\.follow_advice: this key is gone.*reft scale"):
         parse_block({"elastic": {"follow_advice": True}})

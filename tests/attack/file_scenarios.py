@@ -54,10 +54,8 @@ ATTACKS = [
 
 def files(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1's files are attacked in every way, one after the other."""
-    me, step, found = Rank(rank, root), 0, {}
-    for _ in range(3):
-        step += 1
-        me.take(step)
+    me, found = Rank(rank, root), {}
+    me.take_next(3)
     for kind, which in ATTACKS:
         dist.barrier()
         if rank == 1:
@@ -66,43 +64,35 @@ def files(rank: int, root: Path) -> dict[str, Any]:
             else:
                 _attack_files(me, kind, which)
         dist.barrier()
-        outcome = []
         with mock.patch.object(arenas.logger, "error") as error:
-            for _ in range(3):
-                step += 1
-                outcome.append(me.take(step))
-        said = [call.args[0] % call.args[1:] for call in error.mock_calls]
+            last = me.take_next(3)[-1]
         found[f"{kind} {which}"] = {
-            "outcome": outcome,
-            "in_files": me.newest_in_files(),
-            "step": step,
-            "said": said,
+            **{"last": last, "in_files": me.newest_in_files(), "step": me.at},
+            "said": [call.args[0] % call.args[1:] for call in error.mock_calls],
         }
     me.worker.close(10)
     return found
 
 
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_suffix(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
 def swap(rank: int, root: Path) -> dict[str, Any]:
     """The files of two local ranks are exchanged under a running job: nobody overwrites what is the other's."""
-    me, step, found = Rank(rank, root, together=True), 0, {}
+    me, found = Rank(rank, root, together=True), {}
     for slots in ((0, 0), (0, 1), (1, 1)):
-        for _ in range(3):
-            step += 1
-            me.take(step)
+        me.take_next(3)
         dist.barrier()
         if rank == 0:
-            a, b = (me.job_dir / f"rank{r}-slot{s}.arena" for r, s in enumerate(slots))
-            aside = me.job_dir / "aside"
-            a.rename(aside)
-            b.rename(a)
-            aside.rename(b)
+            exchange(*(me.job_dir / f"rank{r}-slot{s}.arena" for r, s in enumerate(slots)))
         dist.barrier()
-        outcome = []
-        for _ in range(4):
-            step += 1
-            outcome.append(me.take(step))
+        last = me.take_next(4)[-1]
         dist.barrier()
-        found[str(slots)] = {"last": outcome[-1], "in_files": me.newest_in_files(), "step": step}
+        found[str(slots)] = {"last": last, "in_files": me.newest_in_files(), "step": me.at}
         found["names"] = sorted(path.name for path in me.job_dir.glob("*.arena"))
         dist.barrier()  # both have read before either writes on
     me.worker.close(10)
@@ -125,10 +115,7 @@ def swapped_before(rank: int, root: Path) -> dict[str, Any]:
                 assert header is not None
                 names[header.coordinate.dp, header.label.step] = path
         # Rank 1's newest version lies where rank 0's older one was.
-        a, b, aside = names[0, 1], names[1, 2], me.job_dir / "aside"
-        a.rename(aside)
-        b.rename(a)
-        aside.rename(b)
+        exchange(names[0, 1], names[1, 2])
     dist.barrier()
     frozen = {0: Label(1, 2), 1: Label(1, 2)} if rank == 0 else {}
     me = Rank(rank, root, together=True, frozen=frozen)

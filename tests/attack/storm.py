@@ -103,7 +103,7 @@ class Storm:
             job = StormJob(self._scratch, name, setup, self._steps or setup.steps, memory_root)
             episode = Episode(setup, job.directory, job.steps)
             try:
-                with job.running():
+                with job:
                     self._strike_all(episode, job, fillable, until)
                     self._end(episode, job)
             except (BrokenPromiseError, LocalClusterError) as error:

@@ -15,6 +15,7 @@ from random import Random
 
 from reft.node.report import read_board
 from reft.storage.persisted import MARKER_NAME
+from tests.attack.file_scenarios import exchange
 from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
 from tests.attack.storm_setups import StormSetup
 from tests.faults.memory import fill_up, stored
@@ -245,10 +246,7 @@ def swap(job_dir: Path, rng: Random) -> str:
     if len(arenas) < 2:
         return "found less than two arenas to swap"
     one, other = rng.sample(arenas, 2)
-    aside = one.with_suffix(".aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+    exchange(one, other)
     return f"swapped {one.name} and {other.name}"
 
 

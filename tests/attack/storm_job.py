@@ -103,16 +103,18 @@ class StormCluster(LocalCluster):
         self._kill_all(node.node_id)
 
 
-class StormJob:
+class StormJob(FaultJob):
     """A job under attack, and what it has shown so far. ``scratch``: text, checkpoints and undisturbed runs.
     ``name``: of its directory. ``setup``: its kind. ``steps``: to train. ``memory_root``: for the memory
     of its nodes."""
+
+    cluster: StormCluster
 
     def __init__(self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path) -> None:
         self.setup = setup
         self.steps = steps
         self.persist_dir = scratch.root / name / "persisted"
-        self._job = FaultJob(
+        super().__init__(
             scratch,
             name,
             setup.shape,
@@ -126,25 +128,10 @@ class StormJob:
             cluster_type=StormCluster,
         )
         self.live = History()
-        self._reader = EventReader(self._job.events_dir)
+        self._reader = EventReader(self.events_dir)
         self.restored = 0
         """Step on disk from which the job had to go on when it lost all memory; 0: it never did."""
         self.chapters: list[Chapter] = []  # what was before the memory of all nodes was lost, oldest first
-
-    @property
-    def cluster(self) -> StormCluster:
-        cluster = self._job.cluster
-        assert isinstance(cluster, StormCluster)
-        return cluster
-
-    @property
-    def directory(self) -> Path:
-        return self._job.directory
-
-    @contextmanager
-    def running(self) -> Iterator[StormJob]:
-        with self._job:
-            yield self
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -165,7 +152,7 @@ class StormJob:
     @property
     def newest_commit(self) -> int:
         """Newest step that was committed in any life."""
-        return max((max(life.committed, default=0) for life in self.poll().incarnations.values()), default=0)
+        return max((step for life in self.poll().incarnations.values() for step in life.committed), default=0)
 
     def under_way(self) -> int:
         """The step that a life which is about to end may still do and commit."""
@@ -190,16 +177,16 @@ class StormJob:
         again, and nothing is promised but what is on disk. ``restored``: step of the checkpoint that has
         to be loaded."""
         self.poll()
-        kept = self._job.events_dir.with_name(f"events-{len(self.chapters)}")
-        self._job.events_dir.rename(kept)
+        kept = self.events_dir.with_name(f"events-{len(self.chapters)}")
+        self.events_dir.rename(kept)
         self.chapters.append(Chapter(kept, self.restored))
         self.live = History()
-        self._reader = EventReader(self._job.events_dir)
+        self._reader = EventReader(self.events_dir)
         self.restored = restored
 
     def all_chapters(self) -> list[Chapter]:
         """All of them, the one that is being written too."""
-        return [*self.chapters, Chapter(self._job.events_dir, self.restored)]
+        return [*self.chapters, Chapter(self.events_dir, self.restored)]
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -240,10 +227,10 @@ class StormJob:
 
     def left_over(self) -> list[str]:
         """What must not be there when all launchers have ended: processes, and after a good end memory."""
-        wrong = [f"left behind: {line}" for line in self._job.left_over()]
+        wrong = [f"left behind: {line}" for line in super().left_over()]
         if any(self.codes()):
             return wrong
-        return wrong + [f"memory left after a good end: {path}" for path in self._job.memory_left()]
+        return wrong + [f"memory left after a good end: {path}" for path in self.memory_left()]
 
     def forgotten(self) -> list[str]:
         """What the memory of a job that was told to stop ought to hold, by the words of ``reft inspect``."""

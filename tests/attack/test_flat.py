@@ -52,9 +52,7 @@ def held(job: WatchedCluster) -> dict[int, Held]:
 
 
 def files(job: WatchedCluster) -> int:
-    return sum(len(names) for index in job.current for _, _, names in os.walk(job.job_dir(index))) + sum(
-        len(folders) for index in job.current for _, folders, _ in os.walk(job.job_dir(index))
-    )
+    return sum(1 for index in job.current for _ in job.job_dir(index).rglob("*"))
 
 
 def persist(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def test_p3_damaged_files_are_noticed_and_made_anew(results: Results) -> None:
     for rank, result in enumerate(results.of(files)):
         for kind, which in ATTACKS:
             found = result[f"{kind} {which}"]
-            assert found["outcome"][-1], (rank, kind, which)
+            assert found["last"], (rank, kind, which)
             # What is told to be committed lies in files that a restart finds.
             assert list(found["in_files"].values()) == [found["step"]], (rank, kind, which)
             # On the node that was attacked it was said why, at the next version.

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from reft.log import EventLog
 from reft.naming import Label
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
+from tests.attack.jobs import wait_for
 from tests.attack.workers import Rank, Results, noted
 
 LONG = 60.0
@@ -106,27 +107,17 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
     assert not worker.is_alive(), "the worker waits for the store"
     reports.close()
     assert any("may not know of the last commit" in record.message for record in caplog.records)
-    server = KeyValueServer(listener, secret)
-    try:
-        deadline = time.monotonic() + LONG
-        while JobRecord(store, "job").newest_commit() != Label(1, 3):
-            assert time.monotonic() < deadline, "the newest commit was never noted"
-            time.sleep(0.01)
-    finally:
-        server.close()
+    with closing(KeyValueServer(listener, secret)):
+        wait_for(lambda: JobRecord(store, "job").newest_commit() == Label(1, 3), "the newest commit")
 
 
 @pytest.mark.integration
 def test_p6_a_store_that_stands_still_is_asked_only_so_long(caplog: pytest.LogCaptureFixture) -> None:
     """Before it has answered once, and after that: then it is a process, which is stopped."""
-    listener = listen("127.0.0.1", 0)
-    endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        record = JobRecord.at(endpoint, "job", answer_secs=0.2)
+    with listen("127.0.0.1", 0) as listener:
+        record = JobRecord.at(f"127.0.0.1:{listener.getsockname()[1]}", "job", answer_secs=0.2)
         assert record.newest_commit() is None
         assert any("cannot reach the rendezvous store" in line.message for line in caplog.records)
-    finally:
-        listener.close()
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVE, "127.0.0.1"], stdout=subprocess.PIPE, text=True, bufsize=1
     )

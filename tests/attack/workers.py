@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Rank:
     ) -> None:
         self.rank = rank
         self.incarnation = 1
+        self.at = 0
         self.replicated = [torch.zeros(50_003), torch.zeros(7)]
         self.owned = [torch.zeros(20_001)]
         self.shape = 0
@@ -119,15 +121,20 @@ class Rank:
         assert request.done.wait(DEADLINE_SECS), f"nothing became of version {step}"
         return request.committed
 
+    def take_next(self, number: int) -> list[bool]:
+        """So many steps further, each with its version; which were committed."""
+        taken = []
+        for _ in range(number):
+            self.at += 1
+            taken.append(self.take(self.at))
+        return taken
+
     def newest_in_files(self) -> dict[str, int]:
         """Step of the newest whole version that the files in memory hold, by coordinate."""
-        return {at: label.step for at, label in self._newest_labels().items()}
+        return {at: label.step for at, label in self.newest_labels().items()}
 
-    def newest_labels(self) -> list[str]:
-        """The newest whole version that the files in memory hold, of each coordinate."""
-        return [str(label) for label in self._newest_labels().values()]
-
-    def _newest_labels(self) -> dict[str, Label]:
+    def newest_labels(self) -> dict[str, Label]:
+        """The same with its incarnation."""
         found: dict[str, Label] = {}
         for _, arena in scan(self.job_dir, SECRET):
             if isinstance(arena, Arena):
@@ -138,6 +145,16 @@ class Rank:
                         at = str(header.coordinate)
                         found[at] = max(found.get(at, header.label), header.label)
         return found
+
+
+def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
+    return patch(me) if me.rank == 1 else nullcontext()
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _raising(error: Exception) -> Callable[..., Any]:
@@ -223,17 +240,13 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
 
 def failures(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails at one place of a version's life after another, once each."""
-    me, step, found = Rank(rank, root), 0, {}
+    me, found = Rank(rank, root), {}
     for place, patch in FAILURES.items():
         dist.barrier()
-        step += 1
-        with patch(me) if rank == 1 else mock.MagicMock():
-            broken = me.take(step)
-        outcome = []
-        for _ in range(3):  # while the ranks come together again, versions are given up
-            step += 1
-            outcome.append(me.take(step))
-        found[place] = {"during": broken, "after": outcome, "in_files": me.newest_in_files(), "step": step}
+        with _on_rank_1(me, patch):
+            (during,) = me.take_next(1)
+        after = me.take_next(3)  # while the ranks come together again, versions are given up
+        found[place] = {"during": during, "after": after, "in_files": me.newest_in_files(), "step": me.at}
     found["skips"] = me.skips
     me.worker.close(10)
     return found
@@ -242,15 +255,19 @@ def failures(rank: int, root: Path) -> dict[str, Any]:
 def went_back(rank: int, root: Path) -> dict[str, Any]:
     """A version broke off; later the script goes back to an older checkpoint, by its tag."""
     me = Rank(rank, root)
-    before = [me.take(step) for step in range(1, 5)]
-    with _once(Votes, "cast", _LOST)(me) if rank == 1 else mock.MagicMock():
-        before.append(me.take(5))
-    before += [me.take(step) for step in range(6, 9)]
+    before = me.take_next(4)
+    with _on_rank_1(me, _once(Votes, "cast", _LOST)):
+        before += me.take_next(1)
+    before += me.take_next(3)
     assert me.worker.drain(DEADLINE_SECS)
     me.incarnation += 1
     committed = [me.take(step) for step in (3, 4)]
     me.worker.close(10)
-    return {"before": before, "committed": committed, "in_files": me.newest_labels()}
+    return {
+        "before": before,
+        "committed": committed,
+        "in_files": [str(label) for label in me.newest_labels().values()],
+    }
 
 
 def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
@@ -270,11 +287,9 @@ def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
         vote(*args)
         raise _LOST
 
-    with rarely, mock.patch.object(me.worker.control, "vote", unheard) if rank == 1 else mock.MagicMock():
+    with rarely, _on_rank_1(me, lambda me: mock.patch.object(me.worker.control, "vote", unheard)):
         assert not me.take(5)
-        began = time.monotonic()
-        while not me.worker.votes.late and time.monotonic() - began < DEADLINE_SECS:
-            time.sleep(0.01)  # until they have come together
+        _until(lambda: me.worker.votes.late)  # they have come together
     met = [me.worker.votes.interval_steps(step) for step in (6, 7, 50)]
     me.worker.close(10)
     return {"back": back, "met": met}
@@ -292,7 +307,7 @@ def astray(rank: int, root: Path) -> dict[str, Any]:
 
 def layouts(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
-    me, step, found = Rank(rank, root), 0, {}
+    me, found = Rank(rank, root), {}
     places = {
         "layout, at its begin": _once(SnapshotWorker, "_renew_layout", _LOST),
         "layout, before memory is counted": _once(SchemeSwitch, "fit", _LOST),
@@ -311,15 +326,10 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
             me.shape += 1
             me.owned = [torch.zeros(20_001 + 64 * me.shape)]
         dist.barrier()
-        step += 1
-        with patch(me) if rank == 1 else mock.MagicMock():
-            broken = me.take(step)
-        outcome = []
-        for _ in range(4):
-            step += 1
-            outcome.append(me.take(step))
-        record = me.worker.switch.record
-        found[place] = {"during": broken, "after": outcome, "scheme": record.in_force}
+        with _on_rank_1(me, patch):
+            (during,) = me.take_next(1)
+        after, record = me.take_next(4), me.worker.switch.record
+        found[place] = {"during": during, "after": after, "scheme": record.in_force}
     me.worker.close(10)
     return found
 
@@ -334,9 +344,7 @@ def dead(rank: int, root: Path) -> dict[str, Any]:
         me.worker.votes.cast = _raising(_LOST)  # type: ignore[method-assign]
     results = [me.take(step) for step in (2, 3)]
     dist.barrier()
-    began = time.monotonic()
-    while me.worker.broken is None and time.monotonic() - began < DEADLINE_SECS:
-        time.sleep(0.01)
+    _until(lambda: me.worker.broken is not None)
     me.worker.await_vote(3, 3600)  # nothing is waited for any more
     late = me.take(4)
     drained = me.worker.drain(3600)
@@ -384,7 +392,7 @@ def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
         assert release.wait(DEADLINE_SECS)
         return copy(self, *args, **options)
 
-    with mock.patch.object(Copier, "copy", held) if rank == 1 else mock.MagicMock():
+    with _on_rank_1(me, lambda me: mock.patch.object(Copier, "copy", held)):
         me.step(2)
         request = me.snapshot(2)
         if rank == 1:
@@ -427,7 +435,7 @@ def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
         return request
 
     bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(worker, "FENCE_SECS", 0.2)
-    with mock.patch.object(HashingCopier, "copy_chunks", held) if rank == 1 else mock.MagicMock():
+    with _on_rank_1(me, lambda me: mock.patch.object(HashingCopier, "copy_chunks", held)):
         request = hold(2)
         if rank == 1:
             with bounds[0], bounds[1]:

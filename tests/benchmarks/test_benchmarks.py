@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECS = 800
-PLACES: dict[str, tuple[str, ...]] = {"host_copies.py": ("shm",), "watching.py": ("shm",), "smaller.py": ()}
+PLACES: dict[str, tuple[str, ...]] = {
+    **{"host_copies.py": ("shm",), "watching.py": ("shm",)},
+    **{"smaller.py": (), "resume_data.py": ()},
+}
 """Of those that do not take both options."""
 
 
@@ -203,15 +206,7 @@ def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "resume_data.py"), "--quick", "--json"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_SECS,
-    )
-    rows = json.loads(done.stdout)["rows"]
+    rows = run("resume_data.py", folder=tmp_path)["rows"]
     assert {(row["way"], row["sample"]) for row in rows} == {
         (way, at) for way in ("reft.data.loader", "reft.resumable") for at in (10, 10_000)
     }

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,12 @@ def test_several_nodes_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) 
 def test_an_id_of_an_earlier_check_is_refused_instead_of_telling_its_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server = KeyValueServer(listen("127.0.0.1", 0), user_secret())
-    arguments = ["check", "--rdzv-endpoint", f"127.0.0.1:{server.port}", "--secs", "0.1"]
-    try:
+    with closing(KeyValueServer(listen("127.0.0.1", 0), user_secret())) as server:
+        arguments = ["check", "--rdzv-endpoint", f"127.0.0.1:{server.port}", "--secs", "0.1"]
         assert main(arguments) == EXIT_WELL
         assert main(arguments) == EXIT_WRONG_USE
         assert "another --rdzv-id" in capsys.readouterr().err
         assert main([*arguments, "--rdzv-id", "next"]) == EXIT_WELL
-    finally:
-        server.close()
 
 
 def test_a_rendezvous_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,21 @@ class Outcome:
     resumed: list[tuple[int, str]]  # step and source of every resumption
     log: str  # of all nodes
 
+    @classmethod
+    def of(cls, log: str) -> Outcome:
+        losses: dict[int, list[str]] = {}
+        for step, loss in _STEP.findall(log):
+            losses.setdefault(int(step), []).append(loss)
+        return cls(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
+
+    def check_against(self, undisturbed: Outcome) -> None:
+        """Every loss must be that of the run without reft."""
+        wrong = {at: found for at, found in self.losses.items() if set(found) != set(undisturbed.losses[at])}
+        assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
+        assert len(undisturbed.losses) > self.resumed[0][0]
+        # Rank 0 may have been killed between a step's commit and its print.
+        assert undisturbed.losses.keys() - self.losses.keys() <= {self.resumed[0][0]}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -44,21 +59,12 @@ class Example:
         config = json.loads((EXAMPLES / self.config).read_text())
         path = directory / self.config
         path.write_text(json.dumps({**config, "reft": block}))
-        arguments = (
-            *self.arguments,
-            "--deepspeed_config",
-            str(path),
-            "--save-dir",
-            str(directory / "checkpoints"),
-        )
-        command = (str(EXAMPLES / self.script), *arguments)
+        places = ("--deepspeed_config", str(path), "--save-dir", str(directory / "checkpoints"))
+        command = (str(EXAMPLES / self.script), *self.arguments, *places)
         with cluster(directory, *command, procs_per_node=self.procs_per_node, options=self.options) as job:
             codes, log = run_to_its_end(job, _SECS, lost=int(loses_node))
         assert set(codes.values()) == {0}, log[-4000:]
-        losses: dict[int, list[str]] = {}
-        for step, loss in _STEP.findall(log):
-            losses.setdefault(int(step), []).append(loss)
-        return Outcome(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
+        return Outcome.of(log)
 
 
 def run_to_its_end(job: WatchedCluster, secs: float, *, lost: int) -> tuple[dict[int, int], str]:
@@ -96,10 +102,4 @@ def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
 def check_that_a_lost_node_changes_nothing(example: Example, tmp_path: Path, step: int) -> None:
     """Every loss must be that of the run without reft."""
     undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
-    disturbed = lose_a_node(example, tmp_path / "disturbed", step)
-    wrong = {
-        at: losses for at, losses in disturbed.losses.items() if set(losses) != set(undisturbed.losses[at])
-    }
-    assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
-    # Rank 0 may have been killed between a step's commit and its print.
-    assert undisturbed.losses.keys() - disturbed.losses.keys() <= {disturbed.resumed[0][0]}
+    lose_a_node(example, tmp_path / "disturbed", step).check_against(undisturbed)

@@ -11,9 +11,7 @@ from .runs import Example, check_that_a_lost_node_changes_nothing
 PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
 COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
 PIPELINE = Example(
-    "pipeline.py",
-    "pipeline.json",
-    ("--steps", "12"),
+    *("pipeline.py", "pipeline.json", ("--steps", "12")),
     procs_per_node=2,
     options=("--rank-order", "across-nodes"),
 )
@@ -22,12 +20,11 @@ PIPELINE = Example(
 @pytest.mark.process
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(PLAIN, id="plain"), pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.nightly)],
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.nightly),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.nightly),
+    ],
 )
 def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
     check_that_a_lost_node_changes_nothing(example, tmp_path, step=6)
-
-
-@pytest.mark.nightly
-def test_a_compiled_model_that_loses_a_node_ends_with_the_same_numbers(tmp_path: Path) -> None:
-    check_that_a_lost_node_changes_nothing(COMPILED, tmp_path, step=6)
