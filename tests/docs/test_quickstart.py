@@ -44,7 +44,7 @@ def test_the_commands_lose_a_node_and_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("diff", "example"),
-    zip(fenced("diff"), ("plain.py", "trainer.py"), strict=True),
+    [*zip(fenced("diff"), ("plain.py", "trainer.py"), strict=True)],
     ids=["plain", "trainer"],
 )
 def test_what_reft_adds_is_what_the_example_marks(diff: str, example: str) -> None:
