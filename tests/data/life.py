@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 
 from reft.engine.data import DataPosition
@@ -11,6 +13,12 @@ from reft.state.rng import restore_rng
 
 SAMPLES, BATCH = 24, 4
 BATCHES = SAMPLES // BATCH
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
 
 
 class Engine:
@@ -24,6 +32,21 @@ class Engine:
 
 class Pipeline(Engine):
     grid = None
+
+
+class Damaged:
+    """Samples that are their own number; some cannot be read."""
+
+    def __init__(self, size: int, *bad: int) -> None:
+        self._size, self._bad = size, bad
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self._bad:
+            raise ValueError(f"sample {index} is damaged")
+        return index
 
 
 class Life:

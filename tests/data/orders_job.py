@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from tests.engine.ranks import be_a_rank, mse
-
-avoid_build_at_start()
+from tests.engine.shared import block_of
 
 RANK = int(os.environ.get("RANK", "0"))
 MICRO, WIDTH = 2, 4
@@ -68,8 +66,7 @@ def step(root: Path, case: str) -> str:
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     model = PipelineModule(layers, num_stages=2, loss_fn=mse) if staged else nn.Sequential(*layers)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    block = {"enabled": True, "job_id": case, "memory_dir": str(root / f"memory{RANK}"), "tolerance": 0}
-    reft.attach(engine, config=block)
+    reft.attach(engine, config=block_of(root, case, tolerance=0))
     engine.load_checkpoint(str(root / "none"))
     try:
         reads = make(root)

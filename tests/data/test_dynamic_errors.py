@@ -13,23 +13,10 @@ import reft
 from reft.data import batches
 from reft.data.order import JobPosition, Order
 from reft.errors import ConfigError
+from tests.data.life import Damaged
 
 MICRO, STEP, STEPS = 2, 8, 3
-
-
-class Damaged:
-    """Some samples cannot be read."""
-
-    def __init__(self, *bad: int) -> None:
-        self._bad = bad
-
-    def __len__(self) -> int:
-        return STEP * STEPS
-
-    def __getitem__(self, index: int) -> int:
-        if index in self._bad:
-            raise ValueError(f"sample {index} is damaged")
-        return index
+STEP_0, STEP_1, STEP_2 = ([*range(first, first + STEP)] for first in range(0, STEP * STEPS, STEP))
 
 
 @pytest.mark.process
@@ -37,18 +24,18 @@ class Damaged:
 @pytest.mark.parametrize(
     ("bad", "wanted"),
     [
-        ((), [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
-        ((7,), [[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
-        ((4, 7), [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
-        ((0, 23), [[2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]),
-        ((8, 10, 12, 14), [[0, 1, 2, 3, 4, 5, 6, 7], [16, 17, 18, 19, 20, 21, 22, 23]]),
+        ((), [STEP_0, STEP_1, STEP_2]),
+        ((7,), [STEP_0[:6], STEP_1, STEP_2]),
+        ((4, 7), [STEP_0[:4], STEP_1, STEP_2]),
+        ((0, 23), [STEP_0[2:], STEP_1, STEP_2[:6]]),
+        ((8, 10, 12, 14), [STEP_0, STEP_2]),
     ],
 )
 def test_p8_the_step_of_a_micro_batch_that_is_left_out_ends_with_the_last_one_that_is_read(
     bad: tuple[int, ...], wanted: list[list[int]], workers: int
 ) -> None:
     options: dict[str, Any] = {"order": "dynamic", "step_samples": STEP, "num_workers": workers}
-    one = reft.data.loader(Damaged(*bad), MICRO, name="left out", **options)
+    one = reft.data.loader(Damaged(STEP * STEPS, *bad), MICRO, name="left out", **options)
     reading, found, step = iter(one), list[list[int]](), list[int]()
     while True:
         try:
@@ -73,7 +60,7 @@ def test_p6_a_replica_without_a_micro_batch_of_a_step_does_not_let_the_others_wa
     store = HashStore()
     monkeypatch.setattr(batches, "job_store", lambda replicas: store)
     options: dict[str, Any] = {"order": "dynamic", "step_samples": 2 * MICRO, "dp_size": 2}
-    one = reft.data.loader(Damaged(MICRO), MICRO, name="none left", dp_rank=1, **options)
+    one = reft.data.loader(Damaged(STEP * STEPS, MICRO), MICRO, name="none left", dp_rank=1, **options)
     with pytest.raises(ConfigError, match="no micro-batch of the step that can be read"):
         next(iter(one))
 

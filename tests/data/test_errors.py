@@ -13,22 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import reft
 from reft.state.rng import capture_rng
-from tests.data.life import Life
+from tests.data.life import Damaged, Life
 
 SIZE, BATCH = 24, 2
-BAD = (5, 14)
-
-
-class Damaged:
-    """Two samples cannot be read."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> int:
-        if index in BAD:
-            raise ValueError(f"sample {index} is damaged")
-        return index
 
 
 class DamagedStream(IterableDataset):  # type: ignore[type-arg]
@@ -42,20 +29,23 @@ class DamagedStream(IterableDataset):  # type: ignore[type-arg]
         self._next += 1
         if self._next >= SIZE:
             raise StopIteration
-        return Damaged()[self._next]
+        return damaged()[self._next]
 
 
-def static(workers: int) -> Any:
-    return reft.data.loader(Damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged")
+def damaged() -> Damaged:
+    return Damaged(SIZE, 5, 14)
+
+
+def static(workers: int, **options: Any) -> Any:
+    return reft.data.loader(damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged", **options)
 
 
 def dynamic(workers: int) -> Any:
-    options: dict[str, Any] = {"order": "dynamic", "step_samples": BATCH, "name": "damaged"}
-    return reft.data.loader(Damaged(), BATCH, shuffle=True, num_workers=workers, **options)
+    return static(workers, order="dynamic", step_samples=BATCH)
 
 
 def resumable(workers: int) -> Any:
-    loader: Any = DataLoader(Damaged(), BATCH, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(damaged(), BATCH, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
     return reft.resumable(loader, name="damaged")
 
 
@@ -107,7 +97,7 @@ class Late(Damaged):
 
 @pytest.mark.integration
 def test_p8_a_batch_that_is_late_is_not_left_out() -> None:
-    one = reft.data.loader(Late(), BATCH, num_workers=1, timeout=1, name="late")
+    one = reft.data.loader(Late(SIZE), BATCH, num_workers=1, timeout=1, name="late")
     reading, seen, late = iter(one), list[int](), 0
     while len(seen) < SIZE:
         try:
@@ -120,7 +110,7 @@ def test_p8_a_batch_that_is_late_is_not_left_out() -> None:
 
 
 def test_p12_a_replica_that_leaves_a_batch_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    one = reft.data.loader(Damaged(), BATCH, dp_rank=1, dp_size=2, name="of two")
+    one = reft.data.loader(damaged(), BATCH, dp_rank=1, dp_size=2, name="of two")
     reading = iter(one)
     with caplog.at_level(logging.WARNING):
         for _ in range(6):

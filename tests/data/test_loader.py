@@ -21,7 +21,7 @@ from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, Order
 from reft.engine.data import DataPosition
 from reft.state.rng import capture_host_rng, capture_rng, same_host_rng
-from tests.data.life import Engine
+from tests.data.life import Engine, seed
 
 Key = tuple[int, int]
 
@@ -45,12 +45,6 @@ class Named:
 def noisy(samples: list[Any]) -> list[Any]:
     """A collation that draws as well, as masking does."""
     return [*samples, (0, random.random(), float(np.random.rand()), float(torch.rand(())), 0)]
-
-
-def seed(value: int) -> None:
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value)
 
 
 # -- which samples: pure ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from reft.data.passes import Pass, Position
 from reft.data.watch import Resuming, Watch
 from reft.state.codec import decode, encode
 from reft.state.rng import capture_rng, restore_host_rng
+from tests.data.life import seed
 
 SAMPLES, BATCH = 22, 4
 
@@ -92,12 +93,6 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     ),
 }
 SLOW = ("workers", "persistent_workers")
-
-
-def seed(value: int) -> None:
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value)
 
 
 def train() -> float:

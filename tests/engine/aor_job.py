@@ -11,23 +11,20 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.errors import UnsupportedStateError
 from reft.snapshot.committing.version import Cause
 from reft.state.catalogue import SectionImage
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import Mlp, block_of, commit_every_version, groups
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import (
     BF16_OPTIMIZER_IS_NEVER_MADE,
     GRADIENTS_ARE_NOT_AVERAGED,
     step_without_autograd,
 )
-
-avoid_build_at_start()
 
 STEPS = int(os.environ.get("REFT_AOR_STEPS", "60"))
 SHORT_STEPS = 8
@@ -65,24 +62,6 @@ EXACT_ADAM = {"client": lambda groups: reft.ExactAdam(groups, lr=1e-2), "zero_al
 """What DeepSpeed calls with the parameter groups."""
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.second = nn.Linear(16, 33), nn.Linear(33, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.second(self.first(x).relu()), x)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Biases without weight decay, as everybody does."""
-        named = list(self.named_parameters())
-        return [
-            {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1},
-            {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
-        ]
-
-
 def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -95,11 +74,11 @@ def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
     }
     if block is not None:
         config["reft"] = block
-    model, client = Model(), config.pop("client", None)
+    model, client = Mlp(16, 33), config.pop("client", None)
     if client is not None:
         del config["optimizer"]
     initialize = deepspeed.initialize if block is None else reft.initialize
-    engine = initialize(model=model, optimizer=client, model_parameters=model.groups(), config=config)[0]
+    engine = initialize(model=model, optimizer=client, model_parameters=groups(model), config=config)[0]
     return step_without_autograd(engine)
 
 
@@ -121,26 +100,20 @@ class Watched:
     """An engine under reft, every version of which is committed before the next step."""
 
     def __init__(self, root: Path, name: str, case: dict[str, Any], **options: Any) -> None:
-        memory = root / f"memory{os.environ['RANK']}"
-        block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "block_bytes": 4096, **options}
-        self.engine = make(case, block)
+        self.engine = make(case, block_of(root, name, block_bytes=4096, **options))
         self.engine.load_checkpoint(str(root / "none"))
         session = session_of(self.engine)
         assert session is not None
         self.session = session
         self.sent: list[dict[str, int]] = []
         self.to_host: list[dict[str, int]] = []
-        submit = session.worker.submit
 
-        def submit_and_wait(request: Any) -> None:
-            request.must = True
-            submit(request)
-            assert request.done.wait(60)
+        def committed() -> None:
             traffic = session.stats.traffic.to_json()
             self.sent.append(traffic["sent"])
             self.to_host.append(traffic["to_host"])
 
-        session.worker.submit = submit_and_wait
+        commit_every_version(session, committed)
 
     @property
     def newest(self) -> Any:

@@ -3,35 +3,24 @@ change the job's memory is copied, a node is taken out of the copy, and the stat
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from reft.engine.deepspeed import session_of
 from tests.engine.aor_job import USUAL, Watched, make, train
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import images_of
 
 RANK = int(os.environ.get("RANK", "0"))
 ORDERS = ("aec", "arc:2", "none", "arc")
 LOST = {"aec": (1,), "arc:2": (0, 2), "none": (), "arc": (2,)}
 """Nodes that the copy of the memory lacks, by scheme: as many as it survives."""
 STAGE_STEPS = 6
-
-
-def digest(session: Any) -> str:
-    """Of the bytes of the live state: the model, masters, moments."""
-    total = hashlib.sha256()
-    for image in session.state.adapter.images():
-        memory = torch.zeros(image.nbytes, dtype=torch.uint8)
-        image.read_into(0, memory)
-        total.update(memory.numpy().tobytes())
-    return total.hexdigest()
 
 
 def restored(root: Path, memory: Path, name: str, lost: tuple[int, ...]) -> dict[str, Any]:
@@ -45,7 +34,7 @@ def restored(root: Path, memory: Path, name: str, lost: tuple[int, ...]) -> dict
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)
     assert session is not None
-    out = {"from": before, "step": engine.global_steps, "path": path, "digest": digest(session)}
+    out = {"from": before, "step": engine.global_steps, "path": path, "digest": images_of(engine)}
     session.close()
     dist.barrier()
     shutil.rmtree(copy, ignore_errors=True)
@@ -70,7 +59,7 @@ def by_order(root: Path) -> dict[str, Any]:
                 "resynced": sum(stats.recompute.resynced.values()),
                 "committed_step": stats.committed_step,
                 "step": watched.engine.global_steps,
-                "digest": digest(session),
+                "digest": images_of(watched.engine),
                 "restored": restored(root, root / f"memory{RANK}", "by-order", LOST[scheme]),
             }
         )

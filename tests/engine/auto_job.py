@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-
 from reft.config_read import parse_block
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
+from tests.engine.ranks import be_a_rank
 from tests.engine.traffic_job import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
-
-avoid_build_at_start()
 
 RECOMPUTED = "recomputed"
 CASES: dict[str, dict[str, Any]] = {
@@ -86,8 +79,6 @@ def ordered(session: Any, scheme: str) -> str:
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
     rank = int(os.environ["RANK"])
     lines = Lines()
     logging.getLogger("reft").addHandler(lines)
@@ -107,6 +98,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    found = main(where)
-    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    be_a_rank(main)

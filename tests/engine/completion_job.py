@@ -13,8 +13,8 @@ import torch.distributed as dist
 from reft.engine.deepspeed import session_of
 from reft.recover.inventory import take_inventory
 from tests.engine.aor_job import USUAL, make, train
-from tests.engine.aor_switch_job import digest
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import block_of, images_of
 
 RANK = int(os.environ.get("RANK", "0"))
 PROTECTIONS = ("arc", "aec")
@@ -29,14 +29,7 @@ def lose(memory: Path, node: int) -> None:
 
 
 def run(root: Path, protection: str) -> dict[str, Any]:
-    memory = root / f"memory-{protection}{RANK}"
-    block = {
-        "enabled": True,
-        "job_id": protection,
-        "memory_dir": str(memory),
-        "block_bytes": 4096,
-        "protection": protection,
-    }
+    block = block_of(root / protection, protection, block_bytes=4096, protection=protection)
 
     def begin() -> tuple[Any, Any]:
         engine = make(USUAL, block)
@@ -47,16 +40,16 @@ def run(root: Path, protection: str) -> dict[str, Any]:
     train(engine, STEPS)
     session = session_of(engine)
     session.worker.drain(60)
-    trained = digest(session)
+    trained = images_of(engine)
     session.close()
     restored = []
     for node in LOST:
-        lose(memory, node)
+        lose(Path(block["memory_dir"]), node)
         engine, path = begin()
         session = session_of(engine)
         job = session.memory.job_dir
         newest = max(r.header.label for r in take_inventory(job.path, "here", job.secret).arenas if r.usable)
-        restored.append({"path": path, "digest": digest(session), "incarnation": newest.incarnation})
+        restored.append({"path": path, "digest": images_of(engine), "incarnation": newest.incarnation})
         session.close()
         dist.barrier()
     return {"trained": trained, "restored": restored}

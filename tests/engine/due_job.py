@@ -16,21 +16,13 @@ import reft
 from reft.engine.deepspeed import session_of
 from tests.engine.engine_job import make, train
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import block_of
 
 
 def main(root: Path) -> dict[str, Any]:
     life = json.loads((root / "life.json").read_text())
-    engine = make(
-        {
-            "enabled": True,
-            "job_id": "due",
-            "memory_dir": str(root / f"memory{os.environ['RANK']}"),
-            "interval_steps": "auto",
-            "max_lost_steps": 100,
-            "faults": life["faults"],
-        },
-        init=reft.initialize,
-    )
+    options = {"interval_steps": "auto", "max_lost_steps": 100, "faults": life["faults"]}
+    engine = make(block_of(root, "due", **options), init=reft.initialize)
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)
     assert session is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -15,11 +14,11 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start, install
+from reft.engine.install import install
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
-
-avoid_build_at_start()
+from tests.engine.ranks import be_a_rank
+from tests.engine.shared import block_of
 
 
 class Model(nn.Module):
@@ -71,12 +70,8 @@ def seed() -> None:
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
     rank = int(os.environ["RANK"])
-    os.environ["REFT_NODE_ID"] = f"node{rank}"
-    block = {"enabled": True, "job_id": "hook", "memory_dir": str(root / f"memory{rank}")}
+    block = block_of(root, "hook")
     out: dict[str, Any] = {"deepspeed": deepspeed.__version__}
 
     # P10: without the block the engine is as DeepSpeed made it, also after install().
@@ -157,6 +152,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = main(where)
-    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    be_a_rank(main)

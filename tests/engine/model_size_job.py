@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.node.progress import read_pages
 from tests.engine.ranks import be_a_rank
-
-avoid_build_at_start()
+from tests.engine.shared import block_of
 
 VOCABULARY, WIDTH, TOKENS, MICRO, STEPS = 32, 16, 12, 4, 2
 
@@ -47,13 +44,12 @@ def main(root: Path) -> dict[str, Any]:
         TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight"),
     ]
     model = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
-    memory = root / f"memory{os.environ['RANK']}"
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": None,
-        "reft": {"enabled": True, "memory_dir": str(memory), "allow_unprotected": True},
+        "reft": block_of(root, "size", allow_unprotected=True),
     }
     engine = reft.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     engine.load_checkpoint(str(root / "none"))

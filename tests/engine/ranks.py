@@ -51,6 +51,12 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) 
     return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(world)]
 
 
+def run_life(job: Path, root: Path, world: int = 2, **life: Any) -> list[dict[str, Any]]:
+    """Run a ``job`` that reads which life it is from ``root/life.json``."""
+    (root / "life.json").write_text(json.dumps(life))
+    return run_ranks(job, root, world)
+
+
 def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Mean squared error, in fp32: torch 2.4 has none in bf16 on a CPU."""
     return (found.float() - wanted.float()).square().mean()

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import reft
 from reft.engine.deepspeed import session_of
-from tests.engine.images import images_of
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import commit_every_version, images_of
 from tests.job.grid_job import BATCH, CONFIG, MICRO, RANK, Samples, engine_of
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
 
@@ -110,9 +110,9 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     config = {**CONFIG, **SCHEDULER, **SETTINGS[case], **more}
     engine, said = engine_of(config, life["pp"], life["tp"], tied=tied_in(case, life))
     if universal or life["was"] == [life["pp"], life["tp"]]:
-        engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["from"] + "-universal" * universal)
+        engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["since"] + "-universal" * universal)
     else:
-        files = sorted((root / case / f"said-{life['from']}").glob("*.pt"))
+        files = sorted((root / case / f"said-{life['since']}").glob("*.pt"))
         told = [torch.load(file, weights_only=False) for file in files]
         set_parameters(engine, told, life["tp"])
     return {"losses": train(engine, said, life["until"]), "images": images_of(engine)}
@@ -151,18 +151,6 @@ def refused(root: Path, case: str, life: dict[str, Any], **model: Any) -> str:
     return str(error.value)
 
 
-def commit_every_version(session: Any) -> None:
-    """Before the next step: none is left out on a busy machine."""
-    submit = session.worker.submit
-
-    def submit_and_wait(request: Any) -> None:
-        request.must = True
-        submit(request)
-        assert request.done.wait(60)
-
-    session.worker.submit = submit_and_wait
-
-
 def digest_of_tied(engine: Any) -> dict[str, str]:
     """Of what this stage has of the block that is the first and the last one."""
     return {
@@ -172,7 +160,7 @@ def digest_of_tied(engine: Any) -> dict[str, str]:
 
 
 def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
-    told = refused(root, case, life, blocks=8) if life["from"] else ""
+    told = refused(root, case, life, blocks=8) if life["since"] else ""
     engine, said = with_reft(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)
@@ -197,7 +185,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
         torch.save(said_of_parameters(engine), folder / f"{engine.grid.get_stage_id():02d}-{RANK:02d}.pt")
     dist.barrier()
-    if life["from"]:
+    if life["since"]:
         out["reference"] = reference(root, case, life)
     return out
 

@@ -19,18 +19,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.engine.load.memory import MemoryRestorer
 from reft.recover.inventory import take_inventory
-from tests.engine.images import images_of
-from tests.engine.ranks import be_a_rank, mse
+from tests.engine.ranks import be_a_rank
+from tests.engine.shared import Mlp, groups, images_of
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
-
-avoid_build_at_start()
 
 RANK_GIVEN = "RANK" in os.environ
 RANK = int(os.environ.get("RANK", "0"))
@@ -50,25 +46,6 @@ ROUND_ROBIN = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {}
 DISK = LIFE.get("disk", False)
 WIDTH = 16
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.second = nn.Linear(WIDTH, 301), nn.Linear(301, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mse(self.second(self.first(x).relu()), x)
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of odd sizes: their parts are padded, and differently at every degree."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1},
-        {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
-    ]
 
 
 def config(case: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -91,7 +68,9 @@ def block(root: Path, case: str) -> dict[str, Any]:
 
 
 def make(settings: dict[str, Any]) -> Any:
-    model = Model()
+    model = Mlp(
+        WIDTH, 301
+    )  # two groups of odd sizes: their parts are padded, and differently at every degree
     return reft.initialize(model=model, model_parameters=groups(model), config=settings)[0]
 
 

@@ -13,7 +13,7 @@ from reft.engine.rates import newest_step
 from reft.grid import Degrees
 from reft.naming import Label
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import run_life
 
 JOB = Path(__file__).with_name("due_job.py")
 
@@ -33,14 +33,10 @@ JOB = Path(__file__).with_name("due_job.py")
 def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
     tmp_path: Path, wants: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
 ) -> None:
-    life = {"wants": wants, "faults": faults, "until": killed_at, "killed": True}
-    (tmp_path / "life.json").write_text(json.dumps(life))
     with pytest.raises(AssertionError):  # a killed rank fails
-        run_ranks(JOB, tmp_path)
+        run_life(JOB, tmp_path, wants=wants, faults=faults, until=killed_at, killed=True)
     assert list(tmp_path.glob("killed-*"))
-    life = {"wants": {0: 1}, "faults": [], "until": goes_on_at}
-    (tmp_path / "life.json").write_text(json.dumps(life))
-    for rank in run_ranks(JOB, tmp_path):
+    for rank in run_life(JOB, tmp_path, wants={0: 1}, faults=[], until=goes_on_at):
         assert rank["path"] == f"memory:due/{goes_on_at}"
 
 

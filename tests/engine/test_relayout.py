@@ -15,19 +15,19 @@ from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
 from reft.protect.blocks import BlockKey, Section
 from reft.recover.offline import persist_offline
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import run_life
 from tests.engine.relayout_job import CASES, STEPS, TIED, TIED_CASES
 from tests.engine.test_resizing import to_universal
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, GRADIENTS_ARE_NOT_AVERAGED
 
 JOB = Path(__file__).with_name("relayout_job.py")
 SMALLER = Degrees(2, 2, 1), Degrees(1, 2, 1)
-SHORT = Degrees(2, 2, 1), Degrees(1, 1, 2)
 REPLICAS = (*(Degrees(*d) for d in ((2, 2, 1), (2, 1, 1), (2, 2, 1))),)
 MANY_REPLICAS = (*(Degrees(*d) for d in ((1, 3, 1), (1, 2, 1), (1, 4, 1))),)
 LONG = (*(Degrees(*d) for d in ((2, 2, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 1))),)
 """Of every life."""
 TIED_LAYOUTS = Degrees(2, 2, 1), Degrees(1, 2, 1), Degrees(2, 2, 1)
+SECOND = {"until": 2 * STEPS, "since": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
 Lives = list[list[dict[str, Any]]]
 
 
@@ -46,10 +46,8 @@ def lives_of(
     found, before, was = [], "", [0, 0]
     for number, degrees in enumerate(layouts, 1):
         until = number * STEPS
-        life = {"until": until, "from": before, "pp": degrees.pp, "tp": degrees.tp, "cases": list(cases)}
-        life |= {"nodes": nodes, "block": block, "was": was}
-        (root / "life.json").write_text(json.dumps(life))
-        found.append(run_ranks(JOB, root, world=degrees.world_size))
+        now = {"until": until, "since": before, "pp": degrees.pp, "tp": degrees.tp, "was": was}
+        found.append(run_life(JOB, root, degrees.world_size, **now, cases=cases, nodes=nodes, block=block))
         before, was = f"step{until}", [degrees.pp, degrees.tp]
         to_universal(root, before)
         for case in () if nodes else cases:
@@ -72,16 +70,8 @@ def are_of_their_layouts(
 
 
 @pytest.mark.nightly
-def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Path) -> None:
-    lives = lives_of(tmp_path, SHORT, ["zero1"])
-    are_of_their_layouts(lives, SHORT, "zero1")
-    for rank in lives[1]:
-        assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("layouts", [REPLICAS, MANY_REPLICAS], ids=["two-stages", "one-stage"])
-def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
+def test_p1_a_job_goes_on_with_other_replicas_that_each_have_the_whole_state(
     tmp_path: Path, layouts: tuple[Degrees, ...]
 ) -> None:
     """DeepSpeed loads its files itself there, and is what the job is compared with."""
@@ -119,13 +109,10 @@ def test_p3_a_node_lost_and_a_rank_killed_while_it_takes_up_cost_nothing(
             return
         (tmp_path / "killed").touch()
         shutil.rmtree(lost)
-        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
-        life |= {"nodes": dp, "block": {**block, "faults": [fault]}}
-        (tmp_path / "life.json").write_text(json.dumps(life))
         with pytest.raises(
             AssertionError, match=r"a peer died|PeerLostError|Connection (closed|reset) by peer"
         ):
-            run_ranks(JOB, tmp_path, world=dp)
+            run_life(JOB, tmp_path, dp, **SECOND, nodes=dp, block={**block, "faults": [fault]})
         decoded = list(lost.parent.glob("node*/zero1/decoded-*"))
         assert bool(decoded) == (protection == "aec")
 
@@ -158,11 +145,8 @@ def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -
             flip(memory / node / "zero1")
             if node == "node1":
                 shutil.copytree(memory, tmp_path / "once")
-        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
-        life |= {"nodes": 2, "block": {"tolerance": 1}}
-        (tmp_path / "life.json").write_text(json.dumps(life))
         with pytest.raises(AssertionError, match="not whole"):
-            run_ranks(JOB, tmp_path, world=2)
+            run_life(JOB, tmp_path, **SECOND, nodes=2, block={"tolerance": 1})
         shutil.rmtree(memory)
         shutil.copytree(tmp_path / "once", memory)
 
@@ -198,10 +182,9 @@ def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: 
     each stage."""
     for number, degrees in enumerate(TIED_LAYOUTS[:2], 1):
         until = number * STEPS
-        life = {"until": until, "from": "", "pp": degrees.pp, "tp": 1, "cases": ["tied-zero1"], "block": {}}
-        life |= {"nodes": nodes, "tied": TIED[2:], "refuse": number == 2}
-        (tmp_path / "life.json").write_text(json.dumps(life))
-        ranks = run_ranks(JOB, tmp_path, world=degrees.world_size)
+        now = {"until": until, "since": "", "pp": degrees.pp, "tp": 1, "refuse": number == 2}
+        now |= {"cases": ["tied-zero1"], "tied": TIED[2:], "nodes": nodes, "block": {}}
+        ranks = run_life(JOB, tmp_path, degrees.world_size, **now)
         folders = () if nodes or number == 2 else sorted(tmp_path.glob(f"*/memory-{until}/node*/*"))
         if folders:
             persist_offline(folders, tmp_path / "tied-zero1" / "persisted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from reft.engine.install import refusal_of
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import run_life
 from tests.engine.resize_job import CASES, STEPS
 
 JOB = Path(__file__).with_name("resize_job.py")
@@ -47,9 +46,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Per life what every rank saw."""
     root, found, tag = tmp_path_factory.mktemp("lives"), Lives(), ""
     for number, replicas in enumerate(LIVES, 1):
-        life = {"until": number * STEPS, "tag": tag, "cases": tuple(CASES)}
-        (root / "life.json").write_text(json.dumps(life))
-        found.append(run_ranks(JOB, root, world=replicas))
+        found.append(run_life(JOB, root, replicas, until=number * STEPS, tag=tag, cases=tuple(CASES)))
         tag = f"step{number * STEPS}"
         to_universal(root, tag)
     return found
@@ -88,9 +85,7 @@ def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tm
     tag = ""
     for number, replicas in enumerate((3, 2, 3), 1):
         until = number * STEPS
-        life = {"until": until, "tag": tag, "cases": ["zero0"], "disk": True}
-        (tmp_path / "life.json").write_text(json.dumps(life))
-        for rank in run_ranks(JOB, tmp_path, world=replicas):
+        for rank in run_life(JOB, tmp_path, replicas, until=until, tag=tag, cases=["zero0"], disk=True):
             zero0 = rank["zero0"]
             assert len(zero0["losses"]) == STEPS
             if tag:

@@ -118,13 +118,6 @@ def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:
     assert job.rate.to_json()["overhead"] > 0.035  # which the bound does not allow to be held
 
 
-def test_an_interval_has_a_snapshot_at_its_end() -> None:
-    job = SimulatedJob(every=7)
-    job.run(3000)
-    assert job.rate.wanted_interval() % 7 == 0
-    assert len(job.wrote) > 3
-
-
 def test_a_failing_storage_teaches_nothing() -> None:
     job = SimulatedJob()
     job.run(49)

@@ -66,15 +66,6 @@ def test_bytes_to_the_host_equal_the_published_formulas(ranks: Ranks) -> None:
             assert state(version["to_host"]) == wanted, (zero, name)
 
 
-def test_aec_copies_a_stage_over_d_minus_1(ranks: Ranks) -> None:
-    """The sum as the paper prints it: |P|/(D-1), and 2|P|/D for ARC."""
-    d = len(ranks)
-    for r in ranks:
-        for name, part in (("aec", Fraction(1, d - 1)), ("arc", Fraction(2, d))):
-            run = r["zero0"][name]
-            assert sum(state(run["versions"][-1]["to_host"]).values()) == part * run["replicated"]
-
-
 def test_replicated_state_never_crosses_nodes(ranks: Ranks) -> None:
     for zero, name, run in runs(ranks):
         assert len(run["versions"]) == STEPS

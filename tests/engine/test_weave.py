@@ -28,6 +28,16 @@ def traces(run: dict[str, Any]) -> list[StepTrace]:
     return [StepTrace.from_json(t) for t in run["traces"]]
 
 
+def chunks_of(run: dict[str, Any], tier: int) -> list[Any]:
+    return [c for t in traces(run) for c in t.chunks if c.tier == tier]
+
+
+def beside_of(run: dict[str, Any], chunk: Any) -> list[Any]:
+    """The instructions that ran while it was copied."""
+    instructions = (i for t in traces(run) for i in t.instructions)
+    return [i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs]
+
+
 # -- the woven schedule itself ----------------------------------------------------------------------
 
 
@@ -158,18 +168,15 @@ def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
 ) -> None:
     for r in results:
         found = r["variants"]["has"] if run == "has" else r[run]
-        instructions = [i for t in traces(found) for i in t.instructions]
-        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 1]
+        chunks = chunks_of(found, 1)
         for chunk in chunks:
             assert chunk.window is not None
-            beside = [
-                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
-            ]
+            beside = beside_of(found, chunk)
             assert len(beside) <= 1
             assert all(i.name.startswith(WAITING) for i in beside), (chunk, beside)
     # Not an empty promise: the stage that waits first, for its first activations, has copied.
     last = results[1]["variants"]["has"] if run == "has" else results[1][run]
-    assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
+    assert sum(c.nbytes for c in chunks_of(last, 1)) > 0
 
 
 @pytest.mark.integration  # a busy machine may leave no such window
@@ -181,14 +188,11 @@ def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_
         assert found["losses"] == r["linked_reference"]
         assert found["plan"]["1"] < sum(found["plan"].values()), "windows suffice: there is nothing to show"
         assert found["plan"]["3"] > 0
-        instructions = [i for t in traces(found) for i in t.instructions]
-        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 3]
+        chunks = chunks_of(found, 3)
         assert sum(c.nbytes for c in chunks) > 0
         for chunk in chunks:
             assert chunk.window is None
-            beside = [
-                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
-            ]
+            beside = beside_of(found, chunk)
             assert len(beside) <= 1
             assert all(i.name.startswith(("Send", "Reduce")) for i in beside), (chunk, beside)
 
@@ -301,11 +305,8 @@ def test_dualpipev_copies_in_the_commits_that_wait(results: list[dict[str, Any]]
         trained = {i.position: i.name for i in steps[-1].instructions}
         assert run["positions"]
         assert {trained[p] for p in run["positions"]} <= {"CommitP2P", "AggregateTotalLoss"}
-        instructions = [i for t in traces(run) for i in t.instructions]
-        for chunk in (c for t in traces(run) for c in t.chunks if c.tier == 1):
-            beside = [
-                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
-            ]
+        for chunk in chunks_of(run, 1):
+            beside = beside_of(run, chunk)
             # In its first step nothing is known of the schedule: its receives exchange shapes, and wait.
             expected = ("CommitP2P", "AggregateTotalLoss", "RecvActivation")
             assert all(i.name in expected for i in beside), beside

@@ -11,32 +11,16 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
-from tests.engine.ranks import be_a_rank, mse
-
-avoid_build_at_start()
+from tests.engine.ranks import be_a_rank
+from tests.engine.shared import Mlp, block_of, commit_every_version
 
 PROTECTIONS = ("none", "arc", "arc:2", "aec", "rs:2", "arc+aec")
 STEPS = 3
 GRAIN_BYTES = 12 * 2 * 128
 """Of a replicated state of so many bytes every sub-block of three or four members is whole: nothing is padded."""
-
-
-class Model(nn.Module):
-    """Its replicated state, weights and moments in fp32 or the bf16 weights alone, is a multiple of
-    ``GRAIN_BYTES``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.second = nn.Linear(64, 512), nn.Linear(512, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mse(self.second(self.first(x).relu()), x)
 
 
 def make(zero: int, block: dict[str, Any] | None = None, **zero_options: Any) -> Any:
@@ -50,7 +34,8 @@ def make(zero: int, block: dict[str, Any] | None = None, **zero_options: Any) ->
         config["bf16"] = {"enabled": True}
     if block is not None:
         config["reft"] = block
-    model = Model()
+    # Its replicated state, weights and moments in fp32 or the bf16 weights alone, is a multiple of GRAIN_BYTES.
+    model = Mlp(64, 512, last_bias=False)
     initialize = deepspeed.initialize if block is None else reft.initialize
     return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -98,23 +83,13 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
 
 def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
     """A few steps, each with a version that is committed before the next one."""
-    memory = root / f"memory{os.environ['RANK']}"
-    block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "block_bytes": 16384, **options}
-    engine = make(zero, block)
+    engine = make(zero, block_of(root, name, block_bytes=16384, **options))
     engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)
     assert session is not None
     moved = count_moves(session)
-    versions = []
-    step = session.worker.submit
-
-    def submit(request: Any) -> None:
-        request.must = True
-        step(request)
-        assert request.done.wait(60)
-        versions.append(session.stats.traffic.to_json())
-
-    session.worker.submit = submit
+    versions: list[dict[str, Any]] = []
+    commit_every_version(session, lambda: versions.append(session.stats.traffic.to_json()))
     losses = train(engine)
     layout = session.worker.layout
     assert layout is not None

@@ -23,13 +23,11 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.engine.weave import SNAPSHOT_INSTRUCTIONS
 from reft.memory.arena import Arena, scan
 from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
-
-avoid_build_at_start()
+from tests.engine.shared import block_of
 
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
 WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
@@ -115,9 +113,7 @@ def train(engine: Any, until: int) -> list[str]:
 
 
 def block(root: Path, name: str, **options: Any) -> dict[str, Any]:
-    memory = root / f"memory{os.environ['RANK']}"
-    block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "allow_unprotected": True}
-    return {**block, **options}
+    return block_of(root, name, allow_unprotected=True, **options)
 
 
 def note_updates(engine: Any) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from reft.state.support import why_not_loadable
-from tests.engine.ranks import be_a_rank
+from tests.engine.ranks import be_a_rank, mse
 
 BF16, ZERO1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -24,16 +24,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).float().square().mean()
-
-
 def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     pipeline = name.startswith("pipeline")
     module: Any = nn.Sequential(*layers)
     if pipeline:
-        module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=loss)
+        module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=mse)
     config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9}
     config |= {"zero_allow_untested_optimizer": True, **copy.deepcopy(CONFIGS[name])}
     optimizer = torch.optim.Adam(module.parameters())
@@ -44,7 +40,7 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
         if pipeline:
             engine.train_batch(iter([(batch, batch)]))
         else:
-            engine.backward(loss(engine(batch), batch))
+            engine.backward(mse(engine(batch), batch))
             engine.step()
     engine.save_checkpoint(str(directory))
     try:
