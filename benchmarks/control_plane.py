@@ -37,7 +37,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.overlay import connect
 from reft.control.transport import Buffers
 from reft.control.tree import FANOUT, children_of, parent_of
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Degrees
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import Verdict, encode_verdicts
@@ -55,12 +55,12 @@ def said(ranks: int, per_node: int) -> list[tuple[bytes, bytes]]:
     """Per rank of a healthy job what it tells all others: its summary, and its group's verdict, which the
     first rank of each group tells."""
     tp = math.gcd(ranks, per_node)
-    dp = ranks // tp
+    degrees = Degrees(1, ranks // tp, tp)
     found = []
     for rank in range(ranks):
         at, node = Coordinate(0, rank // tp, rank % tp), f"node{rank // per_node:05}"
         heads = tuple(
-            Head(label, ArenaState.COMMITTED, at, node, f"rank{rank % per_node}-slot{slot}.arena", dp)
+            Head(label, ArenaState.COMMITTED, at, node, f"rank{rank % per_node}-{slot}.arena", degrees, "job")
             for slot, label in enumerate(VERSIONS)
         )
         summary = Summary(node, heads, {}, {}, (), VERSIONS[-1]).encode()

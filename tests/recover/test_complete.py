@@ -36,7 +36,7 @@ def test_p3_a_member_on_a_new_node_keeps_what_its_predecessor_kept(lost: int) ->
     assert kept_by_newcomers(FLEET, lost, "new") == {Coordinate(0, lost, 0): {(lost + 1) % 4}}
 
 
-@pytest.mark.parametrize(("lost", "other"), permutations(range(4), 2))
+@pytest.mark.parametrize(("lost", "other"), [*permutations(range(4), 2)])
 def test_p3_a_version_is_not_completed_where_its_survivors_keep_others_than_the_new_placement_says(
     lost: int, other: int
 ) -> None:
