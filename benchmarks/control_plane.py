@@ -63,7 +63,7 @@ def said(ranks: int, per_node: int) -> list[tuple[bytes, bytes]]:
             Head(label, ArenaState.COMMITTED, at, node, f"rank{rank % per_node}-{slot}.arena", degrees, "job")
             for slot, label in enumerate(VERSIONS)
         )
-        summary = Summary(node, heads, {}, {}, (), VERSIONS[-1]).encode()
+        summary = Summary(node, heads, ()).encode()
         verdict = encode_verdicts({label: Verdict(0, (), False) for label in VERSIONS}) if at.dp == 0 else b""
         # In the envelope that also carries errors.
         found.append((msgpack.packb([None, summary]), msgpack.packb([None, verdict])))
