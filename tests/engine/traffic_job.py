@@ -60,7 +60,7 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
 
     def counting_copy(pieces: Any, after: Any = None, encode: Any = None) -> Any:
         nbytes = sum(target.numel() for _, target in pieces)
-        moved["copied"][stats.committed] += nbytes + (encode.target.numel() if encode else 0)
+        moved["copied"][stats.committed] += nbytes + (encode.args[-1].numel() if encode else 0)
         moved["tensors"][stats.committed] += len(pieces)
         return copy(pieces, after, encode)
 
