@@ -507,9 +507,6 @@ def _log_to_stderr(job: str, who: str) -> None:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
 # -- trainers that stand still: the other nodes are asked, the culprit is named ----------------------------
 
 logger = logging.getLogger(__name__)
@@ -650,3 +647,7 @@ def _of_kernel(pid: int) -> str:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         told.insert(0, next((" ".join(line.split()) for line in lines if line.startswith("State:")), ""))
     return "\n".join(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
