@@ -224,14 +224,14 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     return result
 
 
-def scenario_wishes(rank: int, root: Path) -> dict[str, object]:
+def scenario_wants(rank: int, root: Path) -> dict[str, object]:
     """Every rank has a request of its own for how often versions are taken, and how often they go to storage."""
     pacer = _Pacer()
     to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
-    request, taken = [0], []
-    me = Rank(rank, root, pacer=pacer, wanted_persist_interval=lambda: request[0])
+    wanted, taken = [0], []
+    me = Rank(rank, root, pacer=pacer, wanted_persist_interval=lambda: wanted[0])
     for step in range(1, 11):
-        request[0] = to_storage.get(step, request[0])
+        wanted[0] = to_storage.get(step, wanted[0])
         if rank == 2 and step == 3:  # what does not fit before its optimizer step makes versions rarer on all
             pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
         me.step(step)
