@@ -509,8 +509,6 @@ def _log_to_stderr(job: str, who: str) -> None:
 
 # -- trainers that stand still: the other nodes are asked, the culprit is named ----------------------------
 
-logger = logging.getLogger(__name__)
-
 _ASK_SECS = 0.5
 _COURTESY_SECS = 2.0  # the culprit's node ends its trainers first: it has their stacks written
 _SILENT_SECS = 2.0  # a node that was struck out and lives takes its place again with its next heartbeat

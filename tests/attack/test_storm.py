@@ -110,7 +110,6 @@ def test_setups_differ_and_their_schemes_are_possible() -> None:
         assert setup.shape.degrees.world_size == setup.shape.nodes * setup.shape.procs_per_node
 
 
-@pytest.mark.nightly  # red: the log of the launcher is empty since its start was moved; to be found
 @pytest.mark.process
 def test_a_node_of_the_storm_comes_back_as_the_job_that_it_was(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
