@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 from reft.data.passes import Read
@@ -13,7 +14,7 @@ R = TypeVar("R", bound=Read)
 P = TypeVar("P")
 
 
-class Followed(Generic[R, P]):
+class Followed(ABC, Generic[R, P]):
     """A loader whose position is part of the version."""
 
     def __init__(self) -> None:
@@ -39,17 +40,17 @@ class Followed(Generic[R, P]):
         """Why not every sample would be trained on once, and what to write; None: it would."""
         return None
 
+    @abstractmethod
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def position(self) -> P | None:
         """None where nothing was begun."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_to(self, position: P) -> None:
         """Go on behind ``position``, in a pass that is being read too."""
-        raise NotImplementedError
 
     def begin_anew(self) -> None:
         """A version was loaded that was taken before the first pass was begun."""
