@@ -87,7 +87,7 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 
 PEERS := dlrover==0.6.1 nvidia-resiliency-ext==0.4.1 grpcio protobuf defusedxml nvidia-ml-py pynvml python-dateutil \
 	requests urllib3 idna certifi charset-normalizer pyyaml
-peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed's checkpoints, in turns: a quarter of an hour
+peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed's checkpoints, in turns: half an hour
 	test -e build/peers/dlrover || $(BIN)/python -m pip install -q --target build/peers --no-deps $(PEERS)
 	$(BIN)/python benchmarks/peers build/peers --json build/peers.json $(ARGS)
 
