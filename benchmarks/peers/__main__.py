@@ -58,7 +58,7 @@ def table(cost: dict[str, Any], after: dict[str, Any]) -> str:
         lines.append(f"| {what} | {secs} | {lost} | {after['differing_steps'][system]} |")
     lines += [
         "",
-        "NVIDIA's files are found by rank: where torchrun gives the surviving node another rank, all steps are lost.",
+        "NVIDIA's files are found by rank: if torchrun gives the surviving node another, all steps are lost.",
     ]
     return "\n".join(lines)
 
