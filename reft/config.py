@@ -38,34 +38,34 @@ class PersistConfig(Block):
     dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
     interval_steps: int | Literal["auto"] = Field(
         0,
-        description="write the newest committed version every so many steps; 0: only on SIGTERM; 'auto': as "
-        "often as failures make it worth what it costs, measured while the job runs",
+        description="steps between two checkpoints; 0: write only on SIGTERM; 'auto': the best interval "
+        "for the measured cost and failure rate",
     )
     max_overhead: float = Field(
-        0.035, gt=0, le=1, description="part of the training time that storage may cost, for 'auto'"
+        0.035, gt=0, le=1, description="fraction of the training time that storage may cost, for 'auto'"
     )
     max_lost_steps: int | None = Field(
         None,
         ge=2,
-        description="most steps to make again when memory has failed, for 'auto', which then writes at least "
-        "twice as often, whatever that costs; null: no bound",
+        description="most steps that may have to be repeated after memory has failed, for 'auto'; it then "
+        "writes at least twice as often, at any cost; null: no bound",
     )
     node_mtbf_days: float = Field(
         150.0,
         gt=0,
-        description="mean time between failures of a node, for 'auto'; what the job's own history tells is "
-        "added to it",
+        description="mean time between failures of a node, for 'auto'; the job's own failures are counted "
+        "in addition",
     )
     survival: float | None = Field(
         None,
         gt=0,
         lt=1,
         description="wanted probability, such as 0.999, that memory alone carries the job from one version "
-        "on storage to the next, for 'auto'; null: what failures make worth it",
+        "on storage to the next, for 'auto'; null: no such goal",
     )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
     timeout_secs: float = Field(
-        600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
+        600.0, gt=0, description="give up a checkpoint when a peer's part has not appeared after this time"
     )
 
     @property
@@ -167,19 +167,19 @@ class HasConfig(Block):
         None,
         ge=0,
         le=1,
-        description="most of the computing time that copies may run beside (tier 2); null means all of it "
-        "from a device and where a core is left to them, else none",
+        description="largest fraction of the computing time during which copies may run (tier 2); null: "
+        "all of it on a device, or where a core is free for copies, else none",
     )
     separate_links: bool = Field(
         False,
         description="training and snapshots use different links (NVLink and PCIe), so that copies may also "
-        "run beside communication (tier 3)",
+        "run during communication (tier 3)",
     )
     overflow: Literal["stall", "interval", "staging"] = Field(
         "stall",
-        description="what does not fit before the optimizer step: 'stall' lets it wait, 'interval' takes "
-        "snapshots less often, so that max_overhead is kept, 'staging' keeps a copy in free device memory, "
-        "which the following steps drain",
+        description="what happens to bytes that do not fit before the optimizer step: 'stall' makes the "
+        "step wait, 'interval' takes snapshots less often to keep max_overhead, 'staging' "
+        "keeps a copy in free device memory, which later steps drain",
     )
     staging_fallback: Literal["stall", "interval"] = Field(
         "interval", description="what 'staging' does where the device has no memory to spare"
@@ -188,7 +188,7 @@ class HasConfig(Block):
         0.03,
         gt=0,
         le=1,
-        description="part of the training time that snapshots may cost, for 'interval' and for "
+        description="fraction of the training time that snapshots may cost, for 'interval' and for "
         '"interval_steps": "auto"',
     )
 
@@ -196,17 +196,17 @@ class HasConfig(Block):
 class ProfileConfig(Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
-    steps: int = Field(0, ge=0, description="measure so many steps, once; 0 switches it off")
-    warmup_steps: int = Field(5, ge=0, description="steps to let pass before")
+    steps: int = Field(0, ge=0, description="number of steps to measure, once; 0 switches it off")
+    warmup_steps: int = Field(5, ge=0, description="steps before the measurement")
     dir: Path = Field(
         Path("reft-profile"),
         description="where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png",
     )
     pipelines: int = Field(
-        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are gathered in full"
+        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are recorded in full"
     )
     then: Literal["go_on", "exit"] = Field(
-        "go_on", description="when measured: let the job go on, or end it with exit code 0"
+        "go_on", description="after the measurement: continue the job, or end it with exit code 0"
     )
 
 
@@ -215,7 +215,9 @@ class MetricsConfig(Block):
 
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
     host: str = Field(
-        "127.0.0.1", description="address to listen on; whoever reaches it reads them: no secret is asked for"
+        "127.0.0.1",
+        description="address to listen on; anyone who can reach it can read the metrics: no secret is "
+        "required",
     )
 
 
@@ -225,8 +227,8 @@ class ElasticConfig(Block):
     wait_secs: float | None = Field(
         None,
         gt=0,
-        description="with --nnodes MIN:MAX, how long the nodes that are left wait for one in the place of a "
-        "lost one before they go on without; null: last_call_timeout of --rdzv-conf, 10",
+        description="with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they "
+        "continue without it; null: last_call_timeout of --rdzv-conf, 10",
     )
 
 
@@ -247,14 +249,15 @@ class ReftConfig(Block):
     )
     interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
-        description="take a snapshot every so many optimizer steps; 'auto': as often as has.max_overhead "
-        "allows, measured while the job runs",
+        description="optimizer steps between two snapshots; 'auto': as often as has.max_overhead allows, by "
+        "measured cost",
     )
     max_lost_steps: int | None = Field(
         None,
         ge=4,
-        description='most steps to make again after a failure that memory survives, for "interval_steps": '
-        "'auto', which then takes snapshots at least twice as often, whatever that costs; null: no bound",
+        description="most steps that may have to be repeated after a failure that memory survives, for "
+        "\"interval_steps\": 'auto'; it then takes snapshots at least twice as often, at any cost; "
+        "null: no bound",
     )
     variant: Variant = Field(
         Variant.HAS,
@@ -265,14 +268,15 @@ class ReftConfig(Block):
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
     protection: Annotated[str, BeforeValidator(short_form)] = Field(
         "arc",
-        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' a "
-        "parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing; "
-        "survives as many lost nodes per sharding group as copies and parities together. ZeRO partitions "
-        "and host state are copied to that many ring peers; with '+aor' added, as in 'aec+aor', the peers "
-        "recompute the partitions from the gradients instead. 'auto' chooses at the start: what moves least "
-        "of all that fits the memory and survives 'tolerance' lost nodes, given who sits where; it never "
-        "recomputes, 'auto+aor' does. A mapping says the same: {scheme: rs, parities: 2, recompute: true} is "
-        "'rs:2+aor', {scheme: arc, copies: 2} is 'arc:2'",
+        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' "
+        "a parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, "
+        "'none' nothing; survives as many lost nodes per sharding group as copies and parities "
+        "together. ZeRO partitions and host state are copied to that many ring peers; with "
+        "'+aor' added, as in 'aec+aor', the peers recompute the partitions from the gradients "
+        "instead. 'auto' chooses at the start the protection that moves the fewest bytes among "
+        "those that fit the memory and survive 'tolerance' lost nodes, by the real placement; "
+        "it never recomputes, 'auto+aor' does. A mapping has the same meaning: {scheme: rs, "
+        "parities: 2, recompute: true} is 'rs:2+aor', {scheme: arc, copies: 2} is 'arc:2'",
     )
     tolerance: int = Field(
         1,
@@ -281,12 +285,12 @@ class ReftConfig(Block):
         "on several nodes that survives fewer is not started",
     )
     allow_unprotected: bool = Field(
-        False, description="start on several nodes also where fewer losses than 'tolerance' are survived"
+        False, description="start on several nodes even if the job survives fewer losses than 'tolerance'"
     )
     strict: bool = Field(
         False,
-        description="stop the job at its first step, with an error, for all that is otherwise warned of: "
-        "what would make a recovery impossible or different",
+        description="stop the job at its first step with an error, instead of a warning, for anything that "
+        "would make a recovery impossible or different",
     )
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
@@ -305,14 +309,14 @@ class ReftConfig(Block):
         description="bytes reserved per rank for RNG states, schedulers, counters and client state",
     )
     memory_limit_bytes: int | None = Field(
-        None, ge=1, description="most host memory reft may reserve per node; null means what is free"
+        None, ge=1, description="most host memory that reft may reserve per node; null: all that is free"
     )
     memory_margin_bytes: int | None = Field(
         None,
         ge=0,
-        description="free host memory of a node below which versions are kept more cheaply, a step at a "
-        "time, until there is room again; null means 1/64 of the memory directory's file system, at most "
-        "1 GiB",
+        description="free host memory of a node below which reft reduces redundancy and versions, one step "
+        "at a time, until there is room again; null means 1/64 of the memory directory's file "
+        "system, at most 1 GiB",
     )
     transport: Literal["sockets", "mpi"] = Field(
         "sockets",
@@ -320,13 +324,19 @@ class ReftConfig(Block):
         "connections of reft's own, or 'mpi', the fabric of the MPI job that 'reft mpi-run' runs in (needs "
         "the extra reft-ckpt[mpi]); never chosen by itself",
     )
-    patience: float = Field(
+    hang_factor: float = Field(
         10.0,
         ge=0,
         le=10_000,
-        description="a trainer that does nothing for so many times the longest of its last 64 steps hangs, "
-        "and all are restarted; in its first step, an evaluation, a save, or in the script's own between "
-        "two steps, so many minutes (docs/monitoring.md); 0 watches nobody",
+        description="a trainer hangs, and all trainers restart, when a step makes no progress for this many "
+        "times the longest of its last 64 steps; 0 switches hang detection off",
+    )
+    hang_timeout_secs: float = Field(
+        600.0,
+        gt=0,
+        le=1_000_000,
+        description="the same limit where no step is measured: the first two steps, an evaluation, a save, "
+        "or the script's own code between two steps (docs/monitoring.md)",
     )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
@@ -336,8 +346,9 @@ class ReftConfig(Block):
     )
     accept_changes: tuple[str, ...] = Field(
         (),
-        description="facts in which stored state may differ from the job and is taken up all the same, as "
-        'the refusal names them: "config.optimizer.params.lr", or "config" for all of the configuration',
+        description="settings in which stored state may differ from the job and is still restored, as the "
+        'refusal names them: "config.optimizer.params.lr", or "config" for all of the '
+        "configuration",
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
