@@ -1,4 +1,4 @@
-"""From a hang to its name and to the next step, at steps of 0.3 s and the default patience.
+"""From a hang to its name and to the next step, at steps of 0.3 s and the default limits.
 
     .venv/bin/python benchmarks/hangs.py --json
 

@@ -66,7 +66,7 @@ def main() -> None:
         options.rounds, options.calls = 3, 200
     notes, turns, steps, looks = [], [], [], {trainers: [] for trainers in TRAINERS}
     with tempfile.TemporaryDirectory(prefix="reft-bench-", dir=options.shm) as folder:
-        page = open_page(Path(folder), 0, 0, 10.0)
+        page = open_page(Path(folder), 0, 0, 10.0, 600.0)
         noted = at_instruction(page, "ForwardPass")(instruction)
         sent = at_instruction(page, "SendActivation")(instruction)
         for _ in range(options.rounds):
@@ -79,7 +79,7 @@ def main() -> None:
             page.end_step(1)
             steps.append(thread_secs(lambda: (page.begin_step(), page.end_step(1)), options.calls))
             for trainers in TRAINERS:
-                pages = [ProgressPage(Path(folder), n, n, 10.0) for n in range(1, trainers)]
+                pages = [ProgressPage(Path(folder), n, n, 10.0, 600.0) for n in range(1, trainers)]
                 watch = Watch()
                 calls = max(1, options.calls // 100)
                 look = thread_secs(lambda w=watch: w.look(read_pages(Path(folder)), 0.25), calls)

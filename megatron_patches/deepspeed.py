@@ -40,9 +40,9 @@ _START_ONCE = (
     "with --load DIR"
 )
 _REFUSED = {
-    "finetune": f"every restart after a failure would begin anew from the weights alone. {_START_ONCE}",
+    "finetune": f"every restart after a failure would start again from the weights alone. {_START_ONCE}",
     "reset_iteration": f"every restart after a failure would begin at iteration 0. {_START_ONCE}",
-    "universal_checkpoint": f"what reft persists is no universal checkpoint. {_START_ONCE}",
+    "universal_checkpoint": f"reft persists no universal checkpoints. {_START_ONCE}",
     "curriculum_learning_legacy": "reft does not know how many tokens its steps consume",
     "data_efficiency_curriculum_learning": "reft does not know how many tokens its steps consume",
     "random_ltd": "reft does not know how many tokens its steps consume",
@@ -58,9 +58,9 @@ _REFUSED_ABOVE_ONE = {
 """Numbers that must be 1, each with the reason."""
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
-    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) deals a pass out by the "
-    "data-parallel degree: with another one, samples of the pass are trained on twice, and others not at all"
-    ". Use --dataloader-type single, whose order is the job's at every degree"
+    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by the "
+    "data-parallel degree: at another degree, some samples of the pass are used twice and others never. "
+    "Use --dataloader-type single, whose order is the same at every degree"
 )
 _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
@@ -121,14 +121,14 @@ class MegatronProgram:
         if session.is_rank_zero:
             logger.info(
                 "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed samples and "
-                "tokens, arguments and random states are part of every version. Refused are %s",
+                "tokens, arguments and random states are part of every version. reft refuses %s",
                 ", ".join(map(_option, sorted((*_REFUSED, *_REFUSED_ABOVE_ONE)))),
             )
         if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
-                "with reft, --exit-signal-handler does nothing: told to stop (SIGTERM), the job commits its "
-                "step in memory and ends, and the program writes no checkpoint to --save. To have one "
-                'written then, write "persist": {"dir": ...} into the reft block'
+                "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its step in "
+                "memory and ends, and the program writes no checkpoint to --save. To get a checkpoint "
+                'then, write "persist": {"dir": ...} into the reft block'
             )
         if self._args.load is None:
             if session.is_rank_zero:

@@ -38,9 +38,9 @@ def tell_of_abandoned_builds() -> None:
     for lock, made_at in set(abandoned_locks()) - _told:
         _told.add((lock, made_at))
         logger.warning(
-            "%s was left on %s by a build that has ended: no process of this host has it open. A script that "
-            "needs this operator of DeepSpeed or torch waits for it without end. Unless another host builds "
-            "there now, remove it: rm '%s'",
+            "%s was left on %s by a build that has ended: no process on this host has it open. A script "
+            "that needs this operator of DeepSpeed or torch will wait for it forever. Unless another host "
+            "is building there now, remove it: rm '%s'",
             *(lock, time.strftime("%F %T", time.localtime(made_at)), lock),
         )
 

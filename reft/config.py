@@ -42,7 +42,7 @@ class PersistConfig(Block):
         "chosen while the job runs, from how often memory fails and what writing costs",
     )
     max_overhead: float = Field(
-        0.035, gt=0, le=1, description="part of the training time that storage may cost, for 'auto'"
+        0.035, gt=0, le=1, description="fraction of the training time that storage may cost, for 'auto'"
     )
     max_lost_steps: int | None = Field(
         None,
@@ -318,13 +318,19 @@ class ReftConfig(Block):
         description="carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections"
         " of reft, or 'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])",
     )
-    patience: float = Field(
+    hang_factor: float = Field(
         10.0,
         ge=0,
         le=10_000,
-        description="a trainer that does nothing for so many times the longest of its last 64 steps hangs, "
-        "and all are restarted; in its first step, an evaluation, a save, or in the script's own between "
-        "two steps, so many minutes (docs/monitoring.md); 0 watches nobody",
+        description="a trainer hangs, and all trainers restart, when a step makes no progress for this many "
+        "times the longest of its last 64 steps; 0 switches hang detection off",
+    )
+    hang_timeout_secs: float = Field(
+        600.0,
+        gt=0,
+        le=1_000_000,
+        description="the same limit where no step is measured: the first two steps, an evaluation, a save, "
+        "or the script's own code between two steps (docs/monitoring.md)",
     )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"

@@ -37,9 +37,17 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
 
 
 _GONE = {
-    "aor": "this key is gone; remove it: what peers recompute is kept where it equals the owner's partition "
-    "in every bit, and a device gets there with reft.ExactAdam",
-    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says",
+    "aor": (
+        "this key is gone; remove it: recomputed partitions are kept only if they equal the owner's in "
+        "every bit, which a device reaches with reft.ExactAdam"
+    ),
+    "patience": (
+        "this key is gone; write hang_factor (times the longest of the last 64 steps) with its value, and "
+        "hang_timeout_secs (where no step is measured) with 60 times its value"
+    ),
+    "elastic.follow_advice": (
+        "this key is gone; remove it, and carry out the advice of 'reft advise' with 'reft scale'"
+    ),
 }
 """Keys of older releases, and what to write instead."""
 

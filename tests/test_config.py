@@ -58,13 +58,13 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"protection": "auto+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"protection": "automatic"}, "found protection 'automatic'"),
         ({"protection": {"scheme": "rs"}}, '"parities": 2'),
-        ({"protection": {"scheme": "rs:2"}}, 'with "copies" and "parities" beside it'),
+        ({"protection": {"scheme": "rs:2"}}, 'together with "copies" and "parities"'),
         ({"protection": {"copies": 2}}, '"scheme" is missing; write one of none, auto, arc'),
         ({"protection": {"sheme": "rs"}}, 'did you mean "scheme"'),
         ({"protection": {"scheme": "aec", "parities": 2}}, 'write "scheme": "rs"'),
         ({"protection": {"scheme": "arc+aec", "parities": 2}}, 'write "scheme": "arc+rs"'),
         ({"protection": {"scheme": "aec", "copies": 2}}, 'write "scheme": "arc+aec"'),
-        ({"protection": {"scheme": "auto", "copies": 2}}, 'write "tolerance" beside "protection"'),
+        ({"protection": {"scheme": "auto", "copies": 2}}, 'write "tolerance" next to "protection"'),
         ({"protection": {"scheme": "arc", "copies": True}}, "write a whole number from 1 to 99"),
         ({"protection": {"scheme": "arc", "recompute": "yes"}}, "write true or false"),
         ({"protection": {"scheme": "none", "recompute": True}}, '"aec+aor"'),
@@ -181,5 +181,9 @@ def test_config_check(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_key_that_is_gone_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(
+        ConfigError, match=r"patience: this key is gone; write hang_factor .* hang_timeout_secs"
+    ):
+        parse_block({"patience": 10})
     with pytest.raises(ConfigError, match=r"elastic\.follow_advice: this key is gone.*reft scale"):
         parse_block({"elastic": {"follow_advice": True}})

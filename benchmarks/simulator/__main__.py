@@ -33,7 +33,7 @@ MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
 def has_command(
     *,
     model: Annotated[str | None, typer.Option(help="one job instead: the Llama-2 1.3b to 34b")] = None,
-    machine: Annotated[str, typer.Option(help="with --model: v100, frontier, a100 or h100")] = "h100",
+    cluster: Annotated[str, typer.Option(help="with --model: v100, frontier, a100 or h100")] = "h100",
     tp: Annotated[int, typer.Option("--tp", min=1, help="with --model: tensor-parallel degree")] = 8,
     pp: Annotated[int, typer.Option("--pp", min=1, help="with --model: pipeline stages")] = 4,
     dp: Annotated[int, typer.Option("--dp", min=1, help="with --model: data-parallel degree")] = 16,
@@ -57,7 +57,7 @@ def has_command(
     make = _schedule(schedule)
     groups: Sequence[Experiment] = experiments(micro_batches)
     if model is not None:
-        groups = (Experiment("given", (_training(model, machine, (tp, pp, dp), micro_batches),)),)
+        groups = (Experiment("given", (_training(model, cluster, (tp, pp, dp), micro_batches),)),)
     results = [[predict(t, protection=protection, schedule=make) for t in g.trainings] for g in groups]
     if figure is not None:
         from .figures import draw_overheads
@@ -145,13 +145,13 @@ def _schedule(name: str) -> Any:
     return SCHEDULES[name]
 
 
-def _training(model: str, machine: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
+def _training(model: str, cluster: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
     from reft.tools.planning.cluster import MACHINES
     from reft.tools.planning.model import Training
 
-    if machine.lower() not in MACHINES:
-        raise ConfigError(f"machine is {machine!r}; known: {', '.join(MACHINES)}")
-    return Training(model.removeprefix("llama2-"), MACHINES[machine.lower()], *degrees, micro_batches)
+    if cluster.lower() not in MACHINES:
+        raise ConfigError(f"--cluster is {cluster!r}; known: {', '.join(MACHINES)}")
+    return Training(model.removeprefix("llama2-"), MACHINES[cluster.lower()], *degrees, micro_batches)
 
 
 # ---- output ----

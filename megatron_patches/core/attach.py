@@ -86,8 +86,9 @@ def attach_megatron(
         raise ConfigError('reft.attach_megatron was called with "enabled": false; leave the call out instead')
     if parsed.persist.dir is not None:
         raise ConfigError(
-            f"persist.dir is {parsed.persist.dir}, but of Megatron-core reft writes no checkpoints to disk; "
-            f"remove it, save by Megatron's own means, and give load() what loads that"
+            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of Megatron-core to "
+            "disk; remove it, save with Megatron's own functions, and pass to load() the function that "
+            "loads such a checkpoint"
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
@@ -137,7 +138,8 @@ class MegatronProtection:
         """
         if self.session.worker is not None:
             raise ConfigError(
-                "load() was called a second time or behind the first step; call it once, before"
+                "load() was called a second time, or after the first step; call it once, before the first "
+                "step"
             )
         recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
@@ -213,8 +215,9 @@ class MegatronProtection:
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self._begun:
                 raise ConfigError(
-                    "optimizer.step() was called, but not zero_grad_buffer() of the model chunks since the "
-                    "step before; call it on every chunk where a step begins: there reft takes its versions"
+                    "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
+                    "called since the previous step; call it on every chunk when a step begins: reft takes "
+                    "its versions there"
                 )
             if self._weaver is not None:
                 self._weaver.pause()
@@ -258,7 +261,7 @@ class MegatronProtection:
         if self.session.state.client_state is None:
             warn(
                 self.session,
-                f"reft does not know how many samples were consumed: after a failure the job goes on with "
+                "reft does not know how many samples were consumed: after a failure the job continues with "
                 f"other data, unless batches follow from the iteration that load() returns. Write{_LINES}",
             )
 

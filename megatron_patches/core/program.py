@@ -63,10 +63,12 @@ _COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 _ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
 _SUMS = "total_loss_dict"  # what the lines that it prints are the means of; all but the counts are tensors
 _REFUSED = {
-    "inprocess_restart": "it keeps trainers that reft starts anew; leave it out",
+    "inprocess_restart": "it keeps trainers alive that reft restarts; leave it out",
     "perform_rl_step": "the rollouts are not captured",
-    "moe_use_upcycling": "every restart would upcycle anew. Start once without the reft block and with "
-    "--save DIR --exit-interval 1, then train with --load DIR and without it",
+    "moe_use_upcycling": (
+        "every restart would upcycle again. Start once without the reft block and with --save DIR "
+        "--exit-interval 1, then train with --load DIR and without it"
+    ),
 }
 """Options with which a restart would not go on as the undisturbed run does, each with the reason."""
 Function = Callable[..., Any]
@@ -220,9 +222,9 @@ class TrainingProgram:
             self._block = {"interval_steps": every, **self._block}
         if args.rank == 0:
             logger.warning(
-                "--non-persistent-ckpt-type local: reft's versions in memory take the place of local "
-                'checkpoints. "interval_steps" and "protection" of the reft block say how often they are '
-                "taken and how many nodes may be lost; --replication-factor and the directory are not used"
+                "--non-persistent-ckpt-type local: reft's versions in memory replace local checkpoints. "
+                '"interval_steps" and "protection" of the reft block say how often they are taken and how '
+                "many nodes may be lost; --replication-factor and the directory are not used"
             )
         args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
         args.replication, args.replication_jump = False, None
@@ -262,8 +264,9 @@ class TrainingProgram:
         partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
         if protection.half_written and partly:
             raise UnrecoverableError(
-                "the job's memory turned out corrupt while it was restored, and the program loads without "
-                "its optimizer, of which some is written: leave --no-load-optim and --finetune out"
+                "the job's memory was found to be corrupt during the restore, after part of the optimizer "
+                "was written, and the program loads without its optimizer: leave --no-load-optim and "
+                "--finetune out"
             )
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:

@@ -109,7 +109,7 @@ def _of_optimizer(part: Any) -> Iterator[Fact]:
     yield bool(get("optimizer_cpu_offload")), f"{path} with CPU offload", "set optimizer_cpu_offload to False"
     overlaps = bool(get("overlap_param_gather_with_optimizer_step"))
     layers = bool(get("use_layer_wise_distributed_optimizer"))
-    what = f"{path} beside a layer-wise optimizer"
+    what = f"{path} together with a layer-wise optimizer"
     yield layers, what, "set use_layer_wise_distributed_optimizer to False"
     yield bool(get("optimizer_cuda_graph")), f"{path} in a CUDA graph", "set optimizer_cuda_graph to False"
     what = f"{path} that gathers parameters during its own step"

@@ -11,16 +11,19 @@ import typer
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
 from reft.memory.free_memory import bounds
 from reft.memory.jobdir import JobDir
+from reft.node.advice import advise, scale_plan, situation
 from reft.node.history import read_history
 from reft.node.report import newest_board
-from reft.policy.advice import advise, scale_plan, situation
 
 
 def advise_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
     max_nodes: Annotated[
-        int | None, typer.Option(min=1, help="that the job may have; without it no more are advised")
+        int | None,
+        typer.Option(
+            min=1, help="most nodes that the job may have; without it, reft advises no additional nodes"
+        ),
     ] = None,
     as_json: AsJson = False,
     as_yaml: Annotated[
@@ -28,9 +31,9 @@ def advise_command(
         typer.Option("--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)"),
     ] = False,
 ) -> None:
-    """What to change: nodes to replace or drop, another number of them, memory of a node.
+    """Advise what to change: nodes to replace or drop, the number of nodes, the memory of a node.
 
-    From named stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory. It is advice:
+    The advice follows from stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory.
     'reft scale' carries it out.
     """
     paths = find_memory(memory_dir, job)
@@ -49,4 +52,4 @@ def advise_command(
     for advice in found:
         typer.echo(str(advice))
     if not found:
-        typer.echo(f"job {name}: nothing to change, as far as its nodes tell")
+        typer.echo(f"job {name}: nothing to change, as far as its nodes report")

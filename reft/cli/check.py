@@ -23,29 +23,30 @@ from reft.tools.check import MEASURES, check_nodes
 
 def check_command(
     *,
-    nnodes: Annotated[int, typer.Option(min=1, help="nodes to check, each of which runs this")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="nodes to check; each of them runs this command")] = 1,
     rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="where `reft rendezvous` runs; with one node not needed")
+        str, typer.Option(metavar="HOST:PORT", help="where `reft rendezvous` runs; not needed for one node")
     ] = "",
-    rdzv_id: Annotated[str, typer.Option(help="of this check; another one for every check")] = "check",
+    rdzv_id: Annotated[str, typer.Option(help="id of this check; use a new one for every check")] = "check",
     node_id: Annotated[
         str, typer.Option(envvar=ENV_NODE_ID, help="name of this node (default: the host's)")
     ] = "",
     factor: Annotated[
-        float, typer.Option(min=1.05, help="a node that is so many times slower than the others is bad")
+        float,
+        typer.Option(min=1.05, help="report a node as bad if it is this many times slower than the others"),
     ] = 1.5,
-    secs: Annotated[float, typer.Option(min=0.1, help="that each measure of a node takes")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=1.0, help="seconds to wait for a node, in each turn")] = 60.0,
+    secs: Annotated[float, typer.Option(min=0.1, help="seconds that each measurement takes")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="seconds to wait for a node in each round")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Find the slow or hanging node of many before training: each multiplies matrices, copies memory and,
-    where it has devices, copies to them; then all reduce in pairs, twice, with other partners.
+    """Find slow or hanging nodes before training: each node multiplies matrices, copies memory and, where it
+    has devices, copies to them; then the nodes all-reduce in pairs, twice, with different partners.
 
-    On every node, with `reft rendezvous` somewhere:
+    Run it on every node, with `reft rendezvous` on some host:
 
         reft check --nnodes 4 --rdzv-endpoint HOST:29400
 
-    Exit code 0: all are well; 1: one is bad, or it is not clear which; 2: wrong use.
+    Exit code 0: all nodes are well; 1: a node is bad, or it is not clear which one; 2: wrong use.
     """
     if nnodes > 1 and not rdzv_endpoint:
         raise ConfigError(

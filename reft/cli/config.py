@@ -18,9 +18,11 @@ def config_command(
     *,
     explain: Annotated[bool, typer.Option("--explain", help="list every key with its default")] = False,
     check: Annotated[
-        str | None, typer.Option(help="a DeepSpeed JSON to check: what is refused and warned of")
+        str | None, typer.Option(help="a DeepSpeed JSON to check: print what reft refuses or warns about")
     ] = None,
-    script: Annotated[str | None, typer.Option(help="a training script to read for what it lacks")] = None,
+    script: Annotated[
+        str | None, typer.Option(help="a training script to check: print what it lacks")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Explain the "reft" block of the DeepSpeed JSON, or check one."""
@@ -66,7 +68,7 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     for kind, text in lines:
         typer.echo(f"{kind}: {text}")
     if not lines:
-        typer.echo("nothing is refused or warned of")
+        typer.echo("reft refuses nothing and has no warnings")
     return well
 
 

@@ -29,7 +29,7 @@ hook_app = typer.Typer(help="Make the reft block effective under any launcher, i
 
 @hook_app.command("install")
 def install_command() -> None:
-    """Have `import deepspeed` import reft, in every script of this Python environment."""
+    """Make `import deepspeed` import reft in every script of this Python environment."""
     path = place()
     try:
         path.write_text(LINE.strip().replace("\n", r"\n") + "\n")
@@ -39,8 +39,8 @@ def install_command() -> None:
             f"write `import reft` into the script before it imports deepspeed"
         ) from error
     typer.echo(
-        f"installed: {path}. Scripts of {sys.prefix} heed the reft block under any launcher; `reft launch` "
-        f"alone starts the node daemon and replaces nodes"
+        f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; only `reft "
+        "launch` starts the node daemon and replaces nodes"
     )
 
 
@@ -60,7 +60,7 @@ def remove_command() -> None:
 
 @hook_app.command("status")
 def status_command() -> None:
-    """Say whether it is installed; exit code 1 if not."""
+    """Print whether the hook is installed; exit code 1 if not."""
     path = place()
     if not path.exists():
         typer.echo(f"not installed: there is no {path}")

@@ -26,15 +26,17 @@ EXIT_NOT_WELL = 1
 MemoryDirs = Annotated[
     list[Path] | None,
     typer.Option(
-        "--memory-dir", help="a node's memory directory; once per node", show_default="REFT_MEMORY_DIR"
+        "--memory-dir",
+        help="memory directory of a node; may be repeated, once per node",
+        show_default="REFT_MEMORY_DIR",
     ),
 ]
-Job = Annotated[str | None, typer.Option("--job", help="the job; not needed where there is only one")]
+Job = Annotated[str | None, typer.Option("--job", help="name of the job; not needed if there is only one")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 def inspect_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
-    """What versions are in memory, whose, whole or torn, recoverable or not and why."""
+    """Show the versions in memory: of which ranks, complete or torn, recoverable or why not."""
     report = inspect_job(find_memory(memory_dir, job))
     _show(report, as_json)
     if report.restores is None:
@@ -53,12 +55,12 @@ def clean_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
     force: Annotated[bool, typer.Option("--force", help="remove --job even if it is alive")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be removed")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove the memory of dead jobs. Live ones are left alone."""
     if force and job is None:
-        raise ConfigError("--force removes the memory of a live job: say which one with --job")
+        raise ConfigError("--force removes the memory of a live job: name it with --job")
     dirs = _memory_dirs(memory_dir)
     jobs = (
         [s for d in dirs for s in list_jobs(d)]
@@ -80,7 +82,9 @@ def persist_command(
     out: Annotated[Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")],
     memory_dir: MemoryDirs = None,
     job: Job = None,
-    keep: Annotated[int, typer.Option(min=1, help="newest checkpoints of the job to keep there")] = 2,
+    keep: Annotated[
+        int, typer.Option(min=1, help="number of the job's newest checkpoints to keep there")
+    ] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
@@ -123,7 +127,9 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
     if not found:
         raise ReftError(f"no job has memory in {places}")
     if job is None and len(found) > 1:
-        raise ConfigError(f"several jobs have memory in {places}: {', '.join(sorted(found))}; say --job")
+        raise ConfigError(
+            f"several jobs have memory in {places}: {', '.join(sorted(found))}; choose one with --job"
+        )
     return found[job if job is not None else next(iter(found))]
 
 

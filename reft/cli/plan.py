@@ -44,18 +44,19 @@ def plan_command(
     ] = None,
     pp: Annotated[int, typer.Option("--pp", min=1, help="pipeline stages")] = 1,
     dp: Annotated[
-        int | None, typer.Option("--dp", min=1, help="replicas; by default from --nodes or CONFIG")
+        int | None, typer.Option("--dp", min=1, help="replicas; default: from --nodes or CONFIG")
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel degree")] = 1,
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes, instead of --dp")] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="per pipeline and step; by default gradient_accumulation_steps")
+        int | None,
+        typer.Option(min=1, help="micro-batches per pipeline and step; default: gradient_accumulation_steps"),
     ] = None,
     rank_order: Annotated[
         str,
         typer.Option(
             help="order of the axes in the ranks, slowest first, or auto, which puts data-parallel peers on "
-            "different nodes where that is possible; by default DeepSpeed's own"
+            "different nodes where possible; default: DeepSpeed's own"
         ),
     ] = "pipe-data-model",
     parameters: Annotated[
@@ -63,49 +64,48 @@ def plan_command(
         typer.Option(
             parser=_count,
             metavar="N",
-            help="count bytes for so many parameters, evenly spread, as publications do (7B, 1.3e9); without "
-            "--model computing time is a Llama's of that size",
+            help="count bytes for this many parameters (7B, 1.3e9), spread evenly, as publications do; "
+            "without --model, estimate the computing time of a Llama of that size",
         ),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a sample; by default the model's, 4096 at most")
+        int | None, typer.Option(min=1, help="tokens per sample; default: the model's, at most 4096")
     ] = None,
     tolerance: Annotated[
         int | None,
-        typer.Option(min=0, help="node losses that every sharding group should survive; by default CONFIG's"),
+        typer.Option(min=0, help="node losses that every sharding group should survive; default: CONFIG's"),
     ] = None,
     protection: Annotated[
-        str | None, typer.Option(help="instead of CONFIG's: a scheme such as aec, or auto, which chooses")
+        str | None, typer.Option(help="protection to use instead of CONFIG's: a scheme such as aec, or auto")
     ] = None,
     host_memory_gb: Annotated[
         float | None,
         typer.Option(
-            help="GB that reft may reserve per node; by default CONFIG's limit, or half of the memory"
+            help="GB that reft may reserve per node; default: CONFIG's limit, or half of the memory"
         ),
     ] = None,
     max_overhead: Annotated[
         float | None,
-        typer.Option(min=0, help="part of the time that snapshots may cost; by default CONFIG's"),
+        typer.Option(min=0, help="fraction of the training time that snapshots may cost; default: CONFIG's"),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of estimated"),
+        typer.Option(help="measured windows, from 'reft profile --json FILE', instead of estimated ones"),
     ] = None,
     print_cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="print a cluster as JSON, to begin a file of your own, and end"),
+        typer.Option(metavar="NAME", help="print a cluster as JSON and exit, as a start for your own file"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """What a job's protection will cost and survive, before buying a node-hour.
+    """Predict what a job's protection costs and survives, before it is started.
 
-    Bytes per rank, host memory, idle windows, predicted overhead, tolerance from the placement, how often to
-    persist, and which alternatives would fit. Estimated from published hardware figures.
+    Prints bytes per rank, host memory, idle windows, overhead, tolerance from the placement, the interval of
+    checkpoints on storage, and alternatives. All times are estimated from published hardware figures.
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
-    Exit code 1: what is asked for does not fit, costs too much, or survives
-    fewer losses than wanted.
+    Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
     """
     from reft.config_read import read_object
     from reft.tools.planning.cluster import load_cluster
@@ -117,7 +117,9 @@ def plan_command(
         typer.echo(json.dumps(load_cluster(print_cluster).to_json(), indent=2))
         return
     if config is None:
-        raise ConfigError("say what to plan: the path of a DeepSpeed JSON, such as configs/bf16-zero1.json")
+        raise ConfigError(
+            "CONFIG is missing; give the path of a DeepSpeed JSON, such as configs/bf16-zero1.json"
+        )
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)

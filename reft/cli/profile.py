@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_outputs(group: argparse._ActionsContainer) -> None:
-    says = "show the profile that --json has saved there; no job is run"
+    says = "show the profile that --json saved in FILE; run no job"
     group.add_argument("--from", type=Path, dest="saved", metavar="FILE", help=says)
     for option, kind, metavar, says in (
         ("--json", Path, "FILE", "write the profile as JSON; '-' is stdout"),
         ("--trace", Path, "FILE", "write Chrome trace events, for ui.perfetto.dev"),
         ("--figure", Path, "FILE", "draw the timeline (png, svg, pdf; needs matplotlib)"),
-        ("--figure-step", int, "STEP", "draw this step, not the median one"),
+        ("--figure-step", int, "STEP", "draw this step instead of the median one"),
     ):
         group.add_argument(option, type=kind, metavar=metavar, help=says)
 
@@ -73,14 +73,14 @@ def _run(argv: Sequence[str]) -> int:
     parser = make_parser()
     parser.prog = _NAME
     parser.description = (
-        "Runs a job like 'reft launch', whose options it takes, measures some warm steps, and tells where "
-        "the devices of every pipeline stage wait and what of a snapshot fits there. The job ends with the "
-        "measurement."
+        "Run a job like 'reft launch' (with the same options), measure some steps after warm-up, and "
+        "report where the devices of every pipeline stage wait and how much of a snapshot fits there. The "
+        "job ends after the measurement."
     )
     _add_options(parser)
     args = parser.parse_args(list(argv))
     if args.saved is not None:
-        raise ConfigError("--from shows a saved profile: leave the script and the options of its start out")
+        raise ConfigError("--from shows a saved profile: remove the script and its launch options")
     _check_outputs(args)
     with tempfile.TemporaryDirectory(prefix="reft-profile-") as scratch:
         folder = (args.dir or Path(scratch)).absolute()
@@ -103,20 +103,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("profile")
     for option, default, says in (
         ("--steps", 10, "steps to measure"),
-        ("--warmup-steps", defaults.warmup_steps, "steps to let pass before"),
-        ("--pipelines", defaults.pipelines, "pipelines whose instructions are gathered in full"),
+        ("--warmup-steps", defaults.warmup_steps, "steps before the measurement"),
+        ("--pipelines", defaults.pipelines, "pipelines whose instructions are recorded in full"),
     ):
         dest = f"profile_{option[2:].replace('-', '_')}"
         group.add_argument(
             option, type=int, default=default, dest=dest, help=f"{says} (default: %(default)s)"
         )
-    group.add_argument("--dir", type=Path, help="keep everything that is written in this directory")
+    group.add_argument("--dir", type=Path, help="directory in which to keep all files")
     group.add_argument(
-        "--keep-running", action="store_true", help="let the job go on after the measurement, to its own end"
+        "--keep-running",
+        action="store_true",
+        help="let the job continue to its own end after the measurement",
     )
-    group.add_argument(
-        "--without-snapshots", action="store_true", help="measure the job as it is without snapshots"
-    )
+    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
     _add_outputs(group)
 
 
@@ -151,7 +151,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
     if ranks and 0 not in ranks:
         print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
         return 0
-    why = "making it failed, see the log above"
+    why = "the profile could not be made; see the log above"
     if not ranks:
         why = (
             f"it made fewer than {args.profile_warmup_steps} + {args.profile_steps} + 1 steps (lower "

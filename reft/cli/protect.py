@@ -24,25 +24,27 @@ _POLL_SECS = 0.05
 def protect_command(
     scheme: Annotated[
         str | None,
-        typer.Argument(help="none, arc, arc:K, aec, rs:K, arc+aec, arc:A+rs:K; without it: what is in force"),
+        typer.Argument(
+            help="none, arc, arc:K, aec, rs:K, arc+aec, arc:A+rs:K; without it: print the current protection"
+        ),
     ] = None,
     memory_dir: MemoryDirs = None,
     job: Job = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="seconds to wait until the job has followed; 0 only asks")
+        float, typer.Option(min=0, help="seconds to wait until the job has switched; 0: do not wait")
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Switch the redundancy that a running job keeps, at one version boundary on all its ranks.
+    """Switch the redundancy of a running job, on all ranks at the same version.
 
-    One node of the job is enough: its trainers tell the others. The last committed version stays
-    recoverable until one is committed under the new scheme.
+    Run it on one node of the job: its trainers inform the others. The last committed version stays
+    recoverable until a version is committed under the new scheme.
     """
     paths = find_memory(memory_dir, job)
     if scheme is None:
         record = read_record(paths[0])
         if record is None:
-            raise ReftError(f"{paths[0]}: no trainer has said yet what is in force")
+            raise ReftError(f"{paths[0]}: no trainer has reported its protection yet")
         _show(record, as_json)
         return
     _refuse_impossible(parse_order(scheme), paths)
@@ -61,9 +63,9 @@ def protect_command(
     record = _await(running, order.number, wait)
     if record is None:
         raise ReftError(
-            f"the job has not switched to {scheme} within {wait:.0f} s: it starts, takes no versions "
-            f'("variant": "none"), or its steps are that long. The order stays and is followed at its next '
-            f"version; 'reft protect' shows what is in force"
+            f"the job has not switched to {scheme} within {wait:.0f} s: it is still starting, takes no "
+            'versions ("variant": "none"), or its steps take longer than that. The order stays and is '
+            "carried out at the next version; 'reft protect' shows the current protection"
         )
     _show(record, as_json)
     if record.refused is not None:

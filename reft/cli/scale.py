@@ -18,44 +18,45 @@ _POLL_SECS = 0.1
 
 
 def scale_command(
-    nodes: Annotated[int, typer.Argument(min=1, help="that the job is to have, within its --nnodes MIN:MAX")],
+    nodes: Annotated[
+        int, typer.Argument(min=1, help="nodes that the job should have, within its --nnodes MIN:MAX")
+    ],
     *,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", help="id of a node that leaves before any other; may be repeated"),
+        typer.Option("--without", help="id of a node that should leave first; may be repeated"),
     ] = None,
     memory_dir: MemoryDirs = None,
     job: Job = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="seconds to wait until the job has followed; 0 only asks")
+        float, typer.Option(min=0, help="seconds to wait until the job has changed; 0: do not wait")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running job go to so many nodes, at a step boundary and without losing a step.
+    """Change the number of nodes of a running job, at a step boundary and without losing a step.
 
-    On any node that trains. The trainers commit the step that they are in and start again, under the same
-    launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss of, past numbers
-    that do not fit; their launchers end with exit code 0 when the others have a version without them. More:
-    nodes that wait (spares) join. The number holds until the next `reft scale`: nodes that are started beyond
-    it wait.
+    Run it on any node that trains. The trainers commit their current step and start again under the same
+    launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss of, skipping
+    numbers that do not fit; their launchers end with exit code 0 once the others have a version without them.
+    More nodes: waiting nodes (spares) join. The number holds until the next `reft scale`: further nodes wait.
 
     \b
-    reft scale 2                     go to two nodes; the last ones leave
-    reft scale 3 --without node17    go to three; node17 is among those that leave
-    reft scale 4                     go back to four, two of which wait
-    reft scale 4 --without node17    of four: a node that waits takes the place of node17
+    reft scale 2                     change to two nodes; the last ones leave
+    reft scale 3 --without node17    change to three; node17 is among those that leave
+    reft scale 4                     change back to four, two of which waited
+    reft scale 4 --without node17    keep four: a waiting node replaces node17
     kill -USR1 LAUNCHER              the node of that `reft launch` leaves
 
-    Refused, with the reason: below MIN, above MAX, no whole replicas, a batch that so many replicas cannot
-    share, fewer nodes that wait than needed, more that would leave at once than the job ever survives the
-    loss of; what fits is said with it. Where a node leaves and the job survives the loss of none at
-    this moment, or nothing is committed yet, the order waits for up to a minute first; `reft status` says so.
-    Exit code 0: done; 1: refused, or not done in time.
+    Refused, with the reason and the numbers that fit: below MIN, above MAX, no whole replicas, a batch that
+    the replicas cannot share, fewer waiting nodes than needed, more nodes leaving at once than the job can
+    survive. If a node leaves while the job survives no loss, or nothing is committed yet, the order first
+    waits for up to a minute; `reft status` shows that. Exit code 0: done; 1: refused, or not done in time.
     """
     paths = [path for path in find_memory(memory_dir, job) if live_processes(JobDir.open(path).path)]
     if not paths:
         raise ReftError(
-            "the job does not run here: ask on one of its nodes, or give --nnodes to its next `reft launch`"
+            "the job does not run here: run this on one of its nodes, or give --nnodes to its next `reft "
+            "launch`"
         )
     path = paths[0]
     try:
@@ -67,8 +68,9 @@ def scale_command(
     answer = _await(path, order.number, wait)
     if answer is None:
         raise ReftError(
-            f"no launcher has taken up the order in {path} within {wait:.0f} s: this node waits itself (ask "
-            f"on one that trains), or the job is starting. The order stays until it is taken up"
+            f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a spare (run "
+            "the command on a node that trains), or the job is still starting. The order stays until a "
+            "launcher takes it up"
         )
     typer.echo(json.dumps(asdict(answer), indent=2) if as_json else _describe(answer))
     if not answer.done:
@@ -96,7 +98,7 @@ def _describe(answer: ScaleAnswer) -> str:
     if answer.refused:
         return f"refused: {answer.refused}"
     if answer.done:
-        return f"the job goes on with {answer.nodes} nodes"
+        return f"the job continues with {answer.nodes} nodes"
     if answer.waits:
         return answer.waits
-    return f"the job is on its way from {answer.running} to {answer.nodes} nodes; see `reft status`"
+    return f"the job is changing from {answer.running} to {answer.nodes} nodes; see `reft status`"

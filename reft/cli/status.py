@@ -29,18 +29,13 @@ from reft.cli.memory import (
     say_size,
 )
 from reft.cli.protect import describe
-from reft.errors import ReftError
-from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
-from reft.node.history import Round, describe_parts, read_history, restarts_among, why
-from reft.node.observe import Doing, NodeObserver
-from reft.node.progress import read_pages
-from reft.node.protection import read_record
-from reft.node.report import ENDED_WELL, Board, Row, Signal, is_well, newest_board, read_board, summary
+from reft.errors import ConfigError, ReftError
+from reft.memory.jobdir import JobDir
+from reft.node.history import Round, describe_parts, read_history, why
+from reft.node.report import Signal
+from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
-from reft.policy.advice import advise, situation
 
-_OLD_SECS = 10.0
-_ENDED_WELL = "it ended well"
 _REMOVAL_SECS = 1.0
 _MOST_RANKS = 16
 _STYLES = {
@@ -55,26 +50,34 @@ _STYLES = {
 def status_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
+    *,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="go on showing it, until Ctrl-C or the job's end")
+        bool, typer.Option("--watch", "-w", help="keep showing it until Ctrl-C or the end of the job")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, help="with --watch: seconds between two looks")
+        float, typer.Option(min=0.1, max=3600.0, help="with --watch: seconds between updates")
     ] = 1.0,
+    web: Annotated[
+        bool, typer.Option("--web", help="print the address of the web page that shows the same, and end")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The whole job, from any of its nodes: which nodes there are and how they are, step and speed, the
-    newest commit, the node losses it survives now, the last recovery, warnings; and more of this node.
+    """Show the whole job, from any of its nodes: the nodes and their signals, step and speed, the newest
+    commit, the node losses that the job survives now, the last recovery and warnings; and details of this
+    node.
 
-    With --json one document, with --watch too one a line. Without a job "job_id" is null and "problem" says
-    why.
+    --json prints one document; with --watch, one document per line. Where no job is found, "job_id" is null
+    and "problem" gives the reason.
     """
     try:
-        looker = _Looker(find_memory(memory_dir, job))
+        reader = StatusReader(find_memory(memory_dir, job))
+        if web:
+            typer.echo(_web_page(reader.read()))
+            return
         if watch:
-            told = _watch(looker, interval, as_json=as_json)
+            told = _watch(reader, interval, as_json=as_json)
         else:
-            told = looker.look()
+            told = reader.read()
             _show(told, as_json=as_json)
     except (ReftError, PermissionError) as error:
         if as_json:
@@ -84,10 +87,20 @@ def status_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
-    """Every start of a job's trainers on a node: why the one before ended, and what it resumed from.
+def _web_page(told: dict[str, Any]) -> str:
+    for node in told["here"]:
+        if node["daemon_runs"] and (url := (node["status"] or {}).get("web")):
+            return str(url)
+    raise ConfigError(
+        f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": {{"port": 9095}} '
+        f"into the reft block, and install the extra reft-ckpt[metrics]"
+    )
 
-    With --json a list of nodes, empty where no memory is found; standard error says why.
+
+def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """Show every start of a job's trainers on a node: why the previous one ended, and from where it resumed.
+
+    --json prints a list of nodes; it is empty if no memory is found, and standard error says why.
     """
     paths = find_memory_or_say(memory_dir, job, as_json=as_json)
     nodes = [(JobDir.open(path), read_history(path)) for path in paths]
@@ -116,125 +129,20 @@ def _resumed(row: Round) -> str:
     return f"{said}; {lost} committed steps were lost" if lost > 0 else said
 
 
-# -- looking -------------------------------------------------------------------------------------------
-
-
-class _Looker:
-    """Looks at a job again and again."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        self._observers = [
-            NodeObserver(path, directory.node, directory.node, has_daemon=(path / DAEMON_FILE).exists())
-            for path in paths
-            for directory in [JobDir.open(path)]
-        ]
-
-    def look(self) -> dict[str, Any]:
-        """Everything that is told, as JSON types."""
-        now = time.time()
-        running = any(map(_runs, self.paths))
-        board, said = self._board(now, running)
-        told = summary(board, now)
-        here = [_node(path) for path in self.paths]
-        found = advise(situation(self.paths, board, None)) if running else ()
-        return told | {
-            "warnings": [*said, *told["warnings"]],
-            "advice": [advice.to_json() for advice in found],
-            "state": "runs" if running else "ended",
-            "ended": None if running else _end(self.paths),
-            "well": running and is_well(told) and all(map(_node_is_well, here)),
-            "here": here,
-        }
-
-    def _board(self, now: float, running: bool) -> tuple[Board, list[str]]:
-        """The newest board on any of the nodes; of a job without one what these nodes tell themselves."""
-        if (board := newest_board(self.paths)) is not None:
-            said = []
-            if running and (old := now - board.written_unix_secs) > _OLD_SECS:
-                said.append(f"the launcher of this node has told nothing for {old:.0f} s: is it stopped?")
-            if (lost := board.store_lost_unix_secs) is not None:
-                said.append(
-                    f"the launcher does not reach the rendezvous store since {_clock(lost)}: of other nodes "
-                    f"this is the last that was heard"
-                )
-            return board, said
-        rows = tuple(Row(report=observer.look(Doing())) for observer in self._observers)
-        said = ["no launcher of reft tells of other nodes: this is what is known here"] if running else []
-        return Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows), said
-
-
-def _node(path: Path) -> dict[str, Any]:
-    """What the node's own files tell, next to what the whole job knows: storage, traffic, protection."""
-    directory = JobDir.open(path)
-    restarts = restarts_among(read_history(path))
-    record = read_record(path)
-    return {
-        "job_id": directory.job_id,
-        "node": directory.node,
-        "memory": str(path),
-        "daemon_runs": _daemon_runs(path),
-        "status": directory.read_status(),
-        "restarts": f"{len(restarts)}; the last: {why(restarts[-1])}" if restarts else "none",
-        "last_recovery": asdict(restarts[-1]) if restarts else None,
-        "protection": None if record is None else asdict(record),
-    }
-
-
-def _node_is_well(node: dict[str, Any]) -> bool:
-    status = node["status"] or {}
-    persist = status.get("persist") or {}
-    stale = status.get("stale_since_step") is not None or persist.get("stale_since_step") is not None
-    return bool(node["daemon_runs"]) and status.get("last_committed") is not None and not stale
-
-
-def _daemon_runs(path: Path) -> bool:
-    daemon = read_json(path / DAEMON_FILE)
-    return daemon is not None and is_running(daemon)
-
-
-def _launcher_ended(path: Path) -> str:
-    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was killed."""
-    board = read_board(path)
-    row = None if board is None else board.row(JobDir.open(path).node)
-    return row.report.why if row is not None and row.report.left else ""
-
-
-def _runs(path: Path) -> bool:
-    """Whether any process of the job runs on the node, without touching a lock that it may want."""
-    if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
-        return True
-    board = read_board(path)
-    told = board is not None and time.time() - board.written_unix_secs < _OLD_SECS
-    return told and not _launcher_ended(path)
-
-
-def _end(paths: Sequence[Path]) -> str:
-    """Why the job does not run any more, as far as these nodes know."""
-    for path in paths:
-        rounds = read_history(path)
-        if rounds and rounds[-1].ended is not None:
-            return rounds[-1].ended
-    said = list(map(_launcher_ended, paths))
-    if ENDED_WELL in said:
-        return _ENDED_WELL
-    return "its launcher was told to end" if any(said) else "its processes are gone"
-
-
 # -- showing -------------------------------------------------------------------------------------------
 
 
-def _watch(looker: _Looker, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
+def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
     """Show the job until Ctrl-C or its end; returns what was seen last."""
     console = Console()
     told: dict[str, Any] = {"well": True}
     try:
         if console.is_terminal and not as_json:
             with Live(console=console, auto_refresh=False, transient=False) as screen:
-                for told in _looks(looker, interval_secs):
+                for told in _looks(reader, interval_secs):
                     screen.update(_view(told), refresh=True)
         else:
-            for told in _looks(looker, interval_secs):
+            for told in _looks(reader, interval_secs):
                 _show(told, as_json=as_json, briefly=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
@@ -243,26 +151,26 @@ def _watch(looker: _Looker, interval_secs: float, *, as_json: bool) -> dict[str,
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return told
     if not as_json:
-        console.print(f"job {told['job_id']} does not run any more: {told['ended']}", markup=False)
+        console.print(f"job {told['job_id']} has ended: {told['ended']}", markup=False)
     return told
 
 
-def _looks(looker: _Looker, interval_secs: float) -> Iterator[dict[str, Any]]:
+def _looks(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
     """What is seen, one look after the other, until the job has ended."""
     told: dict[str, Any] = {}
     while told.get("state") != "ended":
         if told:
             time.sleep(interval_secs)
         try:
-            ran, told = bool(told), looker.look()
-            told["well"] = told["well"] or told["ended"] == _ENDED_WELL
-            vanishes = ran and told["state"] == "ended" and _vanishes(looker.paths)
+            ran, told = bool(told), reader.read()
+            told["well"] = told["well"] or told["ended"] == ENDED_AS_WANTED
+            vanishes = ran and told["state"] == "ended" and _vanishes(reader.paths)
         except (ReftError, OSError):
-            if not _vanishes(looker.paths):
+            if not _vanishes(reader.paths):
                 raise
             vanishes = True
         if vanishes:
-            ended = f"{_ENDED_WELL}, and its memory was removed"
+            ended = f"{ENDED_AS_WANTED}, and its memory was removed"
             told = {**told, "state": "ended", "ended": ended, "well": True}
         yield told
 
@@ -319,7 +227,7 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         resumed = ""
         if last["resumed_step"] is not None:
             resumed = f"; step {last['resumed_step']} ({last['resumed_from']})"
-        yield "last recovery", f"{_clock(last['unix_secs'])}, {causes}{resumed}"
+        yield "last recovery", f"{clock(last['unix_secs'])}, {causes}{resumed}"
         parts = describe_parts(last["secs"])
         yield "its seconds", f"{sum(last['secs'].values()):.1f}: {parts}" if parts else "not known yet"
     yield "restarts", str(told["restarts"])
@@ -341,7 +249,7 @@ def _losses(told: dict[str, Any]) -> str:
     if left is None:
         return "not known yet"
     if left < 0:
-        return "NOTHING: what is gone is more than the protection survives"
+        return "NOTHING: more nodes are lost than the protection survives"
     usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
     return f"the loss of {left} node(s){usual}"
 
@@ -354,7 +262,7 @@ def _nodes(told: dict[str, Any]) -> Table:
         table.add_row(
             escape(node["node"]),
             f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
-            "" if since is None else _clock(since),
+            "" if since is None else clock(since),
             str(_or(node["step"], "")),
             escape(_shards(node)),
             escape(": ".join(filter(None, (doing, node["why"])))),
@@ -453,7 +361,3 @@ def _label(value: dict[str, Any] | None) -> str:
 
 def _or(value: Any, otherwise: str) -> str:
     return otherwise if value is None else str(value)
-
-
-def _clock(unix_secs: float) -> str:
-    return f"{datetime.fromtimestamp(unix_secs):%H:%M:%S}"

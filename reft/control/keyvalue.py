@@ -533,7 +533,7 @@ class Journal:
                 if self._file.write(record) < len(record):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a disk that is full takes a part
         except OSError as error:
-            logger.warning("the rendezvous' state is not kept any more: %s", error)
+            logger.warning("the rendezvous state is no longer saved: %s", error)
             self._file = None
             with suppress(OSError):
                 self._path.unlink()
@@ -571,8 +571,8 @@ class Journal:
                 except AuthenticationError as error:
                     if _ends_in_zeros(head + sealed, file.read()):
                         logger.warning(
-                            "the end of %s is zeros: this host went down while it was written. It is read up "
-                            "to there",
+                            "the end of %s is zeros, because this host went down while it was written; it "
+                            "is read up to there",
                             self._path,
                         )
                         break

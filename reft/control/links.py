@@ -89,7 +89,7 @@ class Reception:
                 if (kind, rank) in self._arrived:
                     return self._arrived.pop((kind, rank))
             if not go_on():
-                raise InterruptedError(f"nobody waits for rank {rank} any more")
+                raise InterruptedError(f"rank {rank} is no longer expected")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not connect")
 
@@ -113,8 +113,8 @@ class Reception:
                     continue
                 # It has left, or its address is one that leads here.
                 raise ConnectionRefusedError(
-                    f"rank {other.rank} does not listen at {other.remote} ({error}). If that is no address "
-                    f"by which other hosts reach its host, name its interface there with {ENV_INTERFACE}"
+                    f"rank {other.rank} does not listen at {other.remote} ({error}). If other hosts cannot "
+                    f"reach its host at that address, set {ENV_INTERFACE} there to the right interface"
                 ) from error
             except ConnectionError:
                 # A server ends handshakes that take long, as on a machine with too much to do.

@@ -59,9 +59,9 @@ def require_threads(level: int, levels: Sequence[int]) -> None:
         name = next((n for n, value in zip(_LEVELS, levels, strict=True) if value == level), str(level))
         raise ConfigError(
             f"MPI was initialised with {name}; reft needs MPI_THREAD_MULTIPLE, because the snapshot worker "
-            f"calls it beside training. Do not lower mpi4py.rc.thread_level or MPI4PY_RC_THREAD_LEVEL, let "
-            f"mpi4py initialise MPI before any other library does, and with Cray MPICH do not set "
-            f'MPICH_MAX_THREAD_SAFETY below multiple; or write "transport": "sockets"'
+            "calls MPI during training. Do not lower mpi4py.rc.thread_level or MPI4PY_RC_THREAD_LEVEL, let "
+            "mpi4py initialise MPI before any other library does, and with Cray MPICH do not set "
+            'MPICH_MAX_THREAD_SAFETY below multiple; or write "transport": "sockets"'
         )
 
 
@@ -106,8 +106,7 @@ class Communicators:
         while not request.Test():
             if time.monotonic() > deadline or not go_on():
                 raise TransferError(
-                    f"not all {self._parent.size} ranks came to connect with each other over MPI within "
-                    f"{timeout_secs:.0f} s"
+                    f"not all {self._parent.size} ranks connected over MPI within {timeout_secs:.0f} s"
                 )
             pauses.rest()
         self._asked = None
@@ -376,7 +375,9 @@ class MpiTransport:
                 missing = self._missing() if ranks is None else []
                 if silence.secs > self.limits.timeout_secs:
                     who = ", ".join(missing) or "a rank"
-                    raise TimeoutError(f"nothing was heard of {who} for {self.limits.timeout_secs:.0f} s")
+                    raise TimeoutError(
+                        f"nothing was received from {who} for {self.limits.timeout_secs:.0f} s"
+                    )
                 if silence.shows() and ranks is None:
                     for peer in [0] if self.rank else self._waiting():
                         self._send(peer, _HERE, [self._calls])
@@ -482,8 +483,8 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             communicator = communicators.fresh(timeout_secs, go_on)
         except mpi.Exception as error:
             raise TransferError(
-                f"MPI makes no further communicator for this process ({str(error).splitlines()[0]}); start "
-                f"the job's next step"
+                f"MPI cannot create another communicator for this process ({str(error).splitlines()[0]}); "
+                "start the job's next step"
             ) from error
         transport = MpiTransport(mpi, communicator, Limits(timeout_secs))
         nodes = [name.decode() for name in transport.gather(node.encode())]

@@ -303,8 +303,8 @@ class _Joining:
         came = self._take("came") + 1
         if came > world_size:
             raise TransferError(
-                f"{came} ranks came to connect with each other, expected {world_size}: torch's store holds "
-                f"what earlier processes of this job wrote. Start them with a new store (reft launch does)"
+                f"{came} ranks wanted to connect, expected {world_size}: torch's store holds what earlier "
+                "processes of this job wrote. Start them with a new store (reft launch does)"
             )
         if came == world_size:
             self._set("whole", "1")
@@ -327,7 +327,7 @@ class _Joining:
         while not self._store.check([self._key("whole")]):
             if not self.go_on() or time.monotonic() > self.deadline:
                 came = self._count("came")
-                raise TransferError(f"only {came} of {world_size} ranks came to connect with each other")
+                raise TransferError(f"only {came} of {world_size} ranks tried to connect")
             time.sleep(looks.failed())
 
     def _key(self, name: str) -> str:

@@ -157,8 +157,8 @@ class Tree:
         left_secs = deadline - time.monotonic()
         if left_secs <= 0:
             raise TimeoutError(
-                f"the collective was not over in {self.limits.timeout_secs:.0f} s; "
-                f"{'bytes still come' if not missing else 'nothing is heard of ' + ', '.join(missing)}"
+                f"the collective did not finish in {self.limits.timeout_secs:.0f} s; "
+                f"{'bytes still arrive' if not missing else 'no bytes arrived from ' + ', '.join(missing)}"
             )
         if silence.shows():
             self._pass_on([], to)

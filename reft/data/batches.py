@@ -35,8 +35,8 @@ def job_store(replicas: int) -> Any:
     if dist.is_available() and dist.is_initialized():
         if shares_store():
             raise ConfigError(
-                "found torchrun's store, which holds what the starts before this one have taken; expected "
-                "one for each start: start the script with `reft launch`, or set "
+                "found torchrun's store, which holds the samples that earlier starts took; expected a new "
+                "store for each start: start the script with `reft launch`, or set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         return dist.distributed_c10d._get_default_store()

@@ -114,7 +114,9 @@ class Loader(Followed[Progress, dict[str, Any]]):
     def __len__(self) -> int:
         """Batches of a whole pass; a TypeError where replicas take as many as they come to."""
         if self._batches.step_samples is not None:
-            raise TypeError(f"the loader {self._name!r} has no length: replicas take what they come to")
+            raise TypeError(
+                f"the loader {self._name!r} has no length: each replica takes micro-batches at its own speed"
+            )
         return len(self.deal)
 
     @property
@@ -134,9 +136,9 @@ class Loader(Followed[Progress, dict[str, Any]]):
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
                 f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
-                f"replicas have unequally many micro-batches, and would train on the next pass from "
-                f"different steps. Leave it where loader.ends_step is true, after so many steps, not "
-                f"micro-batches"
+                "replicas have different numbers of micro-batches and would start the next pass at "
+                "different steps. Leave the loop where loader.ends_step is true: count steps, not "
+                "micro-batches"
             )
         mine, engines = self._batches.step_samples, WATCH.step_samples()
         if mine is not None and engines is not None and mine != engines:
@@ -180,9 +182,9 @@ class Loader(Followed[Progress, dict[str, Any]]):
         if replicas > 1 and not self._has_left_out:
             self._has_left_out = True
             logger.warning(
-                "the data set of the loader %r has raised an error: if the script goes on, replica %d leaves "
-                "out that micro-batch, and the others do not: their positions differ from now on, and this "
-                "one's pass ends sooner. Catch errors within the data set, and give another sample",
+                "the data set of the loader %r raised an error: if the script continues, replica %d skips "
+                "that micro-batch and the others do not, so their positions differ from now on and this "
+                "replica's pass ends sooner. Catch errors within the data set, and give another sample",
                 self._name,
                 rank,
             )
@@ -235,9 +237,9 @@ class Loader(Followed[Progress, dict[str, Any]]):
         if self._given is None or self._given == known:
             return None
         return (
-            f"the loader {self._name!r} deals out samples for replica {self._given[0]} of {self._given[1]}, "
-            f"but this rank trains replica {known[0]} of {known[1]}: samples are trained on twice, or not at "
-            f"all. Leave dp_rank and dp_size out: they are the engine's"
+            f"the loader {self._name!r} reads samples for replica {self._given[0]} of {self._given[1]}, "
+            f"but this rank trains replica {known[0]} of {known[1]}: some samples would be used twice and "
+            "others never. Remove dp_rank and dp_size: reft takes them from the engine"
         )
 
 

@@ -198,8 +198,8 @@ def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(
-                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, but this job "
-                f"has {have!r}: the samples would not be those that are left. Make the loader as it was "
-                f"made, or start a job with another job_id"
+                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, but this "
+                f"job has {have!r}: the remaining samples would be wrong. Make the loader with the same "
+                "settings, or start a job with another job_id"
             )
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))

@@ -52,7 +52,7 @@ ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what 
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
-    for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
+    for epoch in range(loader.epoch, epochs):    # after engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
 _LINES_OWN = """
     loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
@@ -65,8 +65,9 @@ _LINES_STATE = """
 _OF_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
-    "the resumable loader is read ahead of training: after a failure the batches in between would be left "
-    "out. Take a batch from it when it is trained on; DataLoader's worker processes read ahead by themselves"
+    "the script reads the resumable loader ahead of training: after a failure the batches in between would "
+    "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker processes "
+    "prefetch by themselves"
 )
 
 
@@ -204,9 +205,9 @@ class DataPosition:
         if expected is None or not passes or _is_behind(passes[-1], expected):
             return None
         return (
-            f"the version was taken behind batch {expected.taken} of a pass over the data, but the script "
-            f"goes on behind batch {passes[-1].taken - 1}: from here on its losses are not those of the "
-            f"undisturbed run. Write{_LINES_PLAIN}"
+            f"the version was taken after batch {expected.taken} of a pass over the data, but the script "
+            f"continues after batch {passes[-1].taken - 1}: from here on its losses differ from those of "
+            f"the undisturbed run. Write{_LINES_PLAIN}"
         )
 
     def trains(self) -> None:
@@ -290,8 +291,8 @@ class DataPosition:
         if lost is not None:
             self._saved = None
             return (
-                f"the version was taken behind batch {lost.taken} of a pass over the data, but train_batch "
-                f"was given other data: from here on its losses are not those of the undisturbed run. "
+                f"the version was taken after batch {lost.taken} of a pass over the data, but train_batch "
+                "was given other data: from here on the losses differ from those of the undisturbed run. "
                 f"Write{_LINES_PIPELINE}"
             )
         if self.left_to_program:
@@ -325,16 +326,16 @@ class DataPosition:
                 return self._advice_on_degrees()
             lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
             return (
-                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in a loop of its "
-                f"own. After a failure it has to go to where it was by itself, or trains on other samples; "
-                f"for reft to do so, write{lines}"
+                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in its own "
+                "loop. After a failure the script has to find its position itself, or it trains on other "
+                f"samples; to let reft do that, write{lines}"
             )
         loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
         return (
-            f"the position in the data is not known: it comes from something else than one DataLoader"
-            f"{_named(self._source)}. After a failure the job goes on with other data, unless batches follow "
-            f"from engine.global_steps. Write{_LINES_OWN}{loader}\n"
-            f"or keep the position yourself:{_LINES_STATE}"
+            "the position in the data is not known: the data does not come from one "
+            f"DataLoader{_named(self._source)}. After a failure the job continues with other data, unless "
+            f"batches follow from engine.global_steps. Write{_LINES_OWN}{loader}\nor keep the position "
+            f"yourself:{_LINES_STATE}"
         )
 
 
@@ -422,8 +423,8 @@ def difference(ranks: Sequence[Orders]) -> str | None:
         if keys:
             mends = " and ".join("data set" if key == "samples" else key for key in keys)
             return (
-                f"the ranks read {name} in different orders, and would train on some samples twice and on "
-                f"others not at all, or on inputs and labels of different samples. Found "
+                f"the ranks read {name} in different orders, and would use some samples twice and others "
+                "never, or train on inputs and labels of different samples. Found "
                 f"{_found(readers, keys)}; expected the same on all. Where the loader is made, give every "
                 f"rank the same {mends}"
             )
@@ -470,15 +471,15 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
         moved["resumable"] = {name: one for name, one in found.items() if one is not None}
     if (kind := moved.pop(ITERATOR_OF, None)) is not None:
         said.append(
-            f"the iterator ({kind}) was given the state of one replica, and cannot be taken from {resize} by "
-            f"it: samples are trained on twice or not at all. Write{_LINES_OWN}\nor{_OF_JOB}"
+            f"the iterator ({kind}) was given the state of one replica, which does not cover the change "
+            f"from {resize}: some samples are used twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
         )
     if lost:
         said.append(
             f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches of one "
-            f"replica and cannot be taken from {resize}: its pass begins anew, and trains again on samples "
-            f"that were trained on, unless the script goes to where the job was by engine.global_samples or "
-            f"its client state. Write{_LINES_OWN}"
+            f"replica and cannot be taken from {resize}: its pass starts again and repeats samples, unless "
+            "the script skips to the right position by engine.global_samples or its client state. "
+            f"Write{_LINES_OWN}"
         )
     if said:
         moved[LEFT] = "; ".join(said)
@@ -498,8 +499,8 @@ def why_iterator_is_bound(iterator: Any) -> str | None:
         return None
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
-        f"iterator ({kind_of(iterator)}) would be given the state of one replica: samples would be trained "
-        f"on twice or not at all. Write{_LINES_OWN}\nor{_OF_JOB}"
+        f"iterator ({kind_of(iterator)}) would get the state of one replica: some samples would be used "
+        f"twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
     )
 
 
@@ -515,13 +516,14 @@ def why_bound(loader: Any, batch: int) -> str | None:
     if dealt is not None and dealt.samples % batch == 0:
         return None
     why = (
-        "its order is not known to be dealt out to the replicas, as by torch's DistributedSampler"
+        "reft does not know how its order is distributed over the replicas, as it does for torch's "
+        "DistributedSampler"
         if dealt is None
         else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends within a "
         f"step, and batches of another degree do not begin there"
     )
     return (
-        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
-        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would begin "
-        f"anew, and train again on samples that were trained on. Write{_LINES_OWN}"
+        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel degree the "
+        f"position in the data ({described(loader)}) may be lost: {why}. The pass would start again and "
+        f"repeat samples. Write{_LINES_OWN}"
     )

@@ -218,8 +218,8 @@ def attach(
         if config is not None:
             warn(
                 session,
-                "reft.attach was given a config, but the engine is under reft's care already, by the reft "
-                "block of its DeepSpeed configuration, and keeps that; write the settings into the block",
+                "reft.attach was given a config, but the reft block of its DeepSpeed configuration already "
+                "protects the engine, and that block stays in force; write the settings into it",
             )
         if client_state is not None:
             session.state.client_state = client_state

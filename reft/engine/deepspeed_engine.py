@@ -102,7 +102,7 @@ def _master_of(spec: TensorSpec) -> str:
 def _why_not(config: Mapping[str, Any]) -> str:
     """Why a step at another degree would be another one."""
     if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
-        return "zero_optimization.round_robin_gradients deals the parameters out by the degree"
+        return "zero_optimization.round_robin_gradients distributes the parameters by the degree"
     batch, micro, accumulation = (
         config.get(name)
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -110,7 +110,7 @@ def _why_not(config: Mapping[str, Any]) -> str:
     if isinstance(batch, int) and isinstance(micro, int) and accumulation is None:
         return ""
     return (
-        'the samples of a step would be others: give "train_batch_size" and "train_micro_batch_size_per_gpu" '
+        'the samples of a step would change: give "train_batch_size" and "train_micro_batch_size_per_gpu" '
         'in DeepSpeed\'s JSON, and leave "gradient_accumulation_steps" out'
     )
 
@@ -242,10 +242,10 @@ def check_stages(module: Any, old: Layout, new: Layout, at: Coordinate) -> None:
     mine = [p.name for p in new.held[at.pp, at.tp].parameters]
     if unlike := [n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]]:
         raise LayoutError(
-            f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has another one of "
-            f"{', '.join(unlike[:4])}: DeepSpeed keeps equal there what tied_weight_attr names, no more. "
+            f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has a different copy of "
+            f"{', '.join(unlike[:4])}: DeepSpeed keeps only the tensors equal that tied_weight_attr names. "
             f"Start with {old.degrees.pp} stages; or, if the first stage's is the one that counts, name it "
-            f'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
+            'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
         )
 
 

@@ -180,7 +180,7 @@ class Recomputing:
         if not adapter.owned:
             if session.is_rank_zero:
                 logger.info(
-                    "%s partitions nothing: all of its state is protected by %s, aor has nothing to do",
+                    "%s partitions nothing: %s protects all of its state, and +aor has no effect",
                     type(adapter.wrapper).__name__,
                     config.scheme,
                 )

@@ -145,7 +145,7 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
             f'--job-id NAME, or write "job_id" into the reft block'
         )
     if derived and control.rank == 0:
-        logger.info("the job's name is %s, by its user, directory and command line", derived)
+        logger.info("the job's name is %s, made from its user, directory and command line", derived)
         tell_of_siblings(config.memory_dir, derived)
     return config.model_copy(update={"job_id": names.pop()})
 
@@ -157,8 +157,9 @@ def tell_of_siblings(memory_dir: Path, name: str) -> None:
     others = siblings([path.name for path in find_jobs(memory_dir)], name)
     if others:
         logger.warning(
-            "there is no memory of job %s, but of the same program with other arguments: %s. To "
-            "go on with one of them, give its name: --job-id NAME, or REFT_JOB_ID=NAME under plain torchrun",
+            "there is no memory of job %s, but there is memory of the same program with other arguments: "
+            "%s. To continue one of these jobs, give its name: --job-id NAME, or REFT_JOB_ID=NAME under "
+            "plain torchrun",
             name,
             ", ".join(others),
         )
@@ -213,7 +214,7 @@ def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
     if own is not None:
         raise own
     if failed := [t.decode() for t in told if t]:
-        raise JobInUseError(f"the job's memory cannot be had on another rank: {failed[0]}")
+        raise JobInUseError(f"another rank cannot get the job's memory: {failed[0]}")
 
 
 _BATCH = frozenset({"config", "config.train_batch_size"})
@@ -291,7 +292,7 @@ class Identity:
             try:
                 found.append(Fingerprint.decode(text))
             except FingerprintError as error:
-                logger.warning("a node's record is left aside: %s", error)
+                logger.warning("a node's record is ignored: %s", error)
         of = f"the memory of job {self._config.job_id}"
         if not found and self._control.rank == 0:
             logger.warning(
@@ -323,7 +324,7 @@ class Identity:
             fixed = self._is_one_size and not any_batch
             note_size(job_dir, self.fingerprint, self._why_one_size, fixed=fixed, any_batch=any_batch)
         except OSError as error:
-            logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
+            logger.warning("the job's settings cannot be recorded next to its memory: %s", error)
 
 
 def _restarts() -> int:

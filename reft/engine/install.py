@@ -57,7 +57,7 @@ def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
     )
     also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
     return (SizeError if degrees else ConfigError)(
-        f'"train_batch_size" {batch} cannot be dealt out in micro-batches of {micro} samples at the '
+        f'"train_batch_size" {batch} cannot be split into micro-batches of {micro} samples at the '
         f"data-parallel degree of this start (DeepSpeed: {error}). {to_do}{also}"
     )
 

@@ -65,7 +65,7 @@ class JobRecord:
             self._lost_until = 0.0
         except (StoreError, AuthenticationError) as error:
             if not self._lost_until:
-                logger.warning("commits are not noted until the rendezvous store answers again: %s", error)
+                logger.warning("commits are not recorded until the rendezvous store answers again: %s", error)
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def _replace_note(self, store: KeyValueStore, label: Label) -> None:
@@ -78,8 +78,8 @@ class JobRecord:
             self._noted = held
             if held is not None and _label(held).incarnation > label.incarnation:
                 logger.error(
-                    "the commit of %s is not noted: %s was committed by a newer start of the job. This one "
-                    "was cut off and replaced",
+                    "the commit of %s is not recorded: %s was committed by a newer start of the job. This "
+                    "start was cut off and replaced",
                     *(label, _label(held)),
                 )
                 self._store = None
@@ -134,7 +134,7 @@ class CommitNotes:
     def _run(self) -> None:
         while (label := self._next()) is not None:
             self._complaints.attempt(
-                "a commit cannot be noted in the rendezvous store",
+                "a commit cannot be recorded in the rendezvous store",
                 partial(self._record.note_commit, label),
             )
 
@@ -225,7 +225,7 @@ def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
     try:
         return newest_incarnation(job_directory(persist_dir, job_id), job_id) if persist_dir else 0
     except (ReftError, OSError) as error:
-        logger.warning("the incarnations on disk are not known: %s", error)
+        logger.warning("the incarnations on disk cannot be read: %s", error)
         return 0
 
 
@@ -258,7 +258,7 @@ def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
     except FencedError as error:
         return str(error)
     except (ReftError, OSError) as error:
-        logger.warning("older starts of the job are not kept from %s: %s", persist_dir, error)
+        logger.warning("older starts of the job cannot be kept from writing to %s: %s", persist_dir, error)
     return ""
 
 
@@ -296,7 +296,7 @@ class JobMemory:
         try:
             self.job_dir.note_incarnation(self.incarnation)
         except OSError as error:
-            logger.warning("%s does not tell the number of this start: %s", self.job_dir.path, error)
+            logger.warning("the number of this start cannot be recorded in %s: %s", self.job_dir.path, error)
 
     def record_identity(self) -> None:
         """Note what is trained, for the next start to compare with."""

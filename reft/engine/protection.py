@@ -87,8 +87,8 @@ def _say(choice: Choice) -> None:
         logger.warning("protection auto: %s: %s", choice.chosen.name, choice.reason)
     else:
         logger.warning(
-            "THE WANTED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
-            "%s. What it would take: %s",
+            "THE WANTED TOLERANCE OF %d IS NOT REACHED; protection auto chose the best possible: %s, %s. "
+            "To reach it: %s",
             *(choice.wanted, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
         )
     for other in choice.alternatives:
@@ -220,7 +220,7 @@ class Protection:
             )
         changed = f"protection {before.in_force} -> {now.in_force} from the version after step {now.step} on"
         if now.degraded is None:
-            back = "; there is memory for all that is wanted again" if before.degraded else ""
+            back = "; there is enough memory for the wanted protection again" if before.degraded else ""
             return f"{changed}{back}; {survives}"
         return (
             f"{changed}, {now.degraded.versions} versions a rank instead of {now.scheme} with "
@@ -234,4 +234,4 @@ class Protection:
         try:
             write_record(self._job_dir, self.record)
         except OSError as error:
-            logger.warning("the protection in force cannot be noted for the next start: %s", error)
+            logger.warning("the current protection cannot be recorded for the next start: %s", error)

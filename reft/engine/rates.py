@@ -477,7 +477,7 @@ class RateCache:
                 write_durably(self.path, self._known.model_dump_json(indent=1).encode())
             except OSError as error:
                 if not self._told:
-                    logger.warning("%s: a start that needs it will measure anew: %s", self.path, error)
+                    logger.warning("%s: the next start will have to measure again: %s", self.path, error)
                 self._told = True
 
     def _read(self) -> _Measured:
@@ -485,7 +485,7 @@ class RateCache:
             found = _Measured.model_validate_json(self.path.read_bytes())
             if found.facts == self._facts:
                 return found
-            logger.warning("%s is ignored: it is of something else", self.path)
+            logger.warning("%s is ignored: it was measured for other settings", self.path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, ConfigError) as error:
@@ -628,7 +628,9 @@ def newest_step(config: ReftConfig, until_step: int) -> int:
     try:
         found = list_persisted(job_directory(config.persist.dir, config.job_id), config.job_id)
     except (PersistError, OSError) as error:
-        logger.warning("what is on storage is not known, the next version goes there: %s", error)
+        logger.warning(
+            "the checkpoints on storage cannot be listed, so the next version is written there: %s", error
+        )
         return 0
     labels = [info.label for info in found if info.label.step <= until_step]
     passed = given_up(labels)

@@ -82,7 +82,7 @@ class Monitoring:
         except Exception as error:
             self._engine = None
             logger.warning(
-                "DeepSpeed's monitor does not take reft's events (%s: %s); it gets no more of them",
+                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more of them",
                 type(error).__name__,
                 error,
             )
@@ -133,7 +133,7 @@ class Reports:
         except Exception as error:
             self._complaints.tell("the rates of versions cannot be computed", error)
         self._complaints.attempt(
-            "the daemon cannot be told of a commit",
+            "the daemon cannot be informed of a commit",
             lambda: self._daemon.notify_commit(
                 label, self._at, stats | told_of_rates, unprotected=self._unprotected(), due=due
             ),
@@ -248,7 +248,7 @@ class Tracer:
             return
         if self.weaver is None:
             name = session.engine.name
-            logger.warning("%s cannot be profiled, only a pipeline engine", name)
+            logger.warning("%s cannot be profiled; only a pipeline engine can", name)
             return
         from reft.profile.clock import DeviceClock
         from reft.profile.profiler import Profiler
@@ -333,7 +333,11 @@ class Session:
             )
             undo.callback(self.memory.close)
             self.progress = open_page(
-                self.memory.job_dir.path, local_rank(), self.control.rank, config.patience
+                self.memory.job_dir.path,
+                local_rank(),
+                self.control.rank,
+                config.hang_factor,
+                config.hang_timeout_secs,
             )
             undo.callback(self.progress.close)
             self._put_together(client_state)

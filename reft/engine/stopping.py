@@ -135,7 +135,7 @@ def stop_together(session: Session, step: int) -> None:
     at its next step."""
     committed, persisted = _take_last_version(session, step, session.config.grace_secs)
     logger.warning(
-        "stopping as told: step %d is %s%s",
+        "stopping on request: step %d is %s%s",
         *(step, "committed in memory" if committed else "NOT committed", persisted),
     )
     if not session.stopping.at_next_step:
@@ -169,13 +169,14 @@ def stop_alone(session: Session, step: int) -> None:
     committed, persisted = _take_last_version(session, step, max(0.0, left))
     if committed:
         logger.warning(
-            "stopping as told after step %d, alone: the grace is too short for another step. Committed "
-            "in memory%s",
+            "stopping on request after step %d, without a vote: grace_secs is too short for another step. "
+            "Committed in memory%s",
             *(step, persisted),
         )
     else:
         logger.warning(
-            "stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
+            "stopping on request after step %d, without a vote: the other ranks do not answer. Last "
+            "committed: step %s",
             *(step, session.stats.committed_step),
         )
     _end(session, _CLOSE_SECS)

@@ -176,7 +176,7 @@ class ReftAgent(LocalElasticAgent):
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
         self._end_if_peers_were_stopped()
-        failure = self.failure or Failure(Cause.OWN, 0, 1, "the trainers cannot be watched any more")
+        failure = self.failure or Failure(Cause.OWN, 0, 1, "the trainers can no longer be watched")
         alone = self.agreement is not None and len(self.agreement.members) == 1
         if failure.cause in (Cause.UNCLEAR, Cause.STOPPED) and alone:
             failure = replace(failure, cause=Cause.OWN)
@@ -193,7 +193,7 @@ class ReftAgent(LocalElasticAgent):
         rank = self._worker_group.workers[failure.local_rank].global_rank
         self._info = replace(self._info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}")
         if failure.cause is Cause.REFUSED:
-            logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
+            logger.error("%s: the job ends; a restart would be refused again", failure.reason)
             return False
         starts = self._options.restarts_renew and self._launcher.newest_step() < 0
         if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
@@ -214,8 +214,8 @@ class ReftAgent(LocalElasticAgent):
             return False
         price = {
             Cause.OWN: f"uses restart {used + 1} of {allowed}{since}",
-            Cause.UNCLEAR: "the other nodes tell whether it uses a restart",
-            Cause.SIZE: "another number of nodes may do: uses no restart",
+            Cause.UNCLEAR: "the other nodes decide whether this uses a restart",
+            Cause.SIZE: "another number of nodes may fit: uses no restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
@@ -240,8 +240,8 @@ class ReftAgent(LocalElasticAgent):
         except RendezvousConnectionError as error:
             if not self._store_lost:
                 logger.warning(
-                    "the rendezvous store does not answer any more. Training goes on; without the store no "
-                    "node can be replaced, and a restart waits for it to come back (%s)",
+                    "the rendezvous store no longer answers. Training goes on; without the store no node "
+                    "can be replaced, and a restart waits until it answers (%s)",
                     error,
                 )
             self._store_lost = True
@@ -417,7 +417,7 @@ class ReftAgent(LocalElasticAgent):
             store.add(self._stopped("seen"), 1)
             sent = signal.Signals(int(number))
             raise SignalException(
-                f"node {node} was told to stop by {sent.name}, and no other takes its place", sigval=sent
+                f"node {node} was stopped by {sent.name}, and no other node replaces it", sigval=sent
             )
 
     def wait_for_peers(self) -> None:

@@ -177,7 +177,7 @@ class StatusBoard:
             except Exception as error:  # a status that fails is a status that fails
                 if (cause := f"{type(error).__name__}: {error}") != told:
                     told = cause
-                    logger.warning("the status of this node cannot be told at this moment: %s", cause)
+                    logger.warning("the status of this node cannot be reported now: %s", cause)
             if ending:
                 return
             self._wake.wait(self._period_secs())
@@ -343,7 +343,7 @@ def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> Non
         if name not in was:
             logger.warning("%s", straggler)
     for name in was.keys() - now.keys():
-        logger.info("%s is no slower than its peers any more", name)
+        logger.info("%s is no longer slower than its peers", name)
 
 
 def sort_out(rows: list[Row], now: float) -> tuple[list[Row], set[str]]:

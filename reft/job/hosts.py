@@ -98,7 +98,7 @@ def left_to_train(there: int, spares: int, named_by: str) -> str:
     would train."""
     if not 0 <= spares < there:
         raise ConfigError(
-            f"--spares is {spares}, but {named_by} has {there} nodes, of which one at least has to train: "
+            f"--spares is {spares}, but {named_by} has {there} nodes, of which at least one has to train: "
             f"write 0 to {there - 1}"
         )
     return str(there - spares)
@@ -210,7 +210,7 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
         whose = "the site's slurm.conf says so" if bad is None else "srun was told so"
         found.append(
             f"Slurm ends all nodes of this step when one launcher fails (KillOnBadExit: {whose}), and none "
-            f"is left to go on: write srun --kill-on-bad-exit=0"
+            "is left to continue: write srun --kill-on-bad-exit=0"
         )
     waits = [*_WAIT.findall(words)[-1:], environ.get("SLURM_WAIT", "")]
     waits += re.findall(r"^WaitTime\s*=\s*(\d+)", site, re.M)
@@ -221,8 +221,8 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
         )
     if srun and not ("SLURM_NO_KILL" in environ or _NO_KILL.search(words)):
         found.append(
-            "Slurm ends this step when one of its nodes fails, and none is left to go on: write "
-            "srun --no-kill"
+            "Slurm ends this step when one of its nodes fails, and none is left to continue: write srun "
+            "--no-kill"
         )
     script = _ask("write", "batch_script", job, "-")
     own = " ".join(line.split("#")[1] for line in script.splitlines() if line.startswith("#SBATCH"))

@@ -65,7 +65,6 @@ from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import (
-    LEAST_OTHER_SECS,
     STOPPED,
     WAITING,
     Verdict,
@@ -124,7 +123,7 @@ class StopSignals:
         self.received, self._at = signal.Signals(number), now
         if self.agent is not None:
             self.agent.told_to_stop = True
-        raise SignalException(f"told to stop by {self.received.name}", sigval=self.received)
+        raise SignalException(f"stopped by {self.received.name}", sigval=self.received)
 
     def _ask_to_leave(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_leave = True
@@ -139,7 +138,7 @@ class End(Enum):
     REPLACED = auto()  # It was cut off, and the job went on without it
 
 
-_WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as it was told to"}
+_WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as requested"}
 
 
 class Launcher:
@@ -270,7 +269,7 @@ class Launcher:
         try:
             return 0 if self._memory.job_dir is None else self._memory.job_dir.newest_incarnation()
         except (OSError, ReftError) as error:
-            logger.warning("the starts noted in %s cannot be read: %s", self._memory.path, error)
+            logger.warning("the starts recorded in %s cannot be read: %s", self._memory.path, error)
             return 0
 
     def fenced(self) -> str:
@@ -349,11 +348,11 @@ class Launcher:
             return self.judge(agent, agent.run())
         except RendezvousTimeoutError as error:
             message = (
-                f"{_numbers(handler, options.config)} nodes did not come together in "
-                f"{options.join_timeout_secs:.0f} s: nothing took the place of a missing one. Start `reft "
-                f"launch` on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only "
-                f"nodes with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made "
-                f"of user, directory, program and arguments"
+                f"{_numbers(handler, options.config)} nodes did not join in "
+                f"{options.join_timeout_secs:.0f} s: no node replaced a missing one. Start `reft launch` "
+                "on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only nodes "
+                f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
+                "user, directory, program and arguments"
             )
             if self.rendezvous.has_taken_part():  # else others may train, or wait longer
                 self.rendezvous.close(message)
@@ -389,7 +388,9 @@ class Launcher:
                     self.rendezvous.forget_commits()
             self.rendezvous.close(ENDED_WELL)
             if not agent.all_ended_well:
-                logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
+                logger.warning(
+                    "this node's trainers ended well, but not all nodes reported so; memory is kept"
+                )
             return 0
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
@@ -438,7 +439,7 @@ class Launcher:
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._board.close(_WHY.get(self._end, "told to end, or the job has failed"))
+        self._board.close(_WHY.get(self._end, "it was stopped, or the job has failed"))
         self.rendezvous.leave()
         if self._warm is not None:
             self._warm.close()
@@ -487,7 +488,7 @@ def launch(options: LaunchOptions) -> int:
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
-            "there is no script %s; write its path behind the options, or -m for a module", options.script
+            "there is no script %s; write its path after the options, or -m for a module", options.script
         )
         return 2
     try:
@@ -552,7 +553,9 @@ class Hangs:
         # It waits for another node: it is quiet, and not at what may take its time alone.
         waits = any(w.suspected or (w.quiet and w.communicates) for w in mine)
         if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and waits:
-            reason = "a node was struck out for its silence, and its peers wait for it; they go on without"
+            reason = (
+                "a node was removed because it is silent, and its peers wait for it; they continue without it"
+            )
             logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
             return Failure(Cause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
         quiet = any(w.quiet for w in mine)
@@ -568,8 +571,8 @@ class Hangs:
             return None
         self._open_since = self._open_since or now
         # The trainers of nodes that have not told go on, as far as these know.
-        patience = max(max(w.seen.patience * LEAST_OTHER_SECS, step_limit_secs(w.seen)) for w in known)
-        if len(reports) < size and now - self._open_since < patience:
+        limit = max(max(w.seen.hang_timeout_secs, step_limit_secs(w.seen)) for w in known)
+        if len(reports) < size and now - self._open_since < limit:
             return None
         self._named_at = self._named_at or now
         own = [w for w in mine if w.seen.rank in verdict.ranks]
@@ -590,7 +593,7 @@ class Hangs:
                     reports[other] = WAITING.validate_json(table.get(f"hang/{other}"))
         except (ReftError, RuntimeError, OSError, ValueError) as error:
             if not self._cannot_ask:
-                logger.warning("other nodes cannot be asked what their trainers wait for: %s", error)
+                logger.warning("cannot ask other nodes what their trainers wait for: %s", error)
             self._cannot_ask = True
         return reports
 

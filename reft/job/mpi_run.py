@@ -308,8 +308,8 @@ def main(argv: Sequence[str]) -> int:
         _abort(world, code)
     if mpi.Is_finalized():
         logger.warning(
-            "the script has called MPI.Finalize(), so that the processes cannot meet at the end: the job's "
-            "memory stays. Leave that call out"
+            "the script has called MPI.Finalize(), so the processes cannot synchronise at the end, and the "
+            "job's memory stays. Remove that call"
         )
         return code
     try:
@@ -349,9 +349,9 @@ def make_parser() -> Parser:
         words="SCRIPT [ARGUMENTS]...",
         allow_abbrev=False,
         description="Run a training script as one process of an MPI job: mpiexec -n 16 reft mpi-run "
-        "train.py. Ranks, nodes and torch's environment come from MPI. When a process dies, MPI ends the "
-        "job; its memory and a daemon stay on every node, and the next mpiexec with the same script goes on "
-        "from there.",
+        "train.py. Ranks, nodes and torch's environment come from MPI. When a process dies, "
+        "MPI ends the job; its memory and a daemon stay on every node, and the next mpiexec "
+        "with the same script continues from there.",
     )
     parser.add_argument(
         "--memory-dir",
@@ -361,34 +361,36 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--node-id",
         default=os.environ.get(ENV_NODE_ID),
-        help="name of this node, declared to be a unit that fails by itself (default: host name and memory "
+        help="name of this node, which declares it to be a failure domain (default: host name and memory "
         "directory)",
     )
     parser.add_argument(
         "--job-id",
         default=os.environ.get(ENV_JOB_ID),
-        help=f"name of the job's memory ({ENV_JOB_ID}; default: made of user, directory, program and "
-        "arguments). The next step finds the memory of this one by it.",
+        help=f"name of the job's memory ({ENV_JOB_ID}; default: made from user, directory, program and "
+        "arguments). The next step finds this step's memory by that name.",
     )
     parser.add_argument("--no-daemon", action="store_true", help="start no node daemon")
-    parser.add_argument("--keep-memory", action="store_true", help="keep the memory after a good end, too")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="keep the memory also when the job ends well"
+    )
     parser.add_argument(
         "--start-secs",
         type=float,
         default=_START_SECS,
-        help="time for all processes to come (default: %(default)s)",
+        help="seconds to wait for all processes at the start (default: %(default)s)",
     )
     parser.add_argument(
         "--end-secs",
         type=float,
         default=_END_SECS,
-        help="time for all processes to end after the first has (default: %(default)s)",
+        help="seconds to wait for all processes after the first has ended (default: %(default)s)",
     )
     parser.add_argument(
         "--linger-secs",
         type=float,
         default=_LINGER_SECS,
-        help="how long a node's daemon waits for the next step (default: %(default)s)",
+        help="seconds that a node's daemon waits for the next step (default: %(default)s)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the training script")

@@ -80,8 +80,9 @@ class NodeMemory:
             if not self.holds_versions():
                 raise
             raise AuthenticationError(
-                f"{error}. The memory that an earlier run left in {self.path} is kept: mend its secret or "
-                f"give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another --job-id"
+                f"{error}. The memory that an earlier run left in {self.path} is kept: repair its secret "
+                f"or give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another "
+                "--job-id"
             ) from error
         return self.job_dir
 
@@ -91,7 +92,7 @@ class NodeMemory:
             if isinstance(arena, Arena):
                 arena.close()
                 continue
-            logger.warning("%s: its secret is lost, so that nobody can read this memory; it is removed", path)
+            logger.warning("%s: its secret is lost, so this memory cannot be read; it is removed", path)
             path.unlink(missing_ok=True)
 
     def make_again(self, secret: bytes) -> None:

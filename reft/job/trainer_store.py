@@ -118,10 +118,7 @@ class TrainerStore:
     def _pass_on(self, channel: Channel) -> None:
         theirs = channel.receive()
         if theirs != self._incarnation:
-            channel.send(
-                f"it is that of start {self._incarnation} of the job, and this is start {theirs}, which is "
-                f"another one and is refused"
-            )
+            channel.send(f"it belongs to start {self._incarnation} of the job, and refuses start {theirs}")
             return
         channel.send("")
         with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:

@@ -96,7 +96,7 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
         return pid
     except (OSError, ValueError) as error:
         connection.close()
-        raise ForkError("the process that imports ahead has ended: see its messages") from error
+        raise ForkError("the preloading process has ended: see its messages") from error
     finally:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         os.close(read)
@@ -186,11 +186,13 @@ class WarmTrainers:
     def _server_for(self, env: Mapping[str, str]) -> socket.socket | None:
         code = self._process.poll()
         if code not in (None, _UNFIT) and self._starts < _STARTS:
-            logger.warning("the process that imports ahead has ended (%s): again", WorkerExit(code, None))
+            logger.warning(
+                "the preloading process has ended (%s); it is started again", WorkerExit(code, None)
+            )
             self._server.close()
             self._start()
         elif code is not None:
-            self._tell("the process that imports ahead is not there: see its messages")
+            self._tell("the preloading process does not run: see its messages")
             return None
         names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
         if others := [n for n in names if n.startswith(READ_AT_IMPORT)]:
@@ -201,7 +203,7 @@ class WarmTrainers:
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            logger.warning("trainers start cold: %s", reason)
+            logger.warning("trainers start without preloaded imports: %s", reason)
 
     def close(self) -> None:
         """End the server; trainers stay."""
@@ -335,8 +337,8 @@ def _heed_variables(request: ForkRequest) -> None:
         if name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value:
             sys.stdout.flush()
             print(
-                f"reft: this trainer starts again, cold: the script sets {name}, which libraries read when "
-                f"they are imported. Set it where `reft launch` is started, or start with --no-warm",
+                f"reft: this trainer starts again without preloaded imports: the script sets {name}, which "
+                "libraries read at import. Set it where `reft launch` is started, or start with --no-warm",
                 file=sys.stderr,
                 flush=True,
             )
@@ -357,10 +359,12 @@ def main(argv: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # trainers that need it say more
-            print(f"reft: {name} cannot be imported ahead: {error!r}", file=sys.stderr)
+            print(f"reft: {name} cannot be preloaded: {error!r}", file=sys.stderr)
         if why := _unfit():
             print(
-                f"reft: {name} {why} while it is imported: trainers start cold", file=sys.stderr, flush=True
+                f"reft: {name} {why} during its import: trainers start without preloaded imports",
+                file=sys.stderr,
+                flush=True,
             )
             sys.exit(_UNFIT)
     with connection:

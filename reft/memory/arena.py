@@ -279,7 +279,7 @@ class Arena:
         except FileNotFoundError:
             return "was removed"
         except OSError as error:
-            return f"cannot be looked at: {error.strerror}"
+            return f"cannot be read: {error.strerror}"
         if not os.path.samestat(mine, there):
             return "was replaced by another file"
         if mine.st_size != self.file_bytes:
@@ -287,7 +287,7 @@ class Arena:
         try:
             self._newest()
         except ArenaError as error:
-            return f"has no whole header copy any more: {error}"
+            return f"no longer has a whole header copy: {error}"
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
@@ -321,7 +321,7 @@ class Arena:
         if len(entries) > self.max_entries:
             raise ArenaError(
                 f"{self.path}: {len(entries)} blocks to seal, but room was reserved for "
-                f"{self.max_entries}; create the arena anew with a larger max_entries"
+                f"{self.max_entries}; create the arena again with a larger max_entries"
             )
         now = time.time() if sealed_unix_secs is None else sealed_unix_secs
         sealed = replace(header, state=ArenaState.SEALED, sealed_unix_secs=now, entries=())

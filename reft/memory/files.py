@@ -103,10 +103,9 @@ def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
 
 def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory wanted, "
-        f"{free_bytes(path.parent)} free; "
-        f"make {path.parent} larger or choose another memory_dir, take fewer arenas or copies, or remove "
-        f"orphans with 'reft clean'"
+        f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory needed, {free_bytes(path.parent)} "
+        f"free; make {path.parent} larger or choose another memory_dir, use fewer arenas or copies, or "
+        "remove orphans with 'reft clean'"
     )
 
 

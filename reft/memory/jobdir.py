@@ -66,12 +66,13 @@ def check_holder(path: Path) -> None:
     if info.st_uid not in (0, os.geteuid()):
         raise AuthenticationError(
             f"memory_dir {path} belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}: its "
-            f"owner could exchange what is in it; choose a memory_dir of your own"
+            "owner could replace its contents; choose a memory_dir of your own"
         )
     if info.st_mode & _SHARED and not info.st_mode & stat.S_ISVTX:
         raise AuthenticationError(
-            f"memory_dir {path} (mode {stat.S_IMODE(info.st_mode):04o}) lets others exchange what is in it; "
-            f"expected one that only its owner writes to: chmod go-w {path}; for all users: chmod +t {path}"
+            f"memory_dir {path} (mode {stat.S_IMODE(info.st_mode):04o}) lets others replace its contents; "
+            f"expected one that only its owner can write to: chmod go-w {path}; for all users: chmod +t "
+            f"{path}"
         )
 
 
@@ -419,8 +420,8 @@ def _check_private_stat(path: Path, info: os.stat_result, remedy: str = _OTHER_M
         )
     if mode & 0o077:
         raise AuthenticationError(
-            f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If nobody else could "
-            f"have seen or changed it: chmod go= {path}; otherwise {remedy}"
+            f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If no other user "
+            f"could have read or changed it: chmod go= {path}; otherwise {remedy}"
         )
 
 

@@ -160,6 +160,6 @@ def _who(fd: int) -> dict[str, Any]:
 def _describe(fd: int) -> str:
     who = _who(fd)
     if not who:
-        return "a process that has not said which"
+        return "an unknown process"
     since = datetime.fromtimestamp(float(who.get("since", 0.0))).isoformat(" ", "seconds")
     return f"pid {who.get('pid')} on {who.get('host')} since {since} ({who.get('command')})"

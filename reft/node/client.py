@@ -223,7 +223,7 @@ class DaemonClient:
                 # A note must never end a trainer, whatever it holds.
                 _close(channel)
                 channel = None
-                logger.exception("the daemon was not told of a version; it learns of the next one")
+                logger.exception("the daemon missed the report of a version; the next report reaches it")
         _close(channel)
 
     def _connect(self) -> Channel:
@@ -250,7 +250,7 @@ class DaemonClient:
         cause = f"{type(error).__name__}: {error}"
         if cause != self._cause:
             self._cause = cause
-            logger.warning("the node daemon cannot be told (%s); training goes on", cause)
+            logger.warning("the node daemon cannot be reached (%s); training goes on", cause)
 
 
 def _close(channel: Channel | None) -> None:

@@ -53,7 +53,7 @@ _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
-_WRITE_PAUSE_SECS = 6.0  # Times patience: between two signs of progress of what is being written to storage
+_WRITE_PAUSE_SECS = 60.0  # between two signs of progress of what is being written to storage
 _SAME_START_SECS = 2.0  # Start times are computed from the boot time, which the clock's corrections move
 
 
@@ -208,6 +208,7 @@ class Daemon:
                 self.persister.close()
                 return 0
             self._listen_again()
+            self.status.update(web=self.metrics.url)
             self.status.write_if_changed()
             if self._linger_secs and self._is_forsaken():
                 break
@@ -309,7 +310,7 @@ class Daemon:
                 except Exception as error:
                     if (cause := repr(error)) not in told:
                         told.add(cause)
-                        logger.exception("what may stand still cannot be watched at this moment")
+                        logger.exception("hang detection failed this time")
 
     def _look_at_trainers(self, elapsed_secs: float) -> None:
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
@@ -332,17 +333,13 @@ class Daemon:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
         secs = self._writes.look((persist.writing, self.persister.progress), elapsed_secs)
-        if (
-            persist.writing is None
-            or config is None
-            or secs <= (limit := config.patience * _WRITE_PAUSE_SECS)
-        ):
+        if persist.writing is None or config is None or not config.hang_factor or secs <= _WRITE_PAUSE_SECS:
             return
         error = (
-            f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node "
+            f"nothing has been written for {_WRITE_PAUSE_SECS:g} s: the file system hangs, or another node "
             f"does not write its part"
         )
-        if config.patience and persist.error != error:
+        if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
             stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
             persist.update(stale_since_step=stale, error=error)
@@ -369,8 +366,8 @@ class Daemon:
         theirs = int(message.get("incarnation", 0))
         if 0 < theirs < self._ordered:
             raise FencedError(
-                f"this node's trainers are of start {self._ordered} of the job; what start {theirs} says is "
-                f"refused, as it was replaced"
+                f"this node's trainers are of start {self._ordered} of the job; messages of start {theirs} "
+                "are refused, as it was replaced"
             )
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
@@ -458,7 +455,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
     parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
     parser.add_argument(
-        "--linger-secs", type=float, default=0.0, help="end when nobody held the memory for so long"
+        "--linger-secs", type=float, default=0.0, help="end after nobody has held the memory for this long"
     )
     options = parser.parse_args(list(argv))
     log.set_place(options.job_dir.name, "daemon")

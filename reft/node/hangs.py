@@ -1,10 +1,10 @@
 """Which trainers stand still, and whose fault it is. Pure: told of what was seen, and when.
 
-A trainer is quiet while its page does not change. How long it may be is measured by the job's own steps:
-``patience`` times the longest of its last 64 steps within a step, and in what else it may be at (steps before
-one was measured, an evaluation, a save, the script's own between two steps) ``patience`` times a minute, or
-times the longest that this has taken. Time is counted from look to look, so that a watcher which stood still
-itself, or a clock that jumps, accuses nobody.
+A trainer is quiet while its page does not change. The limit within a step is ``hang_factor`` times the
+longest of its last 64 steps. Elsewhere (before a step was measured, in an evaluation, a save, the script's
+own code between two steps) it is ``hang_timeout_secs``, or ``hang_factor`` times the longest that this took.
+Time is counted from look to look, so that a watcher that stood still itself, or a clock that jumps, accuses
+nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from reft.node.progress import Phase, Seen
 
 LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
-LEAST_OTHER_SECS = 60.0
 _MOST_BETWEEN_LOOKS_SECS = 2.0
 STOPPED, TRACED = "T", "t"
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
@@ -50,7 +49,7 @@ class Waiting:
     @property
     def quiet(self) -> bool:
         """For longer than a step may take, whatever it is at: its node tells the others of it."""
-        return self.seen.patience > 0 and self.quiet_secs > step_limit_secs(self.seen)
+        return self.seen.hang_factor > 0 and self.quiet_secs > step_limit_secs(self.seen)
 
     @property
     def communicates(self) -> bool:
@@ -67,7 +66,7 @@ class Waiting:
             seen.state, ""
         )
         return (
-            f"rank {seen.rank}: {where} behind step {seen.step}{at}, quiet for {self.quiet_secs:.1f} s{state}"
+            f"rank {seen.rank}: {where} after step {seen.step}{at}, quiet for {self.quiet_secs:.1f} s{state}"
         )
 
 
@@ -76,17 +75,17 @@ WAITING = TypeAdapter(list[Waiting])
 
 def step_limit_secs(seen: Seen) -> float:
     """How long a step may be quiet; before one was measured, as short as any may be."""
-    return seen.patience * max(LEAST_STEP_SECS, seen.step_secs)
+    return seen.hang_factor * max(LEAST_STEP_SECS, seen.step_secs)
 
 
 def limit_secs(seen: Seen) -> float | None:
     """How long a trainer may be quiet at what it is at; None: it is not watched."""
-    if seen.patience == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
+    if seen.hang_factor == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
         return None
     in_step = seen.phase is Phase.STEP and seen.step_secs > 0 and seen.instruction not in _LOADING
     if in_step or seen.state == STOPPED:
         return step_limit_secs(seen)
-    return seen.patience * max(LEAST_OTHER_SECS, seen.phase_secs)
+    return max(seen.hang_timeout_secs, seen.hang_factor * seen.phase_secs)
 
 
 @dataclass

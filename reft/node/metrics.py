@@ -1,4 +1,4 @@
-"""Metrics of a job for Prometheus: what the node's daemon and its launcher's board tell when it is asked for.
+"""Metrics of a job for Prometheus, and its status as a web page, served by each node's daemon.
 
 Names and meanings are stable; docs/monitoring.md has them as a table. A port that is taken, or a package that
 is missing, costs a line of the log and the metrics, nothing else (P6).
@@ -6,16 +6,22 @@ is missing, costs a line of the log and the metrics, nothing else (P6).
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from reft.config import MetricsConfig
+from reft.errors import ReftError
 from reft.memory.jobdir import JobDir
 from reft.node.report import Board, Signal, read_board, summary
+from reft.node.status import StatusReader
 from reft.node.stragglers import STEP_PARTS
 
 logger = logging.getLogger(__name__)
@@ -24,34 +30,34 @@ _RETRY_SECS = 30.0
 _MOST_CAUSES = 32
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "reft_node_signal": ("1 for the signal that this node gives, 0 for the others", ("signal",)),
-    "reft_nodes": ("nodes of the job, by the signal that they give; without those replaced", ("signal",)),
+    "reft_node_signal": ("1 for the current signal of this node, 0 for the others", ("signal",)),
+    "reft_nodes": ("nodes of the job, by their signal; without replaced nodes", ("signal",)),
     "reft_round": ("starts of the trainers under these launchers", ()),
-    "reft_step": ("newest optimizer step that was made", ()),
+    "reft_step": ("newest optimizer step", ()),
     "reft_steps_per_second": ("optimizer steps per second, over the last 64 steps seen", ()),
     "reft_step_part_seconds": (
         "seconds of a step, by rank and part: compute, busy (ready to compute, without a core), transfer, "
         "wait, other; means over the last steps",
         ("rank", "part"),
     ),
-    "reft_slow": ("how many times as long as its peers what is slow takes", ("kind", "name")),
-    "reft_slow_cost_seconds": ("seconds of every step that it costs, at most", ("kind", "name")),
+    "reft_slow": ("factor by which a rank, node or link is slower than its peers", ("kind", "name")),
+    "reft_slow_cost_seconds": ("seconds of every step that this costs, at most", ("kind", "name")),
     "reft_effective_training_ratio": (
-        "time that was training that counts, since the job's start, 0 to 1",
+        "fraction of the time since the job's start that was effective training, 0 to 1",
         (),
     ),
-    "reft_lost_seconds_total": ("seconds since the job's start that were lost, by cause", ("cause",)),
+    "reft_lost_seconds_total": ("seconds lost since the job's start, by cause", ("cause",)),
     "reft_samples_per_second": ("samples trained on per second, since the job's start", ()),
     "reft_model_tflops": ("10^12 operations of the model per second, since the job's start", ()),
     "reft_memory_used_bytes": ("bytes in use of a memory that limits the trainers", ("memory",)),
     "reft_memory_limit_bytes": ("bytes at which that memory is full", ("memory",)),
     "reft_memory_full_seconds": ("seconds until a memory that is running out is full", ("memory",)),
     "reft_committed_step": ("optimizer step of the newest committed version", ()),
-    "reft_commit_age_seconds": ("seconds since the newest committed version was whole", ()),
+    "reft_commit_age_seconds": ("seconds since the newest committed version was complete", ()),
     "reft_commit_lag_steps": ("optimizer steps made since the newest committed version", ()),
-    "reft_tolerance_nodes": ("node losses that are survived when all nodes are there", ()),
+    "reft_tolerance_nodes": ("node losses that the job survives when all nodes are present", ()),
     "reft_tolerance_left_nodes": (
-        "node losses that are survived now; -1: the versions in memory are lost",
+        "node losses that the job survives now; -1: the versions in memory are lost",
         (),
     ),
     "reft_recoveries_total": ("restarts that followed a failure", ()),
@@ -59,11 +65,11 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reft_snapshot_seconds": ("median seconds that the copy of a version took, by local rank", ("rank",)),
     "reft_stall_seconds": ("median seconds that training waited for a version, by local rank", ("rank",)),
     "reft_snapshot_bytes": ("bytes of the newest version, by way (to_host, sent) and kind", ("way", "kind")),
-    "reft_versions_committed_total": ("versions that this daemon has seen committed", ()),
-    "reft_versions_skipped_total": ("versions that were given up, by cause", ("cause",)),
-    "reft_stale": ("1 while no version is taken, or none was since one was given up; else 0", ()),
+    "reft_versions_committed_total": ("versions committed since this daemon started", ()),
+    "reft_versions_skipped_total": ("versions given up, by cause", ("cause",)),
+    "reft_stale": ("1 from a version that was given up until the next commit, else 0", ()),
     "reft_persisted_step": ("optimizer step of the newest checkpoint on storage", ()),
-    "reft_persist_lag_steps": ("optimizer steps that storage is behind memory", ()),
+    "reft_persist_lag_steps": ("optimizer steps by which storage is behind memory", ()),
     "reft_persist_stale": ("1 while checkpoints do not reach storage, else 0", ()),
 }
 """What is said of each name, and its labels next to job and node. One of which nothing is known yet is left
@@ -153,8 +159,18 @@ def _of_node(status: Mapping[str, Any]) -> Iterator[Value]:
         yield "reft_persist_stale", (), persist.get("stale_since_step") is not None
 
 
+_PAGE = Path(__file__).with_name("status.html")
+_HEADERS = [
+    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+     "connect-src 'self'"),
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+]  # fmt: skip
+
+
 class MetricsServer:
-    """Serves the metrics of one node, if the block asks for it."""
+    """Serves the metrics of one node, if the block asks for it: the status page at ``/``, what ``reft status
+    --json`` prints at ``/status.json``, and the metrics at every other path."""
 
     def __init__(self, job_dir: JobDir, status: Callable[[], Mapping[str, Any]]) -> None:
         self._job_dir = job_dir
@@ -162,11 +178,14 @@ class MetricsServer:
         self._config = MetricsConfig()
         self._ended = threading.Event()
         self._server: WSGIServer | None = None
+        self._reader: StatusReader | None = None
+        self._reading = threading.Lock()
 
     @property
-    def port(self) -> int | None:
-        """Where it serves; None while it does not."""
-        return None if self._server is None else int(self._server.server_port)
+    def url(self) -> str | None:
+        """Of the page; None while nothing is served."""
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return None if self._server is None else f"http://{host}:{self._server.server_port}/"
 
     def configure(self, config: MetricsConfig) -> None:
         """Serve as the block says, from now on; does not wait. Another block later changes nothing."""
@@ -195,6 +214,25 @@ class MetricsServer:
             families[name].add_metric((job, node, *labels), float(value))
         return families.values()
 
+    def _answer(
+        self, metrics: WSGIApplication, environ: WSGIEnvironment, start: StartResponse
+    ) -> Iterable[bytes]:
+        path, reads = environ["PATH_INFO"], environ["REQUEST_METHOD"] == "GET"
+        if path == "/" and reads:
+            start("200 OK", [("Content-Type", "text/html; charset=utf-8"), *_HEADERS])
+            return [_PAGE.read_bytes()]
+        if path == "/status.json" and reads:
+            try:
+                with self._reading:
+                    self._reader = self._reader or StatusReader([self._job_dir.path])
+                    status = json.dumps(self._reader.read(), default=str)
+            except (ReftError, OSError) as error:
+                start("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
+                return [str(error).encode()]
+            start("200 OK", [("Content-Type", "application/json"), *_HEADERS])
+            return [status.encode()]
+        return metrics(environ, start)
+
     def _serve(self) -> None:
         told = False
         place = f"{self._config.host} port {self._config.port}"
@@ -205,8 +243,12 @@ class MetricsServer:
                 registry = CollectorRegistry()
                 registry.register(self)
                 # P11: a thread for each request, so that a stranger who says nothing holds up nobody.
-                self._server, _ = start_http_server(self._config.port, self._config.host, registry)
-                logger.info("metrics for Prometheus are served at %s", place)
+                server, _ = start_http_server(self._config.port, self._config.host, registry)
+                metrics = server.get_app()
+                assert metrics is not None
+                server.set_app(partial(self._answer, metrics))
+                self._server = server
+                logger.info("metrics for Prometheus, and the status page, are served at %s", self.url)
                 return
             except ImportError:
                 logger.warning(
@@ -216,8 +258,8 @@ class MetricsServer:
             except (OSError, OverflowError, UnicodeError) as error:
                 if not told:
                     logger.warning(
-                        "no metrics at %s: %s; it is tried again, training does not wait for it. Another "
-                        "metrics.port, or metrics.host of this machine, may help",
+                        "no metrics at %s: %s; reft tries again, training does not wait for it. Set "
+                        "another metrics.port, or a metrics.host of this machine",
                         place,
                         error,
                     )

@@ -304,7 +304,7 @@ class NodeObserver:
             yield f"no checkpoint on storage since step {since}: {persist.get('error')}"
         daemon = read_json(self._path / DAEMON_FILE)
         if self._has_daemon and daemon is not None and not is_running(daemon):
-            yield "its daemon does not run: the launcher starts it again"
+            yield "its daemon is not running: the launcher restarts it"
         if not self._has_daemon:
             yield "it has no daemon: no checkpoints on storage"
         if record is None:

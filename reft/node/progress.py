@@ -34,7 +34,7 @@ _RECORD_WORDS = 16
 _NEVER = 2**62
 _PAGE_BYTES = 4096
 _FILE_BYTES = _PAGE_BYTES + STEPS * _RECORD_WORDS * 8
-_MAGIC = 0x72656674_70616732
+_MAGIC = 0x72656674_70616733
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
 _PER_SEC = 10**9
 
@@ -56,7 +56,8 @@ class Phase(IntEnum):
 
 
 _IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
-_PATIENCE, _SIGNAL, _PLACE, _SAMPLES, _FLOPS, _TOKENS, _LONGEST, _DEVICE, _WORDS = *range(8, 14), 14, 17, 20
+_HANG_FACTOR, _SIGNAL, _PLACE, _SAMPLES, _FLOPS, _TOKENS = range(8, 14)
+_LONGEST, _DEVICE, _HANG_TIMEOUT, _WORDS = 14, 17, 20, 21
 _PLACE_BITS = 20
 _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
 """Where the longest time is that one took; the records of steps hold the steps'."""
@@ -85,7 +86,7 @@ class Seen:
         step: last step that it has made.
         position: instructions that it has begun in this step; ``instruction``: the newest; "": not known.
         nanos: when it last wrote, by the host's monotonic clock.
-        patience: of the job; 0: it is not watched.
+        hang_factor, hang_timeout_secs: of the job's block; hang_factor 0: the trainer is not watched.
         step_secs: longest of its last 64 steps, the first one not among them; 0: none yet.
         phase_secs: longest time that it took for what it is at; 0: none yet.
         stack_signal: signal on which it writes its stacks; 0: none.
@@ -103,7 +104,8 @@ class Seen:
     position: int
     instruction: str
     nanos: int
-    patience: float
+    hang_factor: float
+    hang_timeout_secs: float
     step_secs: float
     phase_secs: float
     stack_signal: int
@@ -292,7 +294,9 @@ def _open_delays() -> int:
 class ProgressPage:
     """A trainer's page, for writing. Where it cannot be made, which is said, it is not watched (P6)."""
 
-    def __init__(self, job_dir: Path, local_rank: int, rank: int, patience: float) -> None:
+    def __init__(
+        self, job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
+    ) -> None:
         self._path = job_dir / f"{local_rank}{PROGRESS_SUFFIX}"
         self._page = _make(self._path)
         self._words = memoryview(self._page).cast("q")
@@ -304,7 +308,8 @@ class ProgressPage:
         self._clock = StepClock(memoryview(self._page)[_PAGE_BYTES:].cast("q"))
         self._parts = [Part.OTHER] * _MOST_NAMES
         words = self._words
-        words[_PID], words[_RANK], words[_PATIENCE] = os.getpid(), rank, int(patience * 1000)
+        words[_PID], words[_RANK] = os.getpid(), rank
+        words[_HANG_FACTOR], words[_HANG_TIMEOUT] = int(hang_factor * 1000), int(hang_timeout_secs * 1000)
         words[_PHASE], words[_NANOS] = Phase.LOADING, self._began
         words[_IS] = _MAGIC
 
@@ -409,7 +414,7 @@ class ProgressPage:
 
     def set_device(self, use: DeviceUse) -> None:
         """What it has of its device's memory."""
-        self._words[_DEVICE:_WORDS] = _words(*astuple(use))
+        self._words[_DEVICE:_HANG_TIMEOUT] = _words(*astuple(use))
 
     def close(self) -> None:
         """It is not watched any more."""
@@ -429,9 +434,7 @@ def _make(path: Path) -> mmap.mmap:
         finally:
             os.close(fd)
     except OSError as error:
-        logger.warning(
-            "%s cannot be made (%s): this trainer is not watched, it trains all the same", path, error
-        )
+        logger.warning("%s cannot be made (%s): this trainer trains without hang detection", path, error)
         return mmap.mmap(-1, _FILE_BYTES)
 
 
@@ -462,7 +465,7 @@ def _read(path: Path) -> Seen | None:
         page, words = _words_of(path)
         phase = Phase(words[_PHASE])
         at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
-        device = DeviceUse(*words[_DEVICE:_WORDS])
+        device = DeviceUse(*words[_DEVICE:_HANG_TIMEOUT])
         return Seen(
             local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
             rank=words[_RANK],
@@ -472,7 +475,8 @@ def _read(path: Path) -> Seen | None:
             position=words[_POSITION],
             instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
             nanos=words[_NANOS],
-            patience=words[_PATIENCE] / 1000,
+            hang_factor=words[_HANG_FACTOR] / 1000,
+            hang_timeout_secs=words[_HANG_TIMEOUT] / 1000,
             step_secs=max((s.whole for s in _records(page[_PAGE_BYTES:])), default=0.0),
             phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
             stack_signal=words[_SIGNAL],
@@ -524,9 +528,11 @@ _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _pages: WeakSet[ProgressPage] = WeakSet()
 
 
-def open_page(job_dir: Path, local_rank: int, rank: int, patience: float) -> ProgressPage:
+def open_page(
+    job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
+) -> ProgressPage:
     """The page of this process's newest session; see :class:`ProgressPage`."""
-    page = ProgressPage(job_dir, local_rank, rank, patience)
+    page = ProgressPage(job_dir, local_rank, rank, hang_factor, hang_timeout_secs)
     _pages.add(page)
     if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:
         with suppress(OSError, RuntimeError, ValueError):

@@ -217,7 +217,7 @@ class Row(_Message):
         """For people."""
         if self.report.left:
             return f"its launcher has ended: {self.report.why or self.report.doing}"
-        return "nothing is heard of its launcher"
+        return "its launcher does not report"
 
 
 class Board(_Message):

@@ -27,7 +27,7 @@ _MOST_TESTS = 30_000
 """Sets of lost nodes times members: a scheme with more to test by rank is left to be set by hand."""
 TOO_MANY_TESTS = (
     "members of a group share nodes, and too many losses would have to be tested; the one that is "
-    '"protection" in the configuration (or --protection of a plan) is tested all the same'
+    '"protection" in the configuration (or --protection of a plan) is still tested'
 )
 _MOST_COMBINED = 16
 """Losses above which copies and parities are not combined. Parities alone never move more: in place of a
@@ -310,8 +310,8 @@ def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dic
 # ---- words ----
 
 SENT_AFTER_ALL = (
-    "a GPU's optimizer, unless it is reft.ExactAdam, is not repeated to the bit on a host, so that every "
-    "partition is sent as well"
+    "a host cannot repeat a GPU's optimizer bit for bit, unless it is reft.ExactAdam, so every partition "
+    "is sent as well"
 )
 
 
@@ -333,7 +333,7 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
     if chosen.why_not(wanted) is None and others:
-        parts.append(f"the cheapest of {len(others) + 1} that do")
+        parts.append(f"the cheapest of {len(others) + 1} schemes that do")
     return "; ".join(parts)
 
 
@@ -357,17 +357,17 @@ def _needed(situation: Situation, wanted: int, alternatives: Sequence[Alternativ
     if not reaching and size <= wanted:
         yield (
             f"a data-parallel degree of {size} cannot survive {_nodes(wanted)}: at least {wanted + 1} are "
-            f"needed, each on a node of its own"
+            "needed, each on its own node"
         )
     elif not reaching:
         spread = {group: len(set(topology.group_nodes(*group))) for group in topology.groups()}
         pp, tp = min(spread, key=lambda group: spread[group])
-        apart = f"them on at least {wanted + 1}, best on a node each"
+        apart = f"them on at least {wanted + 1}, best one per node"
         if spread[pp, tp] > wanted:
-            apart = "every member on a node of its own"
+            apart = "every member on its own node"
         yield (
             f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} node(s); put "
-            f"{apart} (for example with a rank order that has data-parallel peers apart: data-pipe-model)"
+            f"{apart} (for example with a rank order that separates data-parallel peers: data-pipe-model)"
         )
 
 

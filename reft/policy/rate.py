@@ -69,14 +69,14 @@ class Why(StrEnum):
     """What a rate follows from."""
 
     START = "as the algorithm chose it"
-    PROFILE = "the first steps are measured"
-    REMEMBERED = "an earlier start has measured it"
-    HELD = "what is observed is within the allowed overhead"
-    OVERHEAD = "more was observed than the allowed overhead"
+    PROFILE = "the first steps are being measured"
+    REMEMBERED = "measured by an earlier start"
+    HELD = "the observed overhead is within the allowed one"
+    OVERHEAD = "the observed overhead exceeds the allowed one"
     WRITING = "a checkpoint has to be on storage before the next one is taken"
-    OVERTAKEN = "memory went on to newer versions before storage was free for the one that was due"
+    OVERTAKEN = "memory moved to newer versions before storage was free for the due one"
     CALM = "less than half of the allowed overhead was observed for several windows"
-    BOUND = "the allowed overhead would ask for longer; the bound on lost steps does not allow it"
+    BOUND = "the allowed overhead needs a longer interval, which the bound on lost steps forbids"
 
 
 @dataclass(frozen=True)

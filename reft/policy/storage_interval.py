@@ -102,11 +102,11 @@ def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> 
 class Because(StrEnum):
     """What an interval follows from."""
 
-    FAILURES = "the best for how often memory fails and what a checkpoint costs"
-    OVERHEAD = "more often would cost more than the allowed overhead"
-    WRITING = "a checkpoint has to be on storage before the next one is taken"
-    SURVIVAL = "until then memory alone carries the job with the wanted probability"
-    BOUND = "no more steps than this may be lost"
+    FAILURES = "best for the failure rate of memory and the cost of a checkpoint"
+    OVERHEAD = "a shorter interval would exceed the allowed overhead"
+    WRITING = "a checkpoint must be on storage before the next one is taken"
+    SURVIVAL = "for that long memory alone carries the job with the wanted probability"
+    BOUND = "bounded by max_lost_steps"
 
 
 @dataclass(frozen=True)

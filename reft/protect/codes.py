@@ -233,7 +233,7 @@ def short_form(protection: Any) -> Any:
     if scheme not in SCHEMES:
         found = f'"scheme" is {scheme!r}' if "scheme" in mapping else '"scheme" is missing'
         known = ", ".join(SCHEMES)
-        raise ValueError(f'{found}; write one of {known}, with "copies" and "parities" beside it')
+        raise ValueError(f'{found}; write one of {known}, together with "copies" and "parities"')
     recompute = mapping.get("recompute", False)
     if not isinstance(recompute, bool):
         raise ValueError(f'"recompute" is {recompute!r}; write true or false')
@@ -264,7 +264,7 @@ def _count(mapping: Mapping[str, Any], key: str, default: int | None) -> int:
 
 def _instead(key: str, scheme: Any) -> str:
     if scheme == "auto":
-        return 'remove it, and write "tolerance" beside "protection": the node losses to survive'
+        return 'remove it, and write "tolerance" next to "protection": the node losses to survive'
     others = {("parities", "aec"): "rs", ("parities", "arc+aec"): "arc+rs", ("copies", "aec"): "arc+aec"}
     other = others.get((key, scheme), {"copies": "arc", "parities": "rs"}[key])
     return f'remove it, or write "scheme": "{other}"'

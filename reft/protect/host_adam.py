@@ -298,7 +298,9 @@ class AdamReplica:
         The tensors have not been touched, and the replica stays stale."""
         self.check()
         if record.number != self.number + 1:
-            self._refuse(f"step {record.number} arrived after step {self.number}: every step must come once")
+            self._refuse(
+                f"step {record.number} arrived after step {self.number}: every step must arrive once"
+            )
         if len(record.groups) != len(self.groups):
             self._refuse(
                 f"step {record.number} has {len(record.groups)} groups instead of {len(self.groups)}"
@@ -319,7 +321,7 @@ class AdamReplica:
         if self.stale:
             raise StaleReplicaError(
                 f"the replica of the peer's optimizer is stale since step {self.number}: {self.stale}. It "
-                f"must be copied anew from its owner"
+                "must be copied from its owner again"
             )
 
     def mark_stale(self, reason: str) -> None:

@@ -156,7 +156,7 @@ class Completion:
         self._rooms = drawn.rooms
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("%s is not completed here, it is taken anew: %s", self._plan.label, error)
+        logger.warning("%s cannot be completed here; the version is taken again: %s", self._plan.label, error)
         self._rooms = {}
 
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
@@ -179,8 +179,8 @@ class Completion:
             return
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
-                "%s is not completed here, it is taken anew: %d of its blocks are stored in another shape, "
-                "%s among them",
+                "%s cannot be completed here; the version is taken again: %d of its blocks are stored in "
+                "another shape, %s among them",
                 *(self._plan.label, len(missing), missing[0]),
             )
             return

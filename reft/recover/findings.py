@@ -200,10 +200,10 @@ class Findings:
         if self.misfits:
             return (
                 f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running model's "
-                f"layout. Start with the degrees and the model the memory was written with; or write a "
-                f"checkpoint from it with `reft persist --job {self.job_id} --out DIR`, convert that with "
-                f"`python -m deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the "
-                f"memory with `reft clean` to start anew"
+                "layout. Start with the degrees and the model that wrote the memory; or write a checkpoint "
+                f"from it with `reft persist --job {self.job_id} --out DIR`, convert that with `python -m "
+                "deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the memory "
+                "with `reft clean` to start from the beginning"
             )
         return (
             f"only unfinished versions were found: {listing(map(str, self.unfinished))}. "
@@ -280,7 +280,7 @@ def put_together(
             leave_aside(head, f"of another data-parallel degree under the same name, {label}")
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
     notes = [
-        f"left aside, {why}: {listing(sorted(places), count=len(places))}"
+        f"not used, {why}: {listing(sorted(places), count=len(places))}"
         for why, places in sorted(ignored.items())
     ]
     return Findings(

@@ -249,7 +249,7 @@ class RecoveryPlan:
         state = "committed" if self.committed else "sealed by all"
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
         if self.resized:
-            lines.append(f"  written at DP{self.written_dp}, taken up at DP{self.degrees.dp}")
+            lines.append(f"  written at DP{self.written_dp}, resumed at DP{self.degrees.dp}")
         lines += [f"  {c}: {format_bytes_from(self.bytes_from_at(c))}" for c in sorted(self.fetches)]
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(

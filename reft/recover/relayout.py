@@ -259,8 +259,9 @@ def _splits(old: Layout, new: Layout) -> dict[str, int]:
     if unknown := [name for name, splits in said.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
-            f"{_some(unknown)}. Say it where the model is made, as Megatron does: parameter.partition_dim = "
-            f"the dimension of which each slice has an equal part, or -1 where each has the whole"
+            f"{_some(unknown)}. Declare it where the model is built, as Megatron does: "
+            "parameter.partition_dim = the dimension that the slices share equally, or -1 where each slice "
+            "has the whole"
         )
     return {name: splits.pop() for name, splits in said.items()}
 
@@ -270,9 +271,9 @@ def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
     for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
         if alone := sorted(here.keys() - there.keys()):
             raise LayoutError(
-                f"{where} alone has {_some(alone)}: parameters are told by their names in the model, which "
-                f"have to be the same in both layouts ({old.degrees} and {new.degrees}); number the "
-                f"layers over all stages, as deepspeed.pipe.PipelineModule does"
+                f"{where} alone has {_some(alone)}: parameters are identified by their names in the model, "
+                f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); number the "
+                "layers over all stages, as deepspeed.pipe.PipelineModule does"
             )
     for name in was:
         (old_shape, old_group, old_kinds), (new_shape, new_group, new_kinds) = was[name], now[name]
@@ -306,7 +307,8 @@ def _whole(layout: Layout, splits: Mapping[str, int]) -> dict[str, _Whole]:
             if found.setdefault(part.name, told) != told:
                 raise LayoutError(
                     f"{part.name} of stage {pp}, slice {tp}, is {told} there and {found[part.name]} on "
-                    f"another rank (shape, optimizer's group, state): slices and stages have to hold it alike"
+                    "another rank (shape, optimizer's group, state): all slices and stages have to hold it "
+                    "in the same way"
                 )
     return found
 

@@ -230,7 +230,7 @@ def _decoding(
     lost, failure = find_lost(code, usable)
     unknown = {b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable}
     if unknown:
-        return (), {}, f"nobody holds the checksums of members {sorted(unknown)}"
+        return (), {}, f"no rank holds the checksums of members {sorted(unknown)}"
     return lost, usable, failure
 
 

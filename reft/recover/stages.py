@@ -184,7 +184,7 @@ class Ledger:
             places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
             instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
-                instead = f"an older version, {plan.label}, for want of another source"
+                instead = f"an older version, {plan.label}, because no other source is left"
             repairs.append(replace(finding, replaced_by=instead))
         return tuple(repairs)
 

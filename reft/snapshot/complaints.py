@@ -60,6 +60,6 @@ def say(complaints: Mapping[int, Collection[str]]) -> None:
     """Log what peers complain of, by rank."""
     for rank in sorted(complaints)[:_NAMED]:
         for cause in complaints[rank]:
-            logger.warning("rank %d says: %s. Its log has more", rank, cause)
+            logger.warning("rank %d reports: %s. See its log", rank, cause)
     if len(complaints) > _NAMED:
-        logger.warning("%d more ranks complain; their logs say of what", len(complaints) - _NAMED)
+        logger.warning("%d more ranks report problems; see their logs", len(complaints) - _NAMED)

@@ -99,9 +99,9 @@ class PeerOptimizers:
             return
         self._in_vain = True
         logger.warning(
-            "recomputing is in vain at step %d: the partition of member %d was copied from its owner %d "
-            'times in a row. Leave "+aor" out of reft.protection; or, if the owner runs other kernels than '
-            "this host, train with reft.ExactAdam",
+            "recomputing has no use at step %d: the partition of member %d was copied from its owner %d "
+            'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different kernels '
+            "from this host, train with reft.ExactAdam",
             filling.label.step,
             member,
             _IN_VAIN,

@@ -509,7 +509,7 @@ class SnapshotWorker:
             late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, level=level)
         except Exception as error:
-            self._complaints.tell("this rank cannot tell how it is", error)
+            self._complaints.tell("this rank cannot report its state", error)
             return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
 
     # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
@@ -572,9 +572,9 @@ class SnapshotWorker:
         if self.peer_optimizers is not None:  # the next version's partitions are recomputed from this one
             self.peer_optimizers.base = filling
         self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
-        self._complaints.attempt("a commit cannot be told of", lambda: self.watchers.on_commit(label))
+        self._complaints.attempt("a commit cannot be reported", lambda: self.watchers.on_commit(label))
         if self._paced:
-            self._complaints.attempt("snapshots cannot be planned anew", lambda: self._learn(filling))
+            self._complaints.attempt("snapshots cannot be planned again", lambda: self._learn(filling))
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
         self.switch.settled = True
 
@@ -587,7 +587,7 @@ class SnapshotWorker:
                 *(label.step, cause, self.watchers.stats.stale_since_step),
             )
         self._complaints.attempt(
-            "a skipped version cannot be told of", lambda: self.watchers.on_skip(label.step, cause.kind)
+            "a skipped version cannot be reported", lambda: self.watchers.on_skip(label.step, cause.kind)
         )
 
     # -- the layout that all ranks have agreed on --------------------------------------------------
@@ -663,7 +663,7 @@ class SnapshotWorker:
                 self.control.rejoin(lambda: not self._state.closing)
                 return self._agree_where_to_go_on(self._state)
             except TransferError as error:
-                logger.warning("the snapshot workers did not come together again: %s", error)
+                logger.warning("the snapshot workers could not synchronise again: %s", error)
             except Exception as error:
                 self._complaints.tell("coming together again failed", error)
         self.control.leave()
@@ -679,7 +679,7 @@ class SnapshotWorker:
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
-        logger.warning("snapshots go on after %s; the versions up to there were given up", agreed.after)
+        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.after)
         return Met(agreed.after, agreed.committed)
 
 

@@ -133,8 +133,8 @@ class StateAdapter:
     def grouped(self) -> list[list[torch.Tensor]]:
         """The model's parameters by the optimizer's groups, in its order."""
         raise LayoutError(
-            f"{class_path(self.wrapper)} cannot be taken up in another layout; zero_optimization.stage 1, "
-            f"or fp32 without ZeRO, can"
+            f"{class_path(self.wrapper)} cannot be resumed in another layout; zero_optimization.stage 1, "
+            "or fp32 without ZeRO, can"
         )
 
     def state_like_masters(self, host_state: dict[str, Any]) -> None:
@@ -146,8 +146,8 @@ class StateAdapter:
             entries, counters = host_state["layout"][number], host_state["state"][number]
             if any(e != entries[0] for e in entries) or any(c != counters[0] for c in counters):
                 raise LayoutError(
-                    f"the parameters of the optimizer's group {number} have not all the same state and "
-                    f"counters; expected an optimizer that steps all of them in every step"
+                    f"the parameters of the optimizer's group {number} do not all have the same state and "
+                    "counters; expected an optimizer that steps all of them in every step"
                 )
             layout.append([entries[0]] * len(group["params"]))
             values.append([counters[0]] * len(group["params"]))
@@ -277,17 +277,17 @@ class _PartitionedAdapter(StateAdapter):
         groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
         if [sum(p.numel() for p in group) for group in groups] != list(self.partitioned()):
             raise LayoutError(
-                "zero_optimization.parameter_alignment leaves gaps between parameters; what was written with "
-                "it cannot be taken up in another layout: leave it out"
+                "zero_optimization.parameter_alignment leaves gaps between parameters; state written with "
+                "it cannot be resumed in another layout: remove it"
             )
         return groups
 
     def partitioned(self) -> tuple[int, ...]:
         if vars(self.wrapper).get("round_robin_gradients"):
             raise LayoutError(
-                "zero_optimization.round_robin_gradients deals the parameters out by the data-parallel "
-                "degree: what one degree wrote cannot be taken up at another. Start the job with the degree "
-                "that wrote the memory, or with round_robin_gradients false from its first step on"
+                "zero_optimization.round_robin_gradients distributes the parameters by the data-parallel "
+                "degree: state written at one degree cannot be resumed at another. Start the job with the "
+                "degree that wrote the memory, or with round_robin_gradients false from its first step on"
             )
         found = []
         for group, parameters in enumerate(vars(self.wrapper)[self.groups]):

@@ -166,10 +166,12 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
     raise FingerprintError(
         f"{of} was written by a job that differs from this one:\n"
         + "".join(f"  {line}\n" for line in differences(was, now))
-        + "Restore these settings to go on with it; give this job a name of its own (--job-id NAME, or "
-        '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start anew; or, '
-        f'to take the state up in spite of the differences, write "{ACCEPT_KEY}": {json.dumps(names)} into '
-        f"the reft block{_of_arguments(names)}{_of_batch(was, names)}"
+        + (
+            "Restore these settings to continue it; give this job a name of its own (--job-id NAME, or "
+            '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start '
+            f'from the beginning; or, to resume in spite of the differences, write "{ACCEPT_KEY}": '
+            f"{json.dumps(names)} into the reft block{_of_arguments(names)}{_of_batch(was, names)}"
+        )
     )
 
 
@@ -177,8 +179,8 @@ def _of_arguments(names: Sequence[str]) -> str:
     if not any(_is_under(name, ["arguments"]) for name in names):
         return ""
     return (
-        f'. Which arguments change the numbers is told by their names alone; "{ACCEPT_KEY}": ["arguments"] '
-        f"leaves all of them out, for good"
+        f'. reft knows only by their names which arguments change the numbers; "{ACCEPT_KEY}": '
+        '["arguments"] leaves all of them out, for good'
     )
 
 

@@ -176,7 +176,7 @@ def why_not_loadable(engine: Any) -> str | None:
         return None
     return (
         f"this DeepSpeed cannot load a checkpoint of {type(engine.optimizer).__name__} in bf16 with ZeRO "
-        f"stage {engine.zero_optimization_stage()}: neither what it saves nor what reft persists can be "
-        f'resumed from, only memory can. To change that, write "zero_optimization": {{"stage": 1}} into the '
-        f'DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "grad_accum_dtype": "fp32"'
+        f"stage {engine.zero_optimization_stage()}: the job can resume only from memory, not from "
+        'DeepSpeed\'s or reft\'s checkpoints. To change that, write "zero_optimization": {"stage": 1} '
+        'into the DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "grad_accum_dtype": "fp32"'
     )

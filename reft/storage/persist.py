@@ -176,7 +176,7 @@ def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: Overt
         _make_directory(work)
         write_record(work.failed(job_dir.node), failure_record(job_dir.node, error), job_dir.secret)
     except (ReftError, OSError) as cause:
-        logger.info("the other nodes do not hear that memory went on from %s here: %s", label, cause)
+        logger.info("the other nodes could not be informed that memory moved past %s here: %s", label, cause)
 
 
 def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:

@@ -142,7 +142,7 @@ class Persister:
                 self._told = waits
                 logger.warning(
                     "step %d is committed, but step %d is not on storage yet: writing takes longer than "
-                    "persist.interval_steps (%d). Write less often, or look for what holds up %s",
+                    "persist.interval_steps (%d). Write less often, or find out what slows down %s",
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
 
@@ -331,8 +331,7 @@ class Persister:
         self._missed = label
         if gone:
             logger.warning(
-                "memory went on from %s before its turn to be written to %s came (%s); the next version "
-                "that is due is written",
+                "memory moved past %s before it could be written to %s (%s); the next due version is written",
                 *(label, self.status.dir, message),
             )
         self.status.update(writing=None, phase=None)

@@ -81,7 +81,7 @@ def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
         trainer.kill()
         job.resume_node(0)
         assert stopped.process.wait(120) == EX_FENCED
-        assert "another one has taken its place" in job.log(0, 0)
+        assert "another node has replaced it" in job.log(0, 0)
         job.kill_node(1)
         job.start_node(1)
         trains(job, 3, 2)
@@ -147,7 +147,7 @@ def test_the_daemon_refuses_orders_of_an_older_start(tmp_path: Path) -> None:
         ask = partial(request, job_dir.path, job_dir.secret)
         assert ask("workers", pids=[], incarnation=2) == 0
         for operation in ("workers", "committed", "flush"):
-            with pytest.raises(DaemonError, match="what start 1 says is refused"):
+            with pytest.raises(DaemonError, match="messages of start 1 are refused"):
                 ask(operation, pids=[os.getpid()], label=[1, 50], incarnation=1)
         assert ask("workers", pids=[], incarnation=3) == 0
     finally:

@@ -151,7 +151,7 @@ def test_p6_what_nobody_foresaw_about_the_store_is_said_and_peers_hear_of_it() -
     reports.committed(Label(1, 2))
     reports.close()
     assert len(complaints.unheard()) == 1
-    assert "a commit cannot be noted in the rendezvous store: KeyError" in complaints.unheard()[0]
+    assert "a commit cannot be recorded in the rendezvous store: KeyError" in complaints.unheard()[0]
 
 
 def rates_fail(rank: int, root: Path) -> dict[str, Any]:

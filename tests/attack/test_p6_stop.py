@@ -25,4 +25,4 @@ def test_p6_trainers_with_a_dead_worker_end_when_told_to(tmp_path: Path) -> None
     # The first to end takes the other's next collective along, unless that one ends of the signal too.
     assert 128 + signal.SIGTERM in codes, log
     assert -signal.SIGKILL not in codes, log
-    assert "alone: the ranks' votes do not answer" in log
+    assert "without a vote: the other ranks do not answer" in log

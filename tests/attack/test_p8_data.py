@@ -45,7 +45,7 @@ def test_p12_nothing_is_said_of_data_that_comes_back(result: dict, script: str) 
 def test_p12_a_loop_over_a_loader_is_told_at_the_first_step_and_at_the_resumption(result: dict) -> None:
     first, second, _ = result["starts_anew"]["lives"]
     assert any("reft.resumable(loader)" in line for line in first["heard"])
-    assert any("batch 4 of a pass" in line and "behind batch 0" in line for line in second["heard"])
+    assert any("batch 4 of a pass" in line and "after batch 0" in line for line in second["heard"])
 
 
 def test_p12_data_from_nowhere_is_told(result: dict) -> None:

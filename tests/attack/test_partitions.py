@@ -103,7 +103,7 @@ def test_a_node_that_is_cut_off_and_replaced_ends_itself(scratch: Scratch, cut: 
         before = job.latest()
         network.heal()
         assert lone.process.wait(SECS) == EX_FENCED
-        assert "another one has taken its place" in job.cluster.log(1, 0)
+        assert "another node has replaced it" in job.cluster.log(1, 0)
         job.wait_for("the next checkpoint", lambda: job.latest() > before, SECS)
         assert sorted(job.history.incarnations) == [1, 2], "who came back disturbed nobody"
 

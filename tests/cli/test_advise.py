@@ -12,9 +12,9 @@ import pytest
 
 from reft.cli import EXIT_WELL, main
 from reft.memory.jobdir import JobDir, write_json
+from reft.node.advice import Speed, situation
 from reft.node.history import RESUMED, STARTED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, read_board
-from reft.policy.advice import Speed, situation
 
 Told = Callable[..., str]
 
@@ -85,4 +85,6 @@ def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> No
         **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
     }
     write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
-    assert "replace b: node b takes 1.50 times as long as its peers (it computes); spare s waits" in told()
+    assert (
+        "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting" in told()
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, main, make_app
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.naming import Label
 from reft.node.daemon import NodeStatus
@@ -165,15 +165,26 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path, capsys: pytest.Capt
     assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
 
 
+def test_the_address_of_the_web_page_or_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = running(tmp_path, "a")
+    assert main(ask(tmp_path, "--web")) == EXIT_WRONG_USE
+    assert '"metrics": {"port": 9095}' in capsys.readouterr().err
+    write_json(job.path / "status.json", {"web": "http://127.0.0.1:9095/"})
+    assert main(ask(tmp_path, "--web")) == EXIT_WELL
+    assert capsys.readouterr().out == "http://127.0.0.1:9095/\n"
+
+
 def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running(tmp_path, "a", written_unix_secs=time.time() - 60)
     main(ask(tmp_path, "--json"))
-    assert "told nothing for 60 s" in json.loads(capsys.readouterr().out)["warnings"][0]
+    assert "reported nothing for 60 s" in json.loads(capsys.readouterr().out)["warnings"][0]
     running(tmp_path, "a", store_lost_unix_secs=time.time())
     main(ask(tmp_path, "--json"))
-    assert "does not reach the rendezvous store" in json.loads(capsys.readouterr().out)["warnings"][0]
+    assert "has not reached the rendezvous store" in json.loads(capsys.readouterr().out)["warnings"][0]
 
 
 @pytest.mark.parametrize("board", [b"", b"{}", b'{"job_id": 5, "rows": [{}]}', b"[" * 100_000])
@@ -185,7 +196,7 @@ def test_p6_a_board_that_is_none_is_left_out(
     main(ask(tmp_path, "--json"))
     told = json.loads(capsys.readouterr().out)
     assert [n["node"] for n in told["nodes"]] == ["a"]
-    assert "this is what is known here" in told["warnings"][0]
+    assert "no reft launcher reports on other nodes" in told["warnings"][0]
 
 
 def test_a_job_that_has_ended_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

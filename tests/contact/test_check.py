@@ -116,7 +116,7 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (f"args.resume and {LOAD}", LOOP, "is called only if `args.resume`"),
         ("class Trainer: pass\nTrainer()", LOOP, "neither engine.load_checkpoint nor reft.resume"),
         (LOAD, "for step in range(steps):", "write for step in range(engine.global_steps, steps)"),
-        (LOAD, "for step in range(0, 10):", "begins at 0 in every life"),
+        (LOAD, "for step in range(0, 10):", "begins at 0 after every restart"),
         (f"{LOAD}\nloader = DataLoader(data)", LOOP, "loader = reft.resumable(loader)"),
         (f"_, state = {LOAD}\nstart = state['i'] + 1", LOOP, "client_state=lambda: {'i': ...}"),
         (f"path, state = {LOAD}\nif path: best = state.get('best', 0)", LOOP, "does not have it"),

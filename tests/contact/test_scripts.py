@@ -97,7 +97,7 @@ def test_p12_a_script_that_does_not_load_is_told_and_stopped_at_its_restart(
     assert "the memory of job contact holds" in second
     assert told in second
     assert "Traceback" not in second
-    assert "a restart would be refused alike" in second
+    assert "a restart would be refused again" in second
     assert job.losses() == undisturbed[:KILLED_AT], "nothing is trained twice"
     # What it had is on disk, and in memory.
     assert (job.persisted / "contact" / f"global_step{KILLED_AT}").is_dir()

@@ -43,7 +43,7 @@ WARNED = {
     "without_the_launcher": (START, "`reft launch` did not start this job"),
     "attached_with_other_settings": (START, "reft.attach was given a config"),
     "only_base_weights": (START, "loaded base weights only"),
-    "always_one_tag": (START, "After every failure it would go back there"),
+    "always_one_tag": (START, "After every failure the job would go back to that checkpoint"),
     "loader_with_workers": (STEP_1, "RandomSampler, num_workers=1"),
     "loader_of_a_stream": (STEP_1, "__main__.Stream of None"),
     "nodes_may_change_and_the_order_is_a_replicas": (

@@ -96,7 +96,7 @@ def test_p6_a_disk_that_takes_a_part_of_a_record_ends_the_journal(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "state is not kept any more" in done.stderr
+    assert "state is no longer saved" in done.stderr
     assert Journal(tmp_path, SECRET).table == {}
 
 

@@ -103,4 +103,4 @@ def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect()
         env=library.environ, capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "TransferError: MPI makes no further communicator" in done.stderr
+    assert "TransferError: MPI cannot create another communicator" in done.stderr

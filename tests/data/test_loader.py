@@ -276,7 +276,7 @@ def test_p12_batches_that_are_read_ahead_by_the_script_are_told(begin: Any) -> N
         following = next(iterator)
         life.train(batch)
         batch = following
-    assert "read ahead of training" in life.data.advice()
+    assert "ahead of training" in life.data.advice()
 
 
 def test_p12_the_place_of_another_replica_is_told() -> None:

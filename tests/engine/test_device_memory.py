@@ -15,7 +15,7 @@ from reft.node.progress import DeviceUse, ProgressPage, read_pages
 
 @pytest.fixture
 def page(tmp_path: Path) -> ProgressPage:
-    return ProgressPage(tmp_path, 0, 0, 10.0)
+    return ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
 
 
 def noted(tmp_path: Path) -> DeviceUse | None:

@@ -69,7 +69,7 @@ class SimulatedRanks:
 
 def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
     ranks = SimulatedRanks(copies=lambda: (0.4, 0.1))
-    assert ranks.rates[0].to_json()["why"] == "the first steps are measured"
+    assert ranks.rates[0].to_json()["why"] == "the first steps are being measured"
     ranks.run(60)
     costs = ranks.rates[0].costs
     assert costs is not None
@@ -194,7 +194,7 @@ def test_the_next_start_of_the_same_needs_no_profile(tmp_path: Path) -> None:
     second = SimulatedRanks(ranks=1, known=again)
     second.run(20)
     assert second.taken == [1, 2, 3, 4, 10, 20]  # before the first vote is heard, every step
-    assert second.rates[0].to_json()["why"] == "an earlier start has measured it"
+    assert second.rates[0].to_json()["why"] == "measured by an earlier start"
     assert RateCache(tmp_path, FACTS | {"device": "a faster one"}).known("memory") is None
     assert cache.known("storage") is None
 

@@ -48,7 +48,7 @@ def test_a_model_with_experts_is_not_guessed() -> None:
 
 
 def test_only_whole_micro_batches_of_integers_are_token_ids(tmp_path: Path) -> None:
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
+    page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
     seen = TokensSeen(page, 4)
     seen.look(
         torch.ones(4, 9), [torch.ones(4, dtype=torch.long)], {"mask": torch.ones(2, 5, dtype=torch.long)}

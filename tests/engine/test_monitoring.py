@@ -87,5 +87,5 @@ def test_p6_training_goes_on_where_a_writer_fails_and_it_is_said_once(tmp_path: 
         pass
     assert (tmp_path / "csv" / "run" / "Train_Samples_lr.csv").exists()
     said = "".join(made.log(index) for index in (0, 1))
-    assert said.count("DeepSpeed's monitor does not take reft's events (IsADirectoryError") == 1
+    assert said.count("DeepSpeed's monitor does not accept reft's events (IsADirectoryError") == 1
     assert {event["step"] for event in made.events("begins")} == {0}, "no trainer was started anew"

@@ -51,9 +51,9 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
             "the loss of 1 node(s) per sharding group",
             "on storage in /p every 100 steps",
         ),
-        ({"persist": {"dir": "/p"}}, 1, "", "on storage in /p when the job is told to stop"),
+        ({"persist": {"dir": "/p"}}, 1, "", "on storage in /p when the job is asked to stop"),
         ({"interval_steps": 4}, 1, "", "in memory every 4 steps, none"),
-        ({"interval_steps": "auto"}, 1, "", "in memory at an interval that the job finds, none"),
+        ({"interval_steps": "auto"}, 1, "", "in memory at an interval that reft chooses, none"),
     ],
 )
 def test_p4_a_start_says_in_a_line_what_is_protected(
@@ -109,5 +109,6 @@ def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
     (record,) = caplog.records
     assert re.search(
-        rf"the job begins anew: nothing was committed and .* on storage, {FAILURE}", record.message
+        rf"the job starts from the beginning: nothing was committed and .* on storage, {FAILURE}",
+        record.message,
     )

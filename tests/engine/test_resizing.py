@@ -104,7 +104,7 @@ def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degre
 ) -> None:
     for rank in lives[1]:
         said = rank["refused"]["division"]
-        assert '"train_batch_size" 14 cannot be dealt out in micro-batches of 2 samples' in said
+        assert '"train_batch_size" 14 cannot be split into micro-batches of 2 samples' in said
         assert "14 != 2 * 3 * 2" in said
         assert "one of these degrees: 1, 7" in said
 

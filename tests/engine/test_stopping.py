@@ -46,7 +46,7 @@ def test_p6_where_votes_do_not_answer_it_ends_within_the_grace() -> None:
     assert session.worker.drain.call_args.args == (0.0,)
     assert not session.daemon.persist_now.called
     (said,) = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
-    assert "alone: the ranks' votes do not answer" in said
+    assert "without a vote: the other ranks do not answer" in said
 
 
 def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:

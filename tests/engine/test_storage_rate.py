@@ -97,7 +97,7 @@ def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None
     job.run(400)
     assert job.rate.wanted_interval() == 45
     assert job.rate.to_json()["most_lost_steps"] == 90
-    assert "no more steps than this" in job.rate.to_json()["why"]
+    assert "bounded by max_lost_steps" in job.rate.to_json()["why"]
 
 
 def test_the_wished_survival_makes_it_write_where_failures_do_not() -> None:

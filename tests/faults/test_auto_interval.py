@@ -85,4 +85,4 @@ def test_how_often_memory_takes_versions_is_found_agreed_on_told_and_known_to_th
     with run("auto-memory-again") as job:
         job.wait_for("a word", lambda: bool(told(job, 0)))
         assert told(job, 0)["costs"] is not None
-        assert told(job, 0)["why"] != "the first steps are measured"
+        assert told(job, 0)["why"] != "the first steps are being measured"

@@ -127,7 +127,7 @@ def test_memory_runs_short(scratch: Scratch) -> None:
             filler.unlink()
             job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
             job.wait_for("a version", lambda: _newest_protection(job) == "arc")
-            assert job.logs.count("there is memory for all that is wanted again") == 1
+            assert job.logs.count("there is enough memory for the wanted protection again") == 1
             job.end_well(scratch)
 
 

@@ -179,7 +179,7 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
 
 
 def make_steps(path: Path, rank: int, compute_millis: int, clock: Any) -> ProgressPage:
-    page = ProgressPage(path, 0, rank, 10.0)
+    page = ProgressPage(path, 0, rank, 10.0, 600.0)
     page.set_place((0, rank, 0))
     for step in range(1, 34):
         page.begin_step()

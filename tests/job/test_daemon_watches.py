@@ -26,7 +26,7 @@ import sys, time
 from pathlib import Path
 from reft.naming import Label
 from reft.node.progress import ProgressPage
-page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0)
+page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0, 600.0)
 print("watched", flush=True)
 time.sleep(600)
 """

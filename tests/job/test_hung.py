@@ -18,7 +18,7 @@ from reft.node.progress import Phase, Seen
 
 SECRET = b"h" * 32
 PIDS = (4_000_001, 4_000_002)  # of no process
-SEEN = Seen(0, 0, PIDS[0], Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 0.3, 0.0, 0, "S")
+SEEN = Seen(0, 0, PIDS[0], Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
 
 
 @pytest.fixture

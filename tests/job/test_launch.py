@@ -315,7 +315,7 @@ def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
         job.wait_for("flushed")
         peers.terminate()
         assert job.wait(240) == {0: 143, 1: 143}
-        assert "node node0 was told to stop by SIGTERM, and no other takes its place" in job.log(1)
+        assert "node node0 was stopped by SIGTERM, and no other node replaces it" in job.log(1)
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 

@@ -118,7 +118,12 @@ NOW = Situation(
         (3, ("a", "b"), NOW, "named to be replaced at once, and now the job survives the loss of 1"),
         (3, ("a",), replace(NOW, tolerance=0), "survives the loss of none"),
         (3, ("d",), NOW, "no node d trains"),
-        (2, (), replace(NOW, workers=1), "2 trainers, which are no whole replicas of 2 stages x 2 slices"),
+        (
+            2,
+            (),
+            replace(NOW, workers=1),
+            "2 trainers, which do not make whole replicas of 2 stages x 2 slices",
+        ),
         (2, (), replace(NOW, size=Size("", 12, 2)), ""),
         (5, (), replace(NOW, size=Size("", 12, 2)), "5 replicas cannot share the 12 samples"),
         (2, (), replace(NOW, size=Size("because", 12, 2)), "keeps its data-parallel degree of 3: because"),
@@ -259,7 +264,7 @@ def test_an_order_is_followed_when_the_store_answers_again_and_one_by_a_clock_th
     node.state.scaling = Scaling(order.number + 1, 3, 3)
     answer = node.look()
     assert answer is not None
-    assert "set the clocks" in answer.refused, "it would not be followed: the newest one holds"
+    assert "synchronise the clocks" in answer.refused, "it would not be followed: the newest one holds"
 
 
 @pytest.mark.parametrize("missing", [None, 0, -1])
@@ -288,7 +293,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     if granted is not None:
         assert (granted.nodes, granted.without, answer.refused) == (2, ("b",), "")
         return
-    assert "ask again" in answer.refused
+    assert "repeat the order" in answer.refused
     node.tolerance = 1
     node.look()
     assert node.state.scaling is None, "it was refused"

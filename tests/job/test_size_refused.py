@@ -35,7 +35,7 @@ def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp
 def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:2", 200)) as job:
         assert job.wait(240) == {0: EX_REFUSED, 1: EX_REFUSED}
-        assert any("a restart would be refused alike" in job.log(node) for node in range(2))
+        assert any("a restart would be refused again" in job.log(node) for node in range(2))
         assert len(job.events("start")) == 2
 
 
@@ -47,7 +47,7 @@ def test_a_node_that_has_waited_long_enough_ends_alone(tmp_path: Path) -> None:
         job.options = options("3:3", 2)
         hasty = job.start_node(1)
         assert hasty.process.wait(240) == 1
-        assert "3 nodes did not come together in 2 s" in job.log(1)
+        assert "3 nodes did not join in 2 s" in job.log(1)
         job.options = patient
         for node in (1, 2):
             job.start_node(node)

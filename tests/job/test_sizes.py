@@ -96,7 +96,7 @@ def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_d
     eight = Degrees(1, 8, 1)
     assert "7 replicas cannot share the 512 samples" in why_not(7, 1, eight, Size("", 512, 4), None)
     assert not why_not(4, 1, eight, Size("", 512, 4), None)
-    assert "3 trainers, which are no whole" in why_not(3, 1, Degrees(2, 2, 1), None, None)
+    assert "3 trainers, which do not make whole" in why_not(3, 1, Degrees(2, 2, 1), None, None)
     assert not why_not(7, 1, eight, Size("because", 0, 4), None)
     assert "because" in why_not(7, 1, eight, Size("because", 0, 4), None, asked=True)
     assert "because" in why_not(7, 1, eight, Size("because", 0, 4, fixed=True), None)

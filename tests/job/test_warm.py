@@ -129,7 +129,7 @@ def test_restarts_fork_too_and_all_end_with_the_launcher(tmp_path: Path) -> None
     third = job.found(restarts=2)
     assert all(found["warm"] for found in second + third)
     assert len({found["pid"] for found in first + second + third}) == 6
-    assert "the process that imports ahead has ended (killed by SIGKILL)" in job.log.read_text()
+    assert "the preloading process has ended (killed by SIGKILL)" in job.log.read_text()
     left = [job.server(), *(psutil.Process(found["pid"]) for found in third)]
     job.end(signal.SIGKILL)
     wait_for(lambda: not any(map(_lives, left)), "it", DEADLINE_SECS)
@@ -159,9 +159,7 @@ def test_p1_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
     for found in job.found():
         assert (found["threads"], found["warm"], found["ppid"]) == (2, False, job.process.pid)
-    assert (
-        "the script sets OMP_NUM_THREADS, which libraries read when they are imported" in job.log.read_text()
-    )
+    assert "the script sets OMP_NUM_THREADS, which libraries read at import" in job.log.read_text()
 
 
 @pytest.mark.integration
@@ -174,8 +172,11 @@ def test_a_module_that_starts_threads_is_named_and_trainers_start_cold(tmp_path:
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
     assert not any(found["warm"] for found in job.found())
     log = job.log.read_text()
-    assert "reft: is_missing cannot be imported ahead: ModuleNotFoundError" in log
-    assert "reft: starts_thread starts 1 threads while it is imported: trainers start cold" in log
+    assert "reft: is_missing cannot be preloaded: ModuleNotFoundError" in log
+    assert (
+        "reft: starts_thread starts 1 threads during its import: trainers start without preloaded imports"
+        in log
+    )
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -190,7 +190,7 @@ def test_the_line_of_the_step_that_a_job_stops_after_is_printed(
     monkeypatch.setenv("TEST_STOP_AT", "3")
     block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory")}
     stopped = Alone(tmp_path, arguments_of(engine)).run(block, ends_with=128 + signal.SIGTERM)
-    assert f"stopping as told: step {max(stopped.iterations)} is committed" in stopped.log
+    assert f"stopping on request: step {max(stopped.iterations)} is committed" in stopped.log
     assert max(stopped.iterations) < ITERATIONS
 
 

@@ -75,7 +75,7 @@ def test_p12_the_random_sampler_is_named_where_the_degree_may_change_and_where_i
 ) -> None:
     """Each rank has a part of the data set of its own, by the degree."""
     _, log = lose_one_of_three(tmp_path / "job", "--dataloader-type", "cyclic", "--samples", "120")
-    named = "MegatronPretrainingRandomSampler (--dataloader-type cyclic) deals a pass out by the data-parallel degree"
+    named = "MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by the data-parallel degree"
     assert f"the number of nodes may change (--nnodes 2:3). Megatron's {named}" in log
-    assert "Use --dataloader-type single, whose order is the job's at every degree" in log
+    assert "Use --dataloader-type single, whose order is the same at every degree" in log
     assert "and the job goes from DP3 to DP2" in log

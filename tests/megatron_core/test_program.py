@@ -61,7 +61,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     assert saved(save) == ITERATIONS
     lines = undisturbed.iterations[1] + undisturbed.iterations[ITERATIONS]
     assert [dict(line)["global batch size"] for line in lines] == ["4", "8"]
-    assert "reft's versions in memory take the place of local checkpoints" in disturbed.log
+    assert "reft's versions in memory replace local checkpoints" in disturbed.log
     for unsaid in ("the state of step", "does not know how many samples"):
         assert unsaid not in disturbed.log
 
@@ -100,7 +100,7 @@ def test_a_job_that_is_told_to_stop_saves_its_own_checkpoint(tmp_path: Path) -> 
     assert set(codes.values()) == {128 + signal.SIGTERM}, log[-4000:]
     at = saved(save)
     assert at >= KILLED_AT
-    assert f"stopping as told: step {at} is committed in memory" in log
+    assert f"stopping on request: step {at} is committed in memory" in log
     resumed = trained.run(tmp_path / "resumed", ENABLED, *again, "--exit-interval", str(at + 2))
     assert resumed.resumed == [(at, "disk")], resumed.log[-4000:]
     assert min(resumed.iterations) == at + 1
@@ -193,7 +193,7 @@ def test_what_asks_for_local_checkpoints_is_given_versions(
     )
     args = module.validate_args(given)
     assert (args.non_persistent_ckpt_type, args.replication) == (None, False)
-    assert "reft's versions in memory take the place of local checkpoints" in caplog.text
+    assert "reft's versions in memory replace local checkpoints" in caplog.text
 
 
 def test_p5_of_what_is_half_written_nothing_may_be_left() -> None:

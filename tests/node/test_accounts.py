@@ -58,7 +58,7 @@ class Clock:
 
 
 def make_steps(path: Path, *steps: int) -> ProgressPage:
-    page = ProgressPage(path, 0, 0, 10.0)
+    page = ProgressPage(path, 0, 0, 10.0, 600.0)
     page.set_place((0, 0, 0))
     page.set_samples(4)
     for step in steps:

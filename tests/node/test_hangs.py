@@ -10,7 +10,6 @@ import pytest
 from reft.node.hangs import Waiting, Watch, limit_secs, name_culprit
 from reft.node.progress import Phase, Seen
 
-PATIENCE = 10.0
 STEP_LIMIT = 7.5
 OTHER_LIMIT = 600.0
 SEEN = Seen(
@@ -22,7 +21,8 @@ SEEN = Seen(
     position=3,
     instruction="ForwardPass",
     nanos=1,
-    patience=PATIENCE,
+    hang_factor=10.0,
+    hang_timeout_secs=OTHER_LIMIT,
     step_secs=0.3,
     phase_secs=0.0,
     stack_signal=0,
@@ -36,7 +36,7 @@ def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
     wanted = {Phase.STEP: STEP_LIMIT, Phase.PAUSED: None, Phase.ENDED: None}.get(phase, OTHER_LIMIT)
     assert limit_secs(seen) == wanted
     assert limit_secs(replace(seen, state="t")) is None, "somebody looks at it with a debugger"
-    assert limit_secs(replace(seen, patience=0.0, state="T")) is None
+    assert limit_secs(replace(seen, hang_factor=0.0, state="T")) is None
     unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
     assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
 
@@ -145,4 +145,4 @@ def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
     verdict = name_culprit(waiting)
     assert verdict is not None
     assert verdict.ranks == (1,)
-    assert "rank 1 hangs: behind the others (rank 1: step behind step 8" in verdict.reason
+    assert "rank 1 hangs: behind the others (rank 1: step after step 8" in verdict.reason

@@ -104,7 +104,7 @@ def job(tmp_path: Path) -> JobDir:
 
 
 def test_every_node_tells_of_its_memory_and_of_its_devices(job: JobDir) -> None:
-    page = ProgressPage(job.path, 0, 5, 10.0)
+    page = ProgressPage(job.path, 0, 5, 10.0, 600.0)
     page.begin_step()
     watch = NodeObserver(job.path, "node0", "node0", has_daemon=False)
     assert watch.look(Doing("running", round=1)).memory == ()

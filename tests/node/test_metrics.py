@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import shutil
 import socket
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from reft.cli import main
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
 from reft.node.daemon import NodeStatus
-from reft.node.history import Round
+from reft.node.history import STARTED, Round, note
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, Counts, NodeReport, Row, Shard, Signal
@@ -87,8 +92,8 @@ def server(job: JobDir, status: NodeStatus) -> Iterator[MetricsServer]:
 
 
 def wait_until_served(server: MetricsServer) -> int:
-    wait_for(lambda: server.port is not None, "the server")
-    return server.port or 0
+    wait_for(lambda: server.url is not None, "the server")
+    return urlsplit(server.url).port or 0
 
 
 def scrape(port: int) -> str:
@@ -134,7 +139,7 @@ def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
 
 def test_p10_nothing_listens_without_the_key(server: MetricsServer) -> None:
     server.configure(parse_block({}).metrics)
-    assert server.port is None
+    assert server.url is None
 
 
 def test_p6_a_port_that_is_taken_is_said_once(
@@ -148,7 +153,7 @@ def test_p6_a_port_that_is_taken_is_said_once(
         (said,) = caplog.messages
         assert f"no metrics at 127.0.0.1 port {port}" in said
         assert "training does not wait" in said
-    assert server.port is None
+    assert server.url is None
 
 
 def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: MetricsServer) -> None:
@@ -161,6 +166,51 @@ def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: M
     assert "reft_step" in scrape(port)
     for connection in silent:
         connection.close()
+
+
+def test_the_page_is_served_with_what_the_status_command_prints(
+    tmp_path: Path, server: MetricsServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.configure(MetricsConfig(port=free_port()))
+    address = f"http://127.0.0.1:{wait_until_served(server)}/"
+    with urllib.request.urlopen(address, timeout=60) as page:
+        assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert b"<title>reft status</title>" in page.read()
+    with urllib.request.urlopen(f"{address}status.json", timeout=60) as page:
+        served = json.load(page)
+    main(["status", "--memory-dir", str(tmp_path), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert served.pop("commit_age_secs") <= printed.pop("commit_age_secs")
+    assert served == printed
+
+
+@pytest.mark.process
+def test_p11_a_browser_shows_the_page_and_takes_no_text_of_the_job_for_html(
+    job: JobDir, server: MetricsServer, tmp_path: Path
+) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("neither chromium nor google-chrome is installed")
+    failure = "<img src=x onerror=alert(1)> failed"
+    facts = {"nodes": ["a"], "lost": [], "joined": [], "newest_step": 5}
+    note(job.path, STARTED, round=1, failures=[], gathering_secs=None, **facts)
+    note(job.path, STARTED, round=2, failures=[failure], gathering_secs=1.5, **facts)
+    server.configure(MetricsConfig(port=free_port()))
+    address = f"http://127.0.0.1:{wait_until_served(server)}/"
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+    ]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [browser, *options, address]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+    assert "snapshot done" in shown
+    assert "step 7" in shown
+    assert "&lt;img src=x onerror=alert(1)&gt; failed" in shown
+    assert "<img" not in shown
 
 
 @pytest.mark.parametrize("torn", [b"", b"{ torn", b"[" * 100_000])

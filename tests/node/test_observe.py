@@ -32,7 +32,7 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
     watch = observer(job)
     began = Doing("running", round=1, since_unix_secs=time.time())
     assert watch.look(Doing("waiting for nodes")).signal is Signal.HEALTHY
-    page = ProgressPage(job.path, 0, 0, 10.0)
+    page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     with make(job.path / "rank0-slot0.arena") as one, make(job.path / "rank0-slot1.arena") as other:
         report = watch.look(began)
         assert (report.signal, report.shards, report.trainers) == (Signal.HEALTHY, (), 1)
@@ -65,7 +65,7 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
 def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     watch = observer(job)
     status = NodeStatus(job.path, {}, PersistStatus())
-    page = ProgressPage(job.path, 0, 0, 10.0)
+    page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     runs = Doing("running", round=1, since_unix_secs=time.time())
     assert watch.look(runs).signal is Signal.HEALTHY
     failed = watch.look(Doing("waiting for nodes", failed="rank 3 was killed by SIGKILL"))
@@ -122,7 +122,7 @@ def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> No
 def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
     write_json(job.path / "daemon.json", {"pid": 2**22, "start_time": 1.0})
     (said,) = observer(job).look(Doing()).warnings
-    assert "daemon does not run" in said
+    assert "daemon is not running" in said
 
 
 def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> None:
@@ -130,7 +130,7 @@ def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> No
 
     def at(step: int, secs: float, phase: Phase = Phase.BETWEEN, pid: int = 5) -> float | None:
         return speed.look(
-            Seen(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 0.0, 0.0, 0, "S")
+            Seen(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 600.0, 0.0, 0.0, 0, "S")
         )  # fmt: skip
 
     assert at(0, 0.0, Phase.FIRST_STEP) is None

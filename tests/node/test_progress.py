@@ -12,10 +12,11 @@ from reft.node.progress import Phase, ProgressPage, read_pages, read_times
 
 
 def test_a_page_tells_what_its_trainer_is_at(tmp_path: Path) -> None:
-    page = ProgressPage(tmp_path, 1, 5, 10.0)
+    page = ProgressPage(tmp_path, 1, 5, 10.0, 600.0)
     forward, backward = page.number_of("ForwardPass"), page.number_of("BackwardPass")
     (seen,) = read_pages(tmp_path)
-    assert (seen.local_rank, seen.rank, seen.pid, seen.patience) == (1, 5, os.getpid(), 10.0)
+    assert (seen.local_rank, seen.rank, seen.pid) == (1, 5, os.getpid())
+    assert (seen.hang_factor, seen.hang_timeout_secs) == (10.0, 600.0)
     assert (seen.phase, seen.instruction, seen.step_secs) == (Phase.LOADING, "", 0.0)
     page.begin_step()
     page.instruction(forward)
@@ -42,7 +43,7 @@ def test_what_has_limits_of_its_own_does_not_count_as_the_steps(
 ) -> None:
     now = 10**9
     monkeypatch.setattr("reft.node.progress.time.monotonic_ns", lambda: now)
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
+    page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
     page.begin_step()
     page.end_step(1)
     page.begin_step()
@@ -68,11 +69,11 @@ def test_p6_what_is_no_page_or_cannot_be_made_costs_a_line(
     (tmp_path / "x.progress").symlink_to("/dev/zero")
     assert read_pages(tmp_path) == []
     with caplog.at_level(logging.WARNING):
-        page = ProgressPage(tmp_path / "missing", 0, 0, 10.0)
+        page = ProgressPage(tmp_path / "missing", 0, 0, 10.0, 600.0)
     page.begin_step()
     page.end_step(1)
     page.close()
-    assert "this trainer is not watched, it trains all the same" in caplog.text
+    assert "this trainer trains without hang detection" in caplog.text
 
 
 # -- what a step consisted of ---------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def run_step(page: ProgressPage, clock: Clock, number: int, *instructions: tuple
 
 
 def test_a_step_is_split_by_its_instructions(tmp_path: Path, clock: Clock) -> None:
-    page = ProgressPage(tmp_path, 0, 3, 10.0)
+    page = ProgressPage(tmp_path, 0, 3, 10.0, 600.0)
     page.set_place((1, 2, 0))
     run_step(page, clock, 1, ("ForwardPass", 999))
     instructions = (
@@ -132,7 +133,7 @@ def test_a_step_is_split_by_its_instructions(tmp_path: Path, clock: Clock) -> No
 
 def test_micro_batches_are_parts_of_one_step(tmp_path: Path, clock: Clock) -> None:
     """A plain engine is called once for each; the optimizer steps behind the last of them."""
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
+    page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
     page.set_place((0, 0, 0))
     page.set_step(7)  # restored
     for step in (8, 9, 10):
@@ -165,7 +166,7 @@ def test_waiting_for_a_core_is_no_computing(
 ) -> None:
     waited = {"nanos": 0}
     monkeypatch.setattr("reft.node.progress.os.pread", lambda *_: f"5 {waited['nanos']} 1".encode())
-    page = ProgressPage(tmp_path, 0, 0, 10.0)
+    page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
     page.set_place((0, 0, 0))
     run_step(page, clock, 1)
     page.begin_step()

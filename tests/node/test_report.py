@@ -162,7 +162,7 @@ def test_the_job_is_told_as_a_whole() -> None:
     assert (told["tolerance"], told["tolerance_left"]) == (1, 0)
     assert told["last_recovery"]["secs"] == {"gathering": 1.5}
     assert told["warnings"] == [
-        "n2 is gone: nothing is heard of its launcher",
+        "n2 is gone: its launcher does not report",
         "the loss of one more node would lose the versions in memory",
         "n0, n1: the disk is full",
     ]

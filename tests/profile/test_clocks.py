@@ -143,7 +143,7 @@ class _Engine:
 
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     engine, wanted = _Engine(), [True]
-    page = ProgressPage(tmp_path, 0, 0, 1.0)
+    page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
     weaver = Weaver(
         *(engine, _Pacer()),
         take_snapshot=lambda: None,

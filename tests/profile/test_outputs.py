@@ -65,7 +65,7 @@ def test_advice_says_what_fits_and_what_does_not():
 def test_the_title_says_whether_snapshots_are_free():
     assert verdict(a_profile()) == "No snapshots ran in the profiled steps"
     assert verdict(a_profile({0: IN_MID, 1: IN_FILL})).startswith("Snapshots are free here")
-    assert "beside computation" in verdict(a_profile({0: IN_MID, 1: TOO_MUCH}))
+    assert "during computation" in verdict(a_profile({0: IN_MID, 1: TOO_MUCH}))
 
 
 def test_trace_events_are_in_order_and_do_not_overlap_on_a_track(tmp_path):
@@ -152,7 +152,10 @@ def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     [
         (["--steps", "0", "train.py"], "--steps is 0; expected at least 1"),
         (["--from", "none.json"], "cannot read a profile"),
-        (["--nproc-per-node", "2", "--from", "p.json", "train.py"], "leave the script and the options"),
+        (
+            ["--nproc-per-node", "2", "--from", "p.json", "train.py"],
+            "remove the script and its launch options",
+        ),
     ],
 )
 def test_wrong_use_is_explained(arguments, says, capsys):
@@ -195,7 +198,7 @@ def test_what_the_command_returns_when_this_node_has_no_profile(tmp_path, monkey
     assert run_with(monkeypatch, tmp_path, lambda: note_taken(tmp_path, 4)) == 0
     assert "on the node of rank 0" in capsys.readouterr().err
     assert run_with(monkeypatch, tmp_path, lambda: note_taken(tmp_path, 0)) == 1
-    assert "making it failed" in capsys.readouterr().err
+    assert "the profile could not be made" in capsys.readouterr().err
     # A profile that lay there before is not taken for this job's.
     a_profile().save(tmp_path / "profile.json")
     assert run_with(monkeypatch, tmp_path, lambda: None) == 1

@@ -175,7 +175,7 @@ def test_p5_the_same_step_twice_or_a_gradient_of_another_size_is_refused() -> No
     replica = owner.replica()
     record, gradients = owner.step()
     replica.apply(record, gradients)
-    with pytest.raises(StaleReplicaError, match="must come once"):
+    with pytest.raises(StaleReplicaError, match="must arrive once"):
         replica.apply(record, gradients)
     replica = owner.replica()
     record, gradients = owner.step()

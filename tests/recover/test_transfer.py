@@ -207,7 +207,7 @@ def test_p3_a_version_of_another_degree_is_taken_up_and_stays_as_it_is(results, 
         assert result["again"]["equal"]
         assert result["again"]["written_dp"] == old
         assert result["bytes_from"] == result["planned"]
-        assert f"written at DP{old}, taken up at DP4" in result["text"]
+        assert f"written at DP{old}, resumed at DP4" in result["text"]
         assert f"PP1xDP{old}xTP1 instead of PP1xDP4xTP1" in result["refused"]
     total = results[name][0]["total"]
     assert total["parity"] > 0 if name == "shrunk_decoded" else total["local"] > 0

@@ -111,7 +111,7 @@ def test_json_is_labelled_and_has_every_variant_and_published_value(capsys):
 def test_figures_are_drawn(capsys, tmp_path):
     overheads, timeline, pipeline = (tmp_path / f"{name}.svg" for name in ("a", "b", "c"))
     assert run(capsys, "has", "--figure", str(overheads))[0] == 0
-    arguments = ("has", "--model", "1.3b", "--machine", "v100", "--timeline", str(timeline))
+    arguments = ("has", "--model", "1.3b", "--cluster", "v100", "--timeline", str(timeline))
     assert run(capsys, *arguments)[0] == 0
     assert run(capsys, "pipeline", "--schedule", "zero-bubble-h1", "--figure", str(pipeline))[0] == 0
     for path in (overheads, timeline, pipeline):

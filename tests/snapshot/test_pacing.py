@@ -192,7 +192,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
         assert (positions == [0]) == (names is other), positions
     said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.pacing"]
     assert len(said) == 1
-    assert "windows are measured instead" in said[0]
+    assert "reft measures its windows instead" in said[0]
 
 
 QUEUED = [

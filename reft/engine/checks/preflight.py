@@ -62,12 +62,12 @@ def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     zero = part_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1) or isinstance(stage, bool):
-        yield f'"zero_optimization.stage" is {stage!r}: reft takes ZeRO stage 0 or 1', "write 1"
+        yield f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
     for part in ("offload_optimizer", "offload_param"):
         device = part_of(zero, part).get("device", "none")
         if device != "none":
             yield (
-                f'"zero_optimization.{part}.device" is {device!r}: offloaded state is not taken',
+                f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state',
                 "remove it",
             )
     kind = str(part_of(config, "optimizer").get("type", "")).lower()
@@ -94,7 +94,7 @@ def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield '"compression_training" is on, and reft does not know its state', "remove it"
     size = config.get("sequence_parallel_size", 1)
     if size != 1:
-        yield f'"sequence_parallel_size" is {size!r}: such ranks are not known to reft', "write 1"
+        yield f'"sequence_parallel_size" is {size!r}: reft does not support such ranks', "write 1"
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -125,12 +125,12 @@ def _block_warnings(block: ReftConfig) -> Iterator[tuple[str, str]]:
         yield '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
     if block.persist.dir is None:
         yield (
-            "nothing is written to storage: when more nodes are lost than are survived, the job cannot be "
+            "nothing is written to storage: when more nodes are lost than the job survives, it cannot be "
             "resumed",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
     if block.faults:
-        yield '"faults" makes ranks fail on purpose', "remove it from a job that counts"
+        yield '"faults" makes ranks fail on purpose', "remove it from a production job"
 
 
 def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -185,8 +185,8 @@ class ScriptLook:
             why = ", which finds nothing before the script has saved a checkpoint" if on_file else ""
             yield _finding(
                 call,
-                f"`{_text(call)}` is called only if `{_text(test)}`{why}. A job that has state in memory is "
-                f"not resumed where it is left out",
+                f"`{_text(call)}` is called only if `{_text(test)}`{why}. Where the call is skipped, a job "
+                "that has state in memory is not resumed",
                 "call it without the condition: it returns (None, None) where there is nothing to load",
             )
 
@@ -197,7 +197,7 @@ class ScriptLook:
             if not (over := _counted_from_zero(loop.iter)):
                 continue
             most, index = _text(over.args[-1]), _text(loop.target)
-            begins = f"`for {index} in {_text(over)}` begins at 0 in every life. Resumed"
+            begins = f"`for {index} in {_text(over)}` begins at 0 after every restart. Resumed"
             inner = (node for node in self._fors() if self._loop_around(self._parents[node]) is loop)
             if read := {_text(part) for node in inner for part in ast.walk(node.iter)} & loaders:
                 if not any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
@@ -209,8 +209,8 @@ class ScriptLook:
             elif self._always_trains(loop) and not _skips(loop):
                 yield _finding(
                     loop,
-                    f"{begins} at step N, the job would train N steps too many, and what follows from "
-                    f"`{index}` would be another step's",
+                    f"{begins} at step N, the job would train N steps too many, and values computed from "
+                    f"`{index}` would belong to another step",
                     f"write for {index} in range(engine.global_steps, {most})",
                 )
 
@@ -254,7 +254,7 @@ class ScriptLook:
         elif not self._calls("resumable"):
             yield _finding(
                 None,
-                f"the script trains with a Hugging Face Trainer that reft does not know of. {after}",
+                f"the script trains with a Hugging Face Trainer without reft.hf.resumable. {after}",
                 "write trainer = reft.hf.resumable(trainer) before trainer.train()",
             )
 
@@ -264,8 +264,8 @@ class ScriptLook:
         for call in self._calls("DataLoader"):
             yield _finding(
                 call,
-                "a DataLoader is read in a loop of the script's own. After a failure the script goes on with "
-                "other samples, unless it skips what was taken",
+                "a DataLoader is read in the script's own loop. After a failure the script continues with "
+                "other samples, unless it skips those that were already used",
                 "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, epochs)",
             )
 

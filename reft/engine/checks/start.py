@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reft.config import Variant
+from reft.config import ReftConfig, Variant
 from reft.data.batches import shares_store
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference
@@ -24,7 +24,6 @@ from reft.engine.identity import declared_on_one_host
 from reft.engine.protection import situation_of
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
-from reft.node.hangs import LEAST_OTHER_SECS
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import OwnedBy
 
@@ -75,9 +74,8 @@ def _start_findings(session: Session) -> Iterator[Finding]:
     if session.tolerance < config.tolerance and several and not (meant or session.memory.identity.restarted):
         yield Finding(
             Severity.REFUSED,
-            f"{shortfall}. The job was not started: change what is said above, or write "
-            f'"tolerance": {session.tolerance} into the reft block if that is enough, or '
-            f'"allow_unprotected": true to start it as it is',
+            f'{shortfall}. The job was not started: change that, or write "tolerance": {session.tolerance} '
+            'into the reft block if that is enough, or "allow_unprotected": true to start it as it is',
         )
     seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else None
     lacks = session.control.gather_bytes((seen or "").encode())[0].decode()
@@ -91,12 +89,13 @@ def _start_findings(session: Session) -> Iterator[Finding]:
 
 def _notes(session: Session) -> Iterator[str]:
     """What is no error even where the block is strict."""
-    if short := timeout_is_short(session.config.patience, group_timeout_secs()):
+    if short := timeout_is_short(session.config, group_timeout_secs()):
         yield short
     if claimed := declared_on_one_host(session.places):
         yield (
-            f"nodes {', '.join(claimed)} are declared (--node-id or {ENV_NODE_ID}) and share a host: losses "
-            f"are counted as if each failed by itself; the loss of the host is the loss of all of them"
+            f"nodes {', '.join(claimed)} are declared (--node-id or {ENV_NODE_ID}) and share a host: "
+            "losses are counted as if each node failed independently, but the loss of the host loses all "
+            "of them"
         )
     if session.config.allow_unprotected and (shortfall := _shortfall(session)):
         yield shortfall if session.tolerance else f"TOLERANCE IS 0: {shortfall}"
@@ -111,8 +110,8 @@ def what_is_missing(persists: bool) -> str | None:
         missing.insert(1, 'the checkpoints of "persist" are not written')
     said = (
         "`reft launch` did not start this job. Snapshots and recovery from memory work: killed trainers "
-        f"resume when the launcher restarts them. But {', '.join(missing)}. Start the script with "
-        "`reft launch` instead: it takes torchrun's options"
+        f"resume when the launcher restarts them. But {', '.join(missing)}. Start the script with `reft "
+        "launch` instead; it accepts torchrun's options"
     )
     if shares_store():
         said += (
@@ -133,17 +132,17 @@ def check_orders(session: Session, orders: Orders) -> None:
         raise ConfigError(found)
 
 
-def timeout_is_short(patience: float, timeout_secs: float | None) -> str | None:
-    """What to say where collectives time out before the watch for hangs would find who holds them up."""
-    limit_secs = patience * LEAST_OTHER_SECS
-    if timeout_secs is None or timeout_secs >= limit_secs:
+def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | None:
+    """What to say where collectives time out before hang detection would name the rank that they wait for."""
+    limit_secs = config.hang_timeout_secs
+    if not config.hang_factor or timeout_secs is None or timeout_secs >= limit_secs:
         return None
     return (
-        f"collectives time out after {timeout_secs:.0f} s, but a rank may take {limit_secs:.0f} s (patience "
-        f"{patience:g}) for a first step, an evaluation or a save before it is found to hang: the ranks that "
-        f"wait for it would fail before, and nobody would say whose fault it was. Write "
+        f"collectives time out after {timeout_secs:.0f} s, but a first step, an evaluation or a save may "
+        f"take {limit_secs:.0f} s (hang_timeout_secs) before reft reports a hang: the ranks that wait would "
+        f"fail first, and no log would name the rank that they waited for. Write "
         f"deepspeed.init_distributed(timeout=timedelta(seconds={2 * limit_secs:.0f})), or "
-        f'"patience": {timeout_secs / LEAST_OTHER_SECS / 2:.2g} into the reft block'
+        f'"hang_timeout_secs": {timeout_secs / 2:.3g} into the reft block'
     )
 
 
@@ -166,8 +165,8 @@ def _persist_dir_lacks(wanted: Path | None) -> str | None:
         return None
     found = "cannot be written to" if there.is_dir() else "is no directory"
     return (
-        f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or write another "
-        f'"dir" into "persist"; until then only memory can be resumed from'
+        f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or write "
+        'another "dir" into "persist"; until then the job can resume from memory only'
     )
 
 
@@ -188,11 +187,11 @@ def require_first_version(session: Session) -> None:
         return
     request.done.wait(session.config.commit_timeout_secs)
     if not request.committed:
-        why = session.stats.last_error or "it was not ended in commit_timeout_secs"
+        why = session.stats.last_error or "it did not finish within commit_timeout_secs"
         warn(
             session,
-            f"the version of step {request.label.step} could not be taken: {why}. After a failure the job "
-            f"could not be resumed. Mend the cause, which the log tells in full",
+            f"the version of step {request.label.step} could not be taken: {why}. The job could not resume "
+            "after a failure. Remove the cause, which is in the log",
         )
 
 
@@ -236,7 +235,7 @@ def say_untried_device(session: Session) -> None:
     """One line on rank 0 of a job on a device. It goes when ``make gpu`` has passed on that platform."""
     if session.copying.engine.asynchronous and session.is_rank_zero:
         logger.warning(
-            "never run on a %s device before, only on simulated ones. What is restored is verified all the "
+            "reft has never run on a %s device, only on simulated ones. It verifies restored state all the "
             "same; run 'make gpu' in reft's sources first, and compare losses with a run without reft",
             "ROCm" if getattr(torch.version, "hip", None) else "CUDA",
         )
@@ -244,8 +243,8 @@ def say_untried_device(session: Session) -> None:
 
 def _interval(adapts: bool, steps: int) -> str:
     if adapts:
-        return "at an interval that the job finds"
-    return {0: "when the job is told to stop", 1: "every step"}.get(steps, f"every {steps} steps")
+        return "at an interval that reft chooses"
+    return {0: "when the job is asked to stop", 1: "every step"}.get(steps, f"every {steps} steps")
 
 
 def _shortfall(session: Session) -> str | None:
@@ -255,16 +254,16 @@ def _shortfall(session: Session) -> str | None:
         return None
     scheme, wanted = session.protection.record.scheme, f'"tolerance": {config.tolerance}'
     if losses:
-        takes = "'reft plan' says what it would take"
+        takes = "'reft plan' shows what would reach it"
         if not session.protection.is_chosen:
-            takes = '\'reft plan\' and "protection": "auto" say what it would take'
+            takes = '\'reft plan\' and "protection": "auto" show what would reach it'
         return (
             f"the loss of {config.tolerance} node(s) should be survived ({wanted}), but {scheme} survives "
             f"{losses}; {takes}"
         )
     return (
-        f"{session.protection.why_unprotected()}. The loss of one node loses its memory for good; only what "
-        f"is on disk can be resumed from (persist.dir is {config.persist.dir or 'not set'})"
+        f"{session.protection.why_unprotected()}. The loss of one node loses its memory for good; then the "
+        f"job can resume only from disk (persist.dir is {config.persist.dir or 'not set'})"
     )
 
 
@@ -298,7 +297,7 @@ def _end_dry_run(session: Session) -> None:
         ),
         f"a version: every rank copies at most {_mib(copied)} to the host and sends at most {_mib(sent)} to "
         f"other nodes",
-        "nothing was trained, and the job's own memory was not touched",
+        "no step was trained, and the job's own memory was not touched",
     ]
     if session.is_rank_zero:
         print("\n".join(lines), flush=True)

@@ -317,7 +317,7 @@ def in_order(
     passed = given_up(label for label, _, _ in ours)
     taken = [c for label, _, c in ours if label not in passed]
     left_out = [
-        f"{c}: {label} is of a future that the job went back behind ({passed[label]})"
+        f"{c}: {label} was discarded when the job went back to an earlier step ({passed[label]})"
         for label, _, c in ours
         if label in passed
     ]
@@ -424,7 +424,7 @@ class DiskRestorer:
                 self._refused[checkpoint.path] = f"{checkpoint}: {_some(problems)}"
                 if self._control.rank == 0:
                     logger.warning(
-                        "%s is damaged and is not loaded: %s; what is older is tried",
+                        "%s is damaged and is not loaded: %s; an older one is tried",
                         *(checkpoint, _some(problems)),
                     )
         return None

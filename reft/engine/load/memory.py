@@ -201,8 +201,8 @@ class MemoryRestorer:
         held = self.start_from(label, state, outcome.stats.bytes_from, began, outcome.repaired)
         if outcome.plan.resized and session.is_rank_zero:
             logger.warning(
-                "%s was written at DP%d and is taken up at DP%d. What DP%d left in memory is kept until the "
-                "first version of DP%d is committed. From here on the losses are those of a job of DP%d",
+                "%s was written at DP%d and is resumed at DP%d. The memory of DP%d is kept until the first "
+                "version of DP%d is committed. From here on the losses are those of a DP%d job",
                 *(label, written := outcome.plan.written_dp, now := session.topology.degrees.dp),
                 *(written, now, now),
             )
@@ -284,7 +284,8 @@ class MemoryRestorer:
                 raise UnrecoverableError(beside)
             if session.memory.identity.restarted and session.is_rank_zero:
                 logger.warning(
-                    "the job begins anew: nothing was committed and no checkpoint is on storage%s",
+                    "the job starts from the beginning: nothing was committed and no checkpoint is on "
+                    "storage%s",
                     history.after_failure(session.memory.job_dir.path),
                 )
             return
@@ -299,8 +300,8 @@ class MemoryRestorer:
 
     def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
         raise UnrecoverableError(
-            f"the memory of job {self._session.job_id} turned out corrupt while it was restored, some of the "
-            f"state is written, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
+            f"the memory of job {self._session.job_id} was found to be corrupt after part of the state was "
+            f"restored, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
         )
 
     def refuse_to_overwrite(

@@ -92,8 +92,8 @@ class Relayout:
         on_all(self._control, lambda: self._engine.restore(state))
         if self._control.rank == 0:
             logger.warning(
-                "%s was written by a job of %s and is taken up as one of %s, with the random states of a "
-                "fresh start. From here on the losses are those of a job of %s",
+                "%s was written by a job of %s and is resumed as one of %s, with the random states of a "
+                "new start. From here on the losses are those of a job of %s",
                 *(self._source, self._was, self._topology.degrees, self._topology.degrees),
             )
         return state

@@ -96,7 +96,7 @@ class OtherLayoutRestorer:
             why = f"{label} of {plan.degrees}: {error}"
             self._why_not = NotRecoverable(reasons=(why,))
             if session.is_rank_zero:
-                logger.warning("the memory of job %s is left aside: %s", session.job_id, why)
+                logger.warning("the memory of job %s is not used: %s", session.job_id, why)
             return False
         moved: Counter[str] = Counter()
         for stats in self._memory.moved:
@@ -124,7 +124,7 @@ def host_state_of_replica(
     engine.resizing.convert(state, resize, is_new=resize.is_new(at.dp))
     if session.is_rank_zero:
         logger.warning(
-            "%s is taken up from %s. From here on the losses are those of a job of DP%d",
+            "%s is resumed from %s. From here on the losses are those of a DP%d job",
             *(checkpoint, resize, resize.new),
         )
     return state
@@ -287,7 +287,7 @@ class Restorer:
             for said in filter(None, (text, *what_begins_anew())):
                 warn(session, said)
         elif text is not None and session.is_rank_zero:
-            logger.info("the position in the data is left to the client state that is attached")
+            logger.info("the attached client state restores the position in the data")
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
@@ -476,8 +476,8 @@ class Restorer:
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
             if session.is_rank_zero:
                 logger.warning(
-                    "%s is left out: the job was resumed at step %d, and base weights would replace "
-                    "what it has learnt since it started from them",
+                    "%s is not loaded: the job was resumed at step %d, and base weights would overwrite "
+                    "what it has learnt",
                     *(call, session.engine.global_steps),
                 )
             return resumed.path, resumed.client_state
@@ -520,8 +520,9 @@ class Restorer:
         self._tagged = call
         if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
             logger.warning(
-                "the memory of job %s holds %s, but the script asks for tag %r. It goes back there, "
-                "unless it calls engine.load_checkpoint(save_dir) without a tag before it trains",
+                "the memory of job %s holds %s, but the script asks for tag %r. The job goes back to that "
+                "tag, unless the script calls engine.load_checkpoint(save_dir) without a tag before it "
+                "trains",
                 *(self._session.job_id, plan.label, call.tag),
             )
         return result
@@ -540,7 +541,7 @@ class Restorer:
             self._memory.refuse_silent_restart(plan)
             consequence = "After a failure the job would not be resumed: it would stop with an error."
         else:
-            consequence = "After every failure it would go back there."
+            consequence = "After every failure the job would go back to that checkpoint."
         warn(session, f"{did}. {consequence} {to_write}")
         session.start({})
 

@@ -220,8 +220,8 @@ class EtcdPlace:
             return f"{endpoint} cannot be reached ({error.strerror or error})"
         tls = "with" if self._settings.tls else "without"
         return (
-            f"{endpoint} listens, and is no etcd that answers {tls} TLS: check --rdzv-endpoint (etcd's "
-            f"client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
+            f"{endpoint} listens, but it is no etcd member that answers {tls} TLS: check --rdzv-endpoint "
+            "(etcd's client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
         )
 
 
@@ -308,7 +308,7 @@ class RendezvousClient:
                 self.handler.is_closed()  # looks at the store: that start may not have come about
             if not self.handler.has_place:
                 logger.error(
-                    "the job goes on as start %d without this node, which is of start %d", newest, mine
+                    "the job continues as start %d without this node, which belongs to start %d", newest, mine
                 )
                 return
         with suppress(StoreError):

@@ -136,7 +136,7 @@ def _members(endpoint: str) -> tuple[tuple[str, ...], bool]:
         )
     schemes = {next((s for s in _SCHEMES if e.startswith(s)), "") for e in given}
     if {"http://", "https://"} <= schemes:
-        raise ConfigError(f"--rdzv-endpoint is {endpoint}: write http:// or https:// for all members alike")
+        raise ConfigError(f"--rdzv-endpoint is {endpoint}: write either http:// or https:// for all members")
     bare = [e.removeprefix("http://").removeprefix("https://").rstrip("/") for e in given]
     members = [format_endpoint(*parse_endpoint(e, DEFAULT_PORT)) for e in bare]
     return tuple(dict.fromkeys(members)), "https://" in schemes
@@ -286,8 +286,8 @@ class EtcdLine:
         user = self.settings.user
         if "authentication is not enabled" in details:
             return ConfigError(
-                f"etcd at {member} has its authentication off, so that everybody who reaches it may write: "
-                f"switch it on (etcdctl auth enable), or leave out the user {user!r}"
+                f"etcd at {member} has authentication switched off, so anyone who reaches it can write: "
+                f"switch it on (etcdctl auth enable), or remove the user {user!r}"
             )
         if "user name is empty" in details:
             return AuthenticationError(
@@ -305,7 +305,7 @@ class EtcdLine:
                 f"role grant-permission ROLE --prefix=true readwrite reft/"
             )
         if code == "UNIMPLEMENTED":
-            return ConfigError(f"{member} is no etcd of version 3 ({details}): check --rdzv-endpoint")
+            return ConfigError(f"{member} is not an etcd v3 server ({details}): check --rdzv-endpoint")
         return RefusedError(member, code, details)
 
 
@@ -459,7 +459,7 @@ class EtcdStore(RendezvousStore):
         found = [_address_towards(host, port) for host, port in members]
         known = [address for address in found if address is not None]
         if not known:
-            raise StoreError(f"no way to the etcd members {', '.join(self._line.settings.endpoints)}")
+            raise StoreError(f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}")
         return next((a for a in known if not is_loopback(a)), known[0])
 
     def close(self) -> None:

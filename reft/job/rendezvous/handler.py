@@ -185,7 +185,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
         if self._told_to_leave and self._is_dispensable(state):
             self._op_executor.run(self._leave, self._get_deadline(self._settings.timeout.heartbeat))
-            raise LeftError("this node has left the job, as it was told to; the job goes on without it")
+            raise LeftError("this node has left the job, as requested; the job continues without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
     def _wait_for_lost(self, state: JobState) -> None:
@@ -457,11 +457,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
 def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
     """Why this node ends: it took part in start ``mine`` of the job, was cut off, and ``newest`` runs without
     it, with as many nodes as it may have (``by_another``) or with fewer."""
-    how = "another one has taken its place" if by_another else "the job went on with fewer nodes"
+    how = "another node has replaced it" if by_another else "the job continued with fewer nodes"
     then = "be a spare" if by_another else "join it"
     return FencedError(
-        f"this node was cut off and {how}: the job runs as start {newest}, this node as start {mine}. It "
-        f"ends, with its trainers and its daemon; start `reft launch` here again for it to {then}"
+        f"this node was cut off and {how}: the job runs as start {newest}, this node as start {mine}. This "
+        "launcher ends, with its trainers and its daemon; start `reft launch` here again for the node to "
+        f"{then}"
     )
 
 
@@ -527,8 +528,8 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
                 state.redundancy_list.add(node)
             if len(staying) < len(there):
                 logger.warning(
-                    "%d nodes have come and %d of them train: so many fit the job's layout and batch. The "
-                    "others wait",
+                    "%d nodes have joined and %d of them train, as many as fit the job's layout and batch; "
+                    "the others wait",
                     *(len(there), len(staying)),
                 )
         super()._mark_rendezvous_complete()

@@ -52,9 +52,9 @@ TOLERANCE_SECS = 60.0
 first version, for a node that is replaced, or until the launchers have told each other again what a store
 has lost."""
 _WHAT_TO_DO = (
-    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` anew for a node "
-    "that is gone, then ask again; where none is gone, the placement or its protection survives too little "
-    "(`reft plan` says what would do)"
+    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again for a "
+    "node that is gone, then repeat the order; if no node is gone, the placement or its protection "
+    "survives too little (`reft plan` shows what would be enough)"
 )
 
 
@@ -153,7 +153,10 @@ class Scaler:
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
             if granted.number > order.number:
-                why = "a later order came from another node: ask again, and set the clocks of the nodes alike"
+                why = (
+                    "another node gave a later order: repeat this one, and synchronise the clocks of the "
+                    "nodes"
+                )
         self._seen, self._order = seen, order
         self._board.warn()
         if why:
@@ -161,9 +164,9 @@ class Scaler:
             self._answer(running, refused=why)
             return
         if replaces(order, agreement.nodes):
-            logger.warning("the job goes on without %s, as it was told to", ", ".join(order.without))
+            logger.warning("the job continues without %s, as requested", ", ".join(order.without))
         else:
-            logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
+            logger.warning("the job changes from %d to %d nodes, as requested", running, order.nodes)
         self._answer(running)
 
     def _waits_on(self, what: tuple[Any, int]) -> bool:
@@ -199,7 +202,7 @@ class Scaler:
             return
         self._handler.scale(lambda state: told(ranks, len(nodes), state))
         if self._handler.state.leaving:  # else the round is over
-            logger.warning("told to leave: %s", ", ".join(nodes[rank] for rank in ranks))
+            logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
@@ -323,14 +326,14 @@ def refusal(order: ScaleOrder, now: Situation) -> str:
     elif wanted > running + now.spares:
         why = (
             f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft launch` on "
-            f"{wanted - running - now.spares} more and ask again"
+            f"{wanted - running - now.spares} more and repeat the order"
         )
     elif unknown:
-        why = f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
+        why = f"no node {', '.join(unknown)} trains; training nodes are {', '.join(now.nodes)}"
     elif wanted == running and len(named) > now.spares:
         why = (
-            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start "
-            f"`reft launch` on {len(named) - now.spares} more and ask again"
+            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start `reft "
+            f"launch` on {len(named) - now.spares} more and repeat the order"
         )
     elif wanted != running and len(named) > leave:
         why = f"{len(named)} nodes were named to leave, but {leave} leave from {running} to {wanted} nodes"
@@ -347,7 +350,7 @@ def shortfall(order: ScaleOrder, now: Situation) -> str:
     fewer = order.nodes < len(now.nodes)
     if now.tolerance >= named and not (fewer and not leave_next(order.nodes, order.without, now)):
         return ""
-    leave = "a node that leaves takes its part of the state along"
+    leave = "a node that leaves takes its part of the state with it"
     if named > 1:
         leave = f"{named} nodes were named to be replaced at once"
     elif fewer and (at_once := len(now.nodes) - max(now.way(order.nodes))) > 1:
@@ -388,13 +391,13 @@ def of_the_way(order: ScaleOrder, now: Situation) -> str:
     at_once = running - max(now.way(order.nodes))
     protect = ""
     if now.degrees is not None and at_once < now.degrees.dp:
-        protect = f"`reft protect arc:{at_once}` makes it survive that; then ask again. "
+        protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the order. "
     others = order.without and leave_next(order.nodes, (), now, survived)
     if others:
         leave = " and ".join(now.nodes[rank] for rank in others)
         return (
-            f"{', '.join(order.without)} would leave at once, and hold together what the others need: "
-            f"without --without {leave} would leave"
+            f"{', '.join(order.without)} would leave at once and together hold state that the others need: "
+            f"without --without, {leave} would leave"
         )
     return (
         f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, with their "

@@ -97,19 +97,22 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--host",
-        help="name or address of this host to be reached under; it listens on that address only (default: "
-        "this host's full name)",
+        help="name or address at which nodes reach this host; the store listens on that address only "
+        "(default: this host's full name)",
     )
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="port to listen on; 0: any free port (default: %(default)s)",
     )
     parser.add_argument(
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="keep what is stored there, so that a rendezvous that is started again with the same port and "
-        "directory knows all that this one knew (default: memory alone; the job goes on all the same, and "
-        "what it had committed is known to its nodes alone)",
+        help="keep the store's state in DIR, so that a rendezvous started again with the same port and "
+        "directory continues where this one ended (default: keep it in memory only; the job continues "
+        "after a restart of the rendezvous, but only its nodes then know what was committed)",
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))

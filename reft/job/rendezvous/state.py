@@ -203,8 +203,8 @@ def why_not(
     trainers, one = nodes * workers, degrees.pp * degrees.tp
     if trainers % one:
         return (
-            f"{nodes} nodes have {trainers} trainers, which are no whole replicas of {degrees.pp} stages "
-            f"x {degrees.tp} slices"
+            f"{nodes} nodes have {trainers} trainers, which do not make whole replicas of {degrees.pp} "
+            f"stages x {degrees.tp} slices"
         )
     replicas = trainers // one
     if size is not None and replicas != degrees.dp and size.why_not and (asked or size.fixed):

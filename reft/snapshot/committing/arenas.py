@@ -124,7 +124,7 @@ class ArenaSet:
         try:
             aside = self._files.set_aside(paths[slot])
         except OSError as error:
-            logger.warning("%s cannot be set aside: %s", paths[slot].name, error)
+            logger.warning("%s cannot be reserved: %s", paths[slot].name, error)
             return kept
         logger.warning(
             "%s and all other slots of this rank hold the version that was recovered; it is kept as %s until "
@@ -240,7 +240,7 @@ class ArenaSet:
             filling.arena.commit()
             self._remove_leftovers()
         except (ArenaError, OSError) as error:
-            logger.warning("the commit of step %d cannot be noted: %s", filling.label.step, error)
+            logger.warning("the commit of step %d cannot be recorded: %s", filling.label.step, error)
         finally:
             filling.arena.unlock()
 

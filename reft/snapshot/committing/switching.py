@@ -72,7 +72,7 @@ class Room:
         try:
             return cls.of(arenas, layout, count, margin_bytes)
         except OSError as error:
-            logger.warning("the node's memory cannot be looked at: %s", error)
+            logger.warning("the node's memory use cannot be read: %s", error)
             return cls(arenas.needed_bytes(layout, count), 0, 0, _NO_LIMIT, margin_bytes)
 
     @property
@@ -237,7 +237,7 @@ class SchemeSwitch:
             except OSError as error:
                 # Whether versions can be taken is another question, which the arenas answer.
                 if not self._look_failed:
-                    logger.warning("the node's memory cannot be looked at: %s", error)
+                    logger.warning("the node's memory use cannot be read: %s", error)
                 self._look_failed = True
         return self._wanted_level
 
@@ -381,7 +381,7 @@ class SchemeSwitch:
         (left, margin), node = min(zip(gathered, self._topology.nodes, strict=True))
         return (
             f"node {node} has {max(0, left) / 2**20:.1f} MiB of memory left, "
-            f"reft.memory_margin_bytes wants {margin / 2**20:.1f} MiB to stay free"
+            f"reft.memory_margin_bytes keeps {margin / 2**20:.1f} MiB free"
         )
 
     def _now_on(self, level: int, arenas: ArenaSet) -> bool:

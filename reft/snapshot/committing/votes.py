@@ -130,7 +130,7 @@ class Votes:
             told = self._control.gather_bytes(msgpack.packb(unheard))
         except TransferError as error:
             # The vote was taken. Who is gone is missing from the next one too, which is given up for that.
-            self._complaints.tell("what has failed on other ranks cannot be heard", error)
+            self._complaints.tell("failures of other ranks cannot be received", error)
             return
         self._complaints.heard(unheard)
         causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}

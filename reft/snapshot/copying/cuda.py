@@ -131,8 +131,8 @@ class CudaCopyEngine(CopyEngine):
         except (RuntimeError, OSError, AttributeError) as error:
             self._warn_once(
                 "stream",
-                f"{self.device}: no stream of reft's own: {error}. Snapshots take one of torch's pool, and a "
-                f"communicator's transfers may wait behind copies",
+                f"{self.device}: reft cannot create a stream of its own: {error}. Snapshots use one from "
+                "torch's pool, so a communicator's transfers may wait for copies",
             )
             return cuda.Stream(self.device)
         self._destroy.append(lambda: driver.destroy(address))
@@ -250,7 +250,7 @@ class CudaCopyEngine(CopyEngine):
         if nbytes > self.free_bytes:
             raise StagingMemoryError(
                 f"{self.device}: {nbytes / 2**20:.0f} MiB are wanted to stage snapshots, "
-                f"{self.free_bytes / 2**20:.0f} MiB are left beside a margin for training"
+                f"{self.free_bytes / 2**20:.0f} MiB are free after a margin for training"
             )
         try:
             with cuda.stream(self._side):

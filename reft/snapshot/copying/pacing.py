@@ -431,7 +431,7 @@ class Pacer:
         self._falls_back = falls_back
         if falls_back and not before:
             logger.warning(
-                "there is no memory to stage snapshots: has.overflow is %r until there is",
+                "there is no memory to stage snapshots: has.overflow is %r until memory is free",
                 self.options.staging_fallback.value,
             )
         if falls_back:
@@ -469,8 +469,8 @@ class Pacer:
         if not self._told_of_formulas:
             self._told_of_formulas = True
             logger.warning(
-                "has.windows is %r, a formula for 1F1B, and the engine executes another schedule: its "
-                "windows are measured instead; write 'profiled'",
+                "has.windows is %r, a formula for 1F1B, but the engine executes another schedule: reft "
+                "measures its windows instead; write 'profiled'",
                 options.estimator,
             )
         return False

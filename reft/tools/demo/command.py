@@ -136,20 +136,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="reft demo",
         allow_abbrev=False,
-        description="Train a small transformer over several nodes on this machine, let nodes fail in "
-        "mid-step, watch the job go on from its peers' memory, and compare every loss, bit by bit, with the "
-        "same job run undisturbed and without reft. Exit code 0 only if all of them are equal.",
+        description="Train a small transformer over several nodes on this machine, kill nodes in the "
+        "middle of a step, watch the job continue from its peers' memory, and compare every "
+        "loss, bit by bit, with an undisturbed run of the same job without reft. The exit code "
+        "is 0 only if all losses are equal.",
     )
     for option, kind, default, metavar, says in (
         ("--pp", int, 2, "N", "pipeline stages"),
         ("--dp", int, 2, "N", "replicas"),
-        ("--nodes", int, None, "N", "nodes (default: one for each trainer)"),
+        ("--nodes", int, None, "N", "nodes (default: one per trainer)"),
         ("--steps", int, 24, "N", "optimizer steps"),
         ("--protection", str, "arc", "SCHEME", "as in the reft block: arc, aec, rs:K, ..., auto, none"),
-        ("--memory-dir", Path, _MEMORY_DIR, "DIR", "where the nodes' memory directories are made"),
-        ("--json", str, None, "FILE", "write the report there; - is standard output"),
-        ("--keep-logs", Path, None, "DIR", "keep logs and events there"),
-        ("--timeout", float, 600.0, "SECS", "for all of it"),
+        ("--memory-dir", Path, _MEMORY_DIR, "DIR", "where to make the nodes' memory directories"),
+        ("--json", str, None, "FILE", "write the report to FILE; - is standard output"),
+        ("--keep-logs", Path, None, "DIR", "keep logs and events in DIR"),
+        ("--timeout", float, 600.0, "SECS", "seconds for the whole demo"),
     ):
         derived = "" if default is None else " (default: %(default)s)"
         parser.add_argument(option, type=kind, default=default, metavar=metavar, help=says + derived)
@@ -158,15 +159,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kill",
         metavar="STEP:NODE[,...]",
-        help="failures: the node fails while the step after STEP is computed; several at one STEP happen at "
-        "once; 'none' for none (default: node 1 after three eighths of the steps)",
+        help="failures: NODE fails while the step after STEP is computed; several failures at one STEP "
+        "happen together; 'none' for none (default: node 1 after three eighths of the steps)",
     )
     parser.add_argument(
         "--kill-kind",
         choices=[str(kind) for kind in KillKind],
         default=str(KillKind.NODE),
         help="node: all its processes are killed and its memory is removed; process: one trainer is killed; "
-        "stop: all its processes stand still, and run on once the node has been replaced (default: node)",
+        "stop: all its processes are stopped, and continue once the node has been replaced (default: "
+        "node)",
     )
     return parser
 
@@ -305,7 +307,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
 def _recovery_text(recovery: dict[str, Any]) -> str:
     resumed = f"resumed from {recovery['source']} at step {recovery['version']}"
     if recovery["source"] == "none":
-        resumed = "began again: nothing had been committed"
+        resumed = "started again: nothing had been committed"
     after = "NO failure had been made"
     if recovery["failure_to_step_secs"] is not None:
         after = f"the next step was done {recovery['failure_to_step_secs']:.1f} s after the failure"

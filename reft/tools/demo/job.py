@@ -87,7 +87,7 @@ class Job:
             shutil.rmtree(temporary, ignore_errors=True)
         if problem is None and self._pending:
             left = ", ".join(f"{kill.step}:{kill.node}" for kill in self._pending)
-            return f"the failures {left} could not be made: the job had ended before"
+            return f"the failures {left} could not be injected: the job had already ended"
         return problem
 
     def _watch(self) -> str | None:
@@ -108,7 +108,7 @@ class Job:
                 return None
             if now > self._deadline:
                 return (
-                    f"the time is over (--timeout); the run of {self.cluster.job_id} has done step "
+                    f"the time is up (--timeout); the run of {self.cluster.job_id} has reached step "
                     f"{self.history.last_step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
@@ -162,7 +162,7 @@ class Job:
                 # Nodes that stood still run on, now that the job trains without them.
                 for index in self._stopped:
                     self.cluster.resume_node(index)
-                    self._say(f"node{index} runs on; the job has gone on without it", "yellow")
+                    self._say(f"node{index} runs again; the job has continued without it", "yellow")
                 self._stopped.clear()
             every = -(-self._steps // _MOST_STEP_LINES)
             if event.rank == 0 and (step % every == 0 or step == self._steps):

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.policy.choose import GIB, Alternative, amount
+from reft.tools.planning.pace import ESTIMATED
 from reft.tools.planning.plan import JobPlan
 
 
@@ -22,6 +23,8 @@ def show_plan(plan: JobPlan, console: Console) -> None:
         f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
         f"{rate / 1e9:.3g} GB/s ({plan.source})"
     )
+    for problem in plan.problems:
+        say(f"{problem.severity}: {problem}", "bold red")
     console.print(_alternatives(plan), markup=False)
     by_reason: dict[str, list[str]] = {}
     for name, why in plan.choice.excluded:
@@ -29,8 +32,8 @@ def show_plan(plan: JobPlan, console: Console) -> None:
     for why, names in by_reason.items():
         say(f"not in the table: {', '.join(names)}: {why}", "dim")
     console.print(_stages(plan), markup=False)
-    say(f"Snapshots {plan.why_rate}.")
-    say(f"On storage {plan.storage.why}.")
+    say(f"Snapshots ({plan.source}): {plan.why_rate}.")
+    say(f"On storage ({ESTIMATED}): {plan.storage.why}.")
     for failure in plan.job.cluster.failures:
         source = f" ({failure.source})" if failure.source else ""
         say(f"Failures: one in {failure.mtbf_days:.0f} days per node, shape {failure.shape:g}{source}")
@@ -38,11 +41,10 @@ def show_plan(plan: JobPlan, console: Console) -> None:
         say(f"note: {note}")
     say(f'auto would choose "protection": "{plan.choice.chosen.name}": {plan.choice.reason}')
     for warning in plan.warnings:
-        say(f"warning: {warning}")
-    for problem in plan.problems:
-        say(f"problem: {problem}", "bold red")
+        say(f"{warning.severity}: {warning}")
     if not plan.problems:
-        say(f"no problems: {plan.planned.name} costs {plan.overhead:.2%} of the training time", "green")
+        costs = f"{plan.overhead:.2%} of the training time ({plan.source})"
+        say(f"no problems: {plan.planned.name} costs {costs}", "green")
 
 
 def _alternatives(plan: JobPlan) -> Table:

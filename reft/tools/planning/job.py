@@ -102,7 +102,7 @@ def plan_job(
     block = parse_block(dict(part_of(config, BLOCK_NAME)))
     if block.variant is not Variant.HAS:
         raise ConfigError(
-            f'"variant" is "{block.variant}", which measurements alone need; write "has" to plan it'
+            f'"variant" is "{block.variant}", which only measurements need; write "has" to plan it'
         )
     notes: list[str] = []
     half, owned = _bytes_of(config, layouting.pp, notes)
@@ -135,8 +135,8 @@ def _shape(
     if parameters is not None:
         return shape_of(parameters, tensor, seq_length)
     raise ConfigError(
-        "say which model: --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json file such as the "
-        "config.json of a Hugging Face model, or --parameters 7e9"
+        "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json file "
+        "such as the config.json of a Hugging Face model, or --parameters 7e9"
     )
 
 

@@ -76,12 +76,12 @@ def measured_pace(profile: ProfileResult, degrees: Degrees, compute_share: float
     if (pp, tp) != (degrees.pp, degrees.tp):
         raise ConfigError(
             f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the plan of "
-            f"{degrees.pp} and {degrees.tp}; profile the job with the layout that it is to have"
+            f"{degrees.pp} and {degrees.tp}; profile the job with the planned layout"
         )
     rate = profile.bandwidth_bytes_per_sec
     if not rate:
         raise ConfigError(
-            "the profile knows no bandwidth into host memory; profile the job with snapshots, without "
+            "the profile has no bandwidth into host memory; profile the job with snapshots, without "
             "--without-snapshots"
         )
     ranks = {rank.stage_id: rank for rank in profile.median_timeline().ranks}

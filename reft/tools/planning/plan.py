@@ -80,13 +80,14 @@ class JobPlan:
     def why_rate(self) -> str:
         """Why snapshots are taken so often, for people."""
         best, every = int(self.rate), self.version_steps
-        lost = f"at most {most_lost_steps(every)} steps are made again after a failure that memory survives"
+        lost = f"at most {most_lost_steps(every)} steps are repeated after a failure that memory survives"
+        bound = f"for an overhead of at most {self.max_overhead:.1%}"
         if self.job.block.adapts:
-            said = f"as Algorithm 1 of CheckFreq finds it for an overhead of at most {self.max_overhead:.1%}"
+            said = f"chosen by Algorithm 1 of CheckFreq {bound}"
         elif best == every:
-            said = f"as the block says, and Algorithm 1 finds for at most {self.max_overhead:.1%}"
+            said = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
         else:
-            said = f"as the block says; Algorithm 1 finds {best} for at most {self.max_overhead:.1%}"
+            said = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
         return f"every {every} step(s), {said}; {lost}"
 
     @cached_property
@@ -126,7 +127,7 @@ class JobPlan:
         found = []
         if why := self.planned.why_not(self.choice.wanted):
             better = self.planned is not self.choice.chosen and self.choice.reached
-            does = [f'write "protection": "{self.choice.chosen.name}", which would do'] if better else []
+            does = [f'write "protection": "{self.choice.chosen.name}", which is enough'] if better else []
             found.append((f"{self.planned.name}: {why}", "; ".join([*does, *self.choice.needed])))
         if not self.job.training.fits_device:
             device = self.job.cluster.memory_bytes / GIB
@@ -299,6 +300,6 @@ def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | Non
     scheme = Scheme.parse(text)
     if not scheme.designed:
         raise ConfigError(
-            f"found protection {protection!r}; the block takes no naive schemes: leave 'naive:' out"
+            f"found protection {protection!r}; the block accepts no naive schemes: remove 'naive:'"
         )
     return scheme, text != protection

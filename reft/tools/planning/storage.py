@@ -51,23 +51,31 @@ class StoragePlan:
         return self.auto_steps if self.config.adapts else self.config.fixed_steps
 
     @property
+    def overhead(self) -> float:
+        """Fraction of the training time."""
+        steps = self.interval_steps
+        return self.costs.cost_secs / (steps * self.costs.step_secs) if steps else 0.0
+
+    @property
     def why(self) -> str:
-        """What it follows from, for people."""
-        auto, config = f"{self.auto_steps:,} step(s)", self.config
+        """The interval and what it follows from, for people."""
+        config, steps = self.config, self.interval_steps
         if config.dir is None:
-            said = f'none, as "persist" names no "dir"; "auto" would find every {auto}'
-        elif config.adapts:
-            said = f"every {auto}"
-        elif config.fixed_steps:
-            said = f'every {config.fixed_steps:,} step(s), as the block says; "auto" would find {auto}'
+            said = f'none ("persist" has no "dir"); "auto" would write every {self.auto_steps:,} step(s)'
+        elif not steps:
+            said = "only when the job is asked to stop, as the block says"
         else:
-            said = f'only when told to stop, as the block says; "auto" would find every {auto}'
+            reason = self.found.because if config.adapts else "as the block says"
+            said = (
+                f"every {steps:,} step(s), {reason}: {self.overhead:.2%} of the training time, and at most "
+                f"{2 * steps:,} steps are repeated when memory fails"
+            )
+        fails = "never" if self.memory_mtbf_secs == inf else f"once in {duration(self.memory_mtbf_secs)}"
         return (
-            f"{said}: {self.found.because} ({self.found.overhead:.2%} of the training time of at most "
-            f"{config.max_overhead:.1%}; at most {2 * self.auto_steps:,} steps made again when memory "
-            f"fails). A node fails once in {duration(self.node_mtbf_days * DAY)} and memory once in "
-            f"{duration(self.memory_mtbf_secs)}; writing takes {duration(self.costs.write_secs)} at "
-            f"{self.speed}, and holds up training for {COST_PART:.0%} of that (assumed)"
+            f"{said}. A node fails once in {duration(self.node_mtbf_days * DAY)}; memory fails {fails}, if "
+            f"every lost node is replaced within {duration(REPAIR_SECS)}. Writing takes "
+            f"{duration(self.costs.write_secs)} at {self.speed} and delays training by {COST_PART:.0%} of "
+            f"that (assumed)"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -76,9 +84,7 @@ class StoragePlan:
             "interval_steps": self.interval_steps,
             "auto_steps": self.auto_steps,
             "because": str(self.found.because),
-            "overhead": self.costs.cost_secs / (self.interval_steps * self.costs.step_secs)
-            if self.interval_steps
-            else 0.0,
+            "overhead": self.overhead,
             "memory_mtbf_secs": None if self.memory_mtbf_secs == inf else self.memory_mtbf_secs,
             "costs": asdict(self.costs),
             "why": self.why,
@@ -118,8 +124,6 @@ def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, versio
 
 def duration(secs: float) -> str:
     """A length of time for people."""
-    if secs == inf:
-        return "all time"
     for unit, scale in (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0)):
         if secs >= 2 * scale:
             return f"{secs / scale:,.1f} {unit}"

@@ -28,9 +28,9 @@ def show(result: ProfileResult, console: Console) -> None:
         console.print(f"• {line}", markup=False, highlight=False)
     method, speed = result.method, result.bandwidth_bytes_per_sec
     console.print(
-        f"\nTimes by the {method.clock} clock. Waiting and transfer were told apart with the partner's "
-        f"record for {percent(method.matched_share)} of the point-to-point time, else by the fastest "
-        f"observation; clocks agree within {method.clock_error_secs * 1e6:.0f} us. Bandwidth: "
+        f"\nTimes by the {method.clock} clock. Waiting and transfer were separated by the partner's record "
+        f"for {percent(method.matched_share)} of the point-to-point time, else by the fastest observation; "
+        f"clocks agree within {method.clock_error_secs * 1e6:.0f} us. Bandwidth: "
         f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} ({result.bandwidth_source}).",
         style="dim",
         markup=False,
@@ -138,8 +138,8 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
     room, need = stage.bytes_fit, stage.snapshot_bytes
     if not any(window.usable for window in stage.windows):
         return (
-            " has no recurring idle time outside of its optimizer step: its snapshots run beside computation "
-            "(tier 2), or the optimizer step waits for them"
+            " has no recurring idle time outside of its optimizer step: its snapshots run during "
+            "computation (tier 2), or the optimizer step waits for them"
         )
     if room is None or bandwidth is None:
         return f" idles {milliseconds(stage.usable_secs.p50)} of a step outside of the optimizer step"
@@ -150,9 +150,9 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
         return f": {fits} its idle time, {decimal(room)} at {decimal(int(bandwidth))}/s"
     return (
         f": a snapshot of {decimal(need)} does not fit its idle time: {decimal(room)} do "
-        f"({percent(room / need)}), the other {decimal(need - room)} are copied beside computation, or "
-        f"the optimizer step waits for them. A larger interval_steps makes that rarer, more "
-        f"data-parallel peers make the share smaller"
+        f"({percent(room / need)}), the other {decimal(need - room)} are copied during computation, or the "
+        "optimizer step waits for them. A larger interval_steps makes that rarer; more data-parallel peers "
+        "make the share smaller"
     )
 
 

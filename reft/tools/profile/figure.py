@@ -27,8 +27,8 @@ _ACTIVITIES = {
 }
 _TIERS = {
     1: ("tier 1, in idle time", "#2f9e5b"),
-    2: ("tier 2, beside computation", "#f28a2e"),
-    3: ("tier 3, beside communication", "#d4579b"),
+    2: ("tier 2, during computation", "#f28a2e"),
+    3: ("tier 3, during communication", "#d4579b"),
     0: ("at the fence", "#d43d3d"),
 }
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
@@ -109,7 +109,7 @@ def _dress(axes: Any, rows: Sequence[RankTimeline], timeline: StepTimeline) -> N
     axes.set_yticks(range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", colors=_FAINT, labelsize=8)
-    axes.set_xlabel("milliseconds from the begin of the step", fontsize=9, color=_FAINT)
+    axes.set_xlabel("milliseconds from the start of the step", fontsize=9, color=_FAINT)
     axes.grid(axis="x", color="#e3e7ec", linewidth=0.6, zorder=1)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -130,10 +130,10 @@ def verdict(result: ProfileResult) -> str:
         return f"Snapshots hold training up for {percent(held_up)} of a step"
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
-    beside = f"{percent(idle)} of the copying time is idle time, {percent(moving)} beside communication"
+    beside = f"{percent(idle)} of the copying time is idle time, {percent(moving)} during communication"
     if computing < _HARDLY:
-        return f"Snapshots leave computation alone: {beside}"
-    return f"{beside}, {percent(computing)} beside computation"
+        return f"Snapshots do not disturb computation: {beside}"
+    return f"{beside}, {percent(computing)} during computation"
 
 
 def _facts(result: ProfileResult, timeline: StepTimeline) -> str:

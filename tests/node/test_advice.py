@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from reft.node.stragglers import Kind, Straggler
-from reft.policy.advice import (
+from reft.node.advice import (
     Action,
     Advice,
     Memory,
@@ -18,6 +17,7 @@ from reft.policy.advice import (
     gain_of_workers,
     scale_plan,
 )
+from reft.node.stragglers import Kind, Straggler
 
 ABCD = ("a", "b", "c", "d")
 GIB = 2**30

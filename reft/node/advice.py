@@ -173,7 +173,7 @@ def _about_stragglers(seen: Situation) -> Iterable[Advice]:
         why = f" ({slow.why})" if slow.why else ""
         said = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{why}"
         if spares:
-            yield Advice(Action.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} waits for a place")
+            yield Advice(Action.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting")
         elif dropping_pays(n, slow.factor):
             said += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
             yield Advice(Action.DROP, slow.nodes, n - 1, said)
@@ -223,8 +223,8 @@ def _about_workers(seen: Situation) -> Iterable[Advice]:
         return
     gain = gain_of_workers(newest[fewer], now)
     said = (
-        f"from {fewer} to {now.workers} nodes each one more brought {gain:.0%} of what one of {fewer} does "
-        f"({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
+        f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed of one "
+        f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
     )
     if gain < WORTH - _ROUNDING:
         yield Advice(Action.REMOVE, (), fewer, f"{said}, less than {WORTH:.0%}")
