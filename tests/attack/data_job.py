@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
-from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from tests.attack.loads_job import Heard
 from tests.engine.ranks import be_a_rank
-
-avoid_build_at_start()
 
 WIDTH, SAMPLES, MICRO_BATCH, GAS = 8, 40, 4, 2
 BATCHES = SAMPLES // MICRO_BATCH  # Batches of a pass: five steps
@@ -305,26 +301,12 @@ def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(tor
         batch = following
 
 
-def mixes(life: Life) -> None:
-    """Several loaders behind a generator: nobody can tell the position."""
-    life.pipeline()
-    life.load()
-    loaders = [RepeatingLoader(torchs(shuffle=False)) for _ in range(2)]
-
-    def generate() -> Iterator[Any]:
-        while True:
-            yield from (next(loader) for loader in loaders)
-
-    life.read(generate())
-
-
 UNKNOWN: dict[str, Script] = {
     "starts_anew": starts_anew,
     "reads_ahead": reads_ahead,
     "loader_read_ahead": partial(
         reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True)
     ),
-    "mixes": mixes,
 }
 
 
@@ -336,9 +318,7 @@ def live(
     script(one)
     resumed = until - len(one.losses) // (1 if hasattr(one.engine, "grid") else GAS)
     if block is not None:
-        session = session_of(one.engine)
-        session.worker.drain(60)
-        session.close()
+        reft.attach(one.engine).close(60)
     out = {"losses": one.losses, "from": resumed, "heard": list(heard.lines), "loaded": one.loaded}
     del one
     gc.collect()
@@ -356,7 +336,7 @@ def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
     first, life.losses, life.save_at = life.losses, [], None
     life.engine.load_checkpoint(str(root / "back"), tag="global_step4")
     life.read(data)
-    session_of(life.engine).close()
+    reft.attach(life.engine).close()
     return {"first": first, "again": life.losses}
 
 
@@ -378,8 +358,7 @@ def client_state(root: Path) -> dict[str, Any]:
             one.micro_step((torch.ones(MICRO_BATCH, WIDTH), torch.ones(MICRO_BATCH, WIDTH)))
         if life == "first":
             engine.save_checkpoint(str(root / "client"))
-        session_of(engine).worker.drain(60)
-        session_of(engine).close()
+        reft.attach(engine).close(60)
         if life == "first":
             for arena in (memory / "client").glob("*.arena"):
                 arena.unlink()

@@ -56,6 +56,12 @@ class Shape:
         return ("--pp", str(d.pp), "--dp", str(d.dp), "--tp", str(d.tp))
 
 
+def shape(pp: int, dp: int, tp: int, nodes: int) -> Shape:
+    """A layout on so many nodes alike."""
+    name = "x".join(f"{n}{d}" for n, d in (("PP", pp), ("DP", dp), ("TP", tp)) if d > 1)
+    return Shape(name, Degrees(pp, dp, tp), nodes, pp * dp * tp // nodes)
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """A number format with its optimizer wrapper."""

@@ -1,0 +1,197 @@
+"""Ranks that drive the real snapshot worker over gloo, without DeepSpeed, each on a node of its own.
+
+A scenario is a function of (rank, directory) that returns what the rank has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reft.grid import Degrees, Topology
+from reft.memory.arena import Arena, SlotFiles, scan
+from reft.naming import Label
+from reft.node.protection import ProtectionRecord, write_record
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.switching import Keeping
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.plan import LiveImages
+from reft.snapshot.worker import SnapshotRequest
+from reft.state.catalogue import SectionImage
+from tests.machine import free_port
+from tests.snapshot.one_rank import SECRET, make_worker
+from tests.spawn import spawn
+
+DEADLINE_SECS = 90.0
+_PAIR, _FOUR = Degrees(1, 2, 1), Degrees(2, 2, 1)
+PAIR = Topology(_PAIR, _PAIR.coordinates(), ("A", "B"))
+FOUR = Topology(_FOUR, _FOUR.coordinates(), ("A", "B", "C", "D"))
+
+
+class Rank:
+    """One rank with a small state that is a function of (step, rank), so that content can be checked.
+
+    Args:
+        rank: this one.
+        root: directory for the memory of all.
+        topology: of the job.
+        keeping: how many versions are kept.
+        pacer: of the worker.
+        together: all ranks' arenas lie in one directory, as on one node.
+        frozen: slots that hold what is being recovered.
+        options: further ones of the worker.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        root: Path,
+        topology: Topology,
+        keeping: Keeping = Keeping(),  # noqa: B008
+        pacer: Any = None,
+        *,
+        together: bool = False,
+        frozen: dict[int, Label] | None = None,
+        **options: Any,
+    ) -> None:
+        self.rank = rank
+        self.at = topology.coordinates[rank]
+        self.incarnation = 1
+        self.now = 0
+        self.replicated = [torch.zeros(100_003), torch.zeros(7), torch.zeros(0), torch.zeros(50_000)]
+        self.owned = torch.zeros(30_001 + 64 * self.at.dp)
+        self.shape = 0
+        self.skips: list[tuple[int, str]] = []
+        self.commits: list[int] = []
+        self.agreed: list[tuple[int, int]] = []
+        """Committed versions, and the interval on storage that their vote has found."""
+        self.records: list[ProtectionRecord] = []
+        self.job_dir = root / ("node" if together else f"node{rank}")
+        self.make_job_dir()
+        ranks_here = topology.degrees.world_size if together else 1
+        copier = Copier(CpuCopyEngine(), 2**18)
+        self.arenas = ArenaSet(
+            SlotFiles(self.job_dir, rank if together else 0, keeping.versions, SECRET, ranks_here),
+            ArenaIdentity("job", topology.nodes[rank], topology.degrees, self.at),
+            frozen=frozen or {},
+            limit_bytes=None,
+            engine=copier.engine,
+            remake=self.make_job_dir,
+        )
+        self.worker = make_worker(
+            self.job_dir,
+            copier,
+            pacer,
+            topology=topology,
+            rank=rank,
+            arenas=self.arenas,
+            scheme="arc",
+            keeping=keeping,
+            on_change=self._changed,
+            on_commit=self._committed,
+            on_skip=lambda step, cause: self.skips.append((step, cause)),
+            **options,
+        )
+        self.stats = self.worker.watchers.stats
+
+    def make_job_dir(self) -> None:
+        self.job_dir.mkdir(mode=0o700, exist_ok=True)
+
+    def _changed(self, record: ProtectionRecord) -> None:
+        self.records.append(record)
+        write_record(self.job_dir, record)
+
+    def _committed(self, label: Label) -> None:
+        self.commits.append(label.step)
+        self.agreed.append((label.step, self.worker.votes.persist_steps))
+
+    def step(self, step: int) -> None:
+        """The optimizer step: fence, then change every tensor."""
+        self.worker.fence()
+        for i, tensor in enumerate(self.replicated):
+            tensor.fill_(1000 * self.at.pp + 10 * step + i)
+        self.owned.fill_(100_000 + 1000 * self.rank + step)
+
+    def snapshot(self, step: int, **options: Any) -> SnapshotRequest:
+        images = LiveImages(
+            SectionImage([(f"r{i}", t) for i, t in enumerate(self.replicated)]),
+            SectionImage([("o", self.owned)]),
+            ("layout", self.shape),
+        )
+        label = Label(self.incarnation, step)
+        request = SnapshotRequest(label, images, host_blob(self.rank, step), **options)
+        self.worker.submit(request)
+        return request
+
+    def wait_for(self, request: SnapshotRequest) -> bool:
+        assert request.done.wait(DEADLINE_SECS), f"nothing became of version {request.label}"
+        return request.committed
+
+    def take(self, step: int, **options: Any) -> bool:
+        """One step and its version; whether it was committed."""
+        self.step(step)
+        return self.wait_for(self.snapshot(step, must=True, **options))
+
+    def take_next(self, number: int) -> list[bool]:
+        """So many steps further, each with its version; which were committed."""
+        taken = []
+        for _ in range(number):
+            self.now += 1
+            taken.append(self.take(self.now))
+        return taken
+
+    def newest_in_files(self) -> dict[str, Label]:
+        """The newest whole version that the files in memory hold, by coordinate."""
+        found: dict[str, Label] = {}
+        for _, arena in scan(self.job_dir, SECRET):
+            if isinstance(arena, Arena):
+                with arena:
+                    header = arena.header()
+                    if header is not None and header.state.whole:
+                        assert all(arena.verify(entry) for entry in header.entries)
+                        at = str(header.coordinate)
+                        found[at] = max(found.get(at, header.label), header.label)
+        return found
+
+    def steps_in_files(self) -> list[int]:
+        return [label.step for label in self.newest_in_files().values()]
+
+
+def host_blob(rank: int, step: int) -> bytes:
+    return f"host of rank {rank} at {step} ".encode() * (rank + 1)
+
+
+Scenario = Callable[[int, Path], dict[str, Any]]
+
+
+class Results:
+    """Of several scenarios, one after the other in the same processes, which take seconds to start."""
+
+    def __init__(self, root: Path, *scenarios: Scenario, world: int = 2) -> None:
+        self.root, self._world = root, world
+        names = [(s.__module__, s.__name__) for s in scenarios]
+        spawn(_run, str(root), free_port(), world, names, nprocs=world)
+
+    def of(self, scenario: Scenario) -> list[dict[str, Any]]:
+        """What each rank says of a scenario."""
+        directory = self.root / scenario.__name__
+        return [json.loads((directory / f"result-{r}.json").read_text()) for r in range(self._world)]
+
+
+def _run(rank: int, root: str, port: int, world: int, scenarios: Sequence[tuple[str, str]]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    for module, name in scenarios:
+        directory = Path(root) / name
+        directory.mkdir(exist_ok=True)
+        result = getattr(import_module(module), name)(rank, directory)
+        (directory / f"result-{rank}.json").write_text(json.dumps(result))
