@@ -18,7 +18,8 @@ from reft.storage.persisted import MARKER_NAME
 from tests.attack.file_scenarios import exchange
 from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
 from tests.attack.storm_setups import StormSetup
-from tests.faults.memory import fill_up, stored
+from tests.faults.memory import fill_up
+from tests.memory.arena_tools import stored
 
 _PAUSE_SECS = (0.5, 9.0)
 _BACK_SECS = (0.0, 3.0)

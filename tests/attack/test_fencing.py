@@ -36,7 +36,7 @@ from tests.faults.job import FaultJob, Scratch
 from tests.job.cluster import cluster
 from tests.job.daemons import answers, wait_for
 from tests.job.test_nodes import trains
-from tests.persist import latest_persisted
+from tests.storage import latest_persisted
 
 pytestmark = pytest.mark.timeout(900)
 
