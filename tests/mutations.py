@@ -119,13 +119,13 @@ MUTATIONS = {
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
     "p7-an-older-start-writes-to-storage": Mutation(
-        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/persist/test_fence.py",)
+        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/storage/test_fence.py",)
     ),
     "p7-an-older-version-becomes-latest": Mutation(
         "storage/publish.py",
         " and label < named.label:",
         " and False:",
-        ("tests/persist/test_publish.py",),
+        ("tests/storage/test_publish.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
         "memory/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
