@@ -60,7 +60,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
         _started.append(event)
     elif event == "subprocess.Popen" and not str(arguments[0]).endswith(
-        ("ldconfig", "gcc", "cc", "ld", "uname")
+        ("ldconfig", "gcc", "cc", "c++", "ld", "uname")
     ):
         _started.append(f"{event} {arguments[0]}")
 
