@@ -368,7 +368,7 @@ def test_p6_without_streams_of_the_driver_copies_take_torch_s_and_say_so(
 
     monkeypatch.setattr(SimulatedVendor, "create_stream", refuse)
     engine = Simulated(sim).engine()
-    assert "may wait behind copies" in caplog.text
+    assert "may wait for copies" in caplog.text
     target = host_memory(engine, 100)
     take(engine, [(torch.full((100,), 7, dtype=torch.uint8, device="sim"), target)])
     assert target.tolist() == [7] * 100
