@@ -25,26 +25,25 @@ def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
 ) -> None:
     """As a side does that is cut off from the rendezvous store and trains on."""
     scratch = Scratch.of_the_run(tmp_path_factory, "fencing")
-    persist_dir = scratch.root / "told-persisted"
-    directory = persist_dir / "told"
+    persist_dir = scratch.root / "persisted"
     block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 5}}
-    job = FaultJob(
-        scratch,
-        "told",
-        shape(1, 2, 1, 2),
-        OPTIMIZERS[2],
-        steps=STEPS,
-        block=block,
-        options=QUICK,
-        job_id="told",
+    old, new = (
+        FaultJob(
+            *(scratch, name, shape(1, 2, 1, 2), OPTIMIZERS[2]),
+            steps=STEPS,
+            block=block,
+            options=QUICK,
+            job_id="told",
+        )
+        for name in ("old", "new")
     )
-    with job:
-        job.wait_for("a checkpoint", (directory / "latest").exists)
-        (claim,) = directory.glob(".incarnation-*.1")
-        claim.with_suffix(".7").touch()
-        assert set(job.cluster.wait(120).values()) == {CUT_OFF}
-        assert "start 7 of job told writes here; this is start 1, which was replaced" in job.logs
-        assert job.left_over() == []
+    with old:
+        old.wait_for("a checkpoint", (persist_dir / "told" / "latest").exists)
+        with new:
+            assert set(old.cluster.wait(240).values()) == {CUT_OFF}
+            assert "start 2 of job told writes here; this is start 1, which was replaced" in old.logs
+            new.wait_for_commit(1, life=2)
+        assert old.left_over() == []
 
 
 @pytest.mark.integration

@@ -189,6 +189,11 @@ def run(tmp_path: Path, config: Path, attacked: bool) -> dict[str, list[str]]:
         return {file.name: file.read_text().splitlines() for file in files}
 
 
+def metrics() -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
+        return bytes(page.read())
+
+
 def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     """Call on every socket of the job; returns callers that say nothing and stay."""
     master_port = {i: int(job.trainers(i)[0].environ()["MASTER_PORT"]) for i in job.current}
@@ -216,8 +221,7 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
             silent.append(at.call())
             attack(at, table[name], junk)
     # Who is silent there holds up the next one for a while, no longer.
-    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
-        assert b'reft_tolerance_left_nodes{job="local"' in page.read()
+    job.wait_until(lambda: b'reft_tolerance_left_nodes{job="local"' in metrics(), 240, "the job's metrics")
     # Both nodes are on one host here: the second one's daemon has found the port taken.
     logs = [job.log(index) for index in job.current]
     assert sorted(log.count("no metrics at") for log in logs) == [0, 1]
