@@ -82,7 +82,7 @@ def test_protection_is_switched_while_training(scratch: Scratch) -> None:
         assert job.newest_protection() == "arc:2"
         # On a busy machine a version may just have been skipped, which status calls stale.
         job.wait_for("a node that is well", lambda: job.ask("status", 2).code == 0)
-        assert "survives the loss of 2 node(s)" in job.ask("status", 2).out
+        assert "survives the loss of 2 node(s)" in job.ask("protect", 2).out
 
         assert job.ask("protect", 0, "arc+aec", "--wait", "0").code == 0
         job.wait_for("steps of the next life", lambda: job.steps_in(4) >= 5)
