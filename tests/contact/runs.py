@@ -31,7 +31,6 @@ class Run:
         path.write_text(json.dumps(config))
         options = ("--memory-dir", str(self.memory), "--job-id", "contact", *options)
         arguments = (str(path), str(self.saved / "contact"))
-        env = {"REFT_EVENTS": str(self._root / "events"), **env}
         script = SCRIPTS / self._script
         with launched(script, *arguments, cwd=self._root, out=self.out, options=options, env=env) as started:
             started.log.write_bytes(b"")

@@ -9,13 +9,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from reft.grid import Coordinate, Degrees
 from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
-from reft.memory.header import Geometry
-from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
 
@@ -108,44 +105,3 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 def answer(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-# -- damage ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One arena as it was found; nothing is kept open."""
-
-    path: Path
-    header: ArenaHeader
-    geometry: Geometry
-
-    def flip(self, entry: Entry) -> None:
-        """Change one bit in the middle of a block."""
-        at = self.geometry.data_offset + entry.arena_offset + entry.nbytes // 2
-        with self.path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 0x10]))
-
-    def tear_header(self) -> None:
-        """Overwrite the middle of both header copies, as writes that were cut off."""
-        with self.path.open("r+b") as file:
-            for copy in range(2):
-                file.seek(self.geometry.copy_offset(copy) + 40)
-                file.write(b"\xff" * 64)
-
-
-def stored(job_dir: Path) -> list[Stored]:
-    """Whole versions in a node's memory, newest first."""
-    found = []
-    for path, arena in JobDir.open(job_dir).scan():
-        if isinstance(arena, Arena):
-            with arena:
-                header = arena.header()
-                geometry = Geometry.of(arena.data_bytes, arena.max_entries)
-            if header is not None and header.state.whole:
-                found.append(Stored(path, header, geometry))
-    return sorted(found, key=lambda s: s.header.label, reverse=True)
