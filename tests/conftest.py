@@ -83,6 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.device.simulated import simulated
+
+        simulated()  # compiled outside of any test's time, and known to autograd before its threads begin
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     _started.clear()

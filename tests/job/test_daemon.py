@@ -55,7 +55,7 @@ def test_the_daemon_refuses_orders_of_an_older_start(job_dir: JobDir, run_here: 
     ask = partial(request, job_dir.path, job_dir.secret)
     assert ask("workers", pids=[], incarnation=2) == 0
     for operation in ("workers", "committed", "flush"):
-        with pytest.raises(DaemonError, match="what start 1 says is refused"):
+        with pytest.raises(DaemonError, match="messages of start 1 are refused"):
             ask(operation, pids=[os.getpid()], label=[1, 50], incarnation=1)
     assert ask("workers", pids=[], incarnation=3) == 0
 
@@ -120,7 +120,7 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
         client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {"step": step})
         client.notify_skip(step, "busy", {})
     handed_over.set()
-    wait_for(lambda: "cannot be told" in caplog.text, "the warning")
+    wait_for(lambda: "cannot be reached" in caplog.text, "the warning")
     wait_for(lambda: waited_for, "an attempt to connect")
     assert all(waited_for), "training waits for a connection attempt"
     second = spawn(job_dir)
