@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -27,7 +28,9 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
     """The object in a file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {what} {path}: {error}") from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{what} {path} is not JSON: {error}") from error
@@ -129,7 +132,7 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
             return list(model.model_fields)
     if "faults" in path:
         return list(FaultConfig.model_fields)
-    return list(ReftConfig.model_fields)
+    return [name for name in ReftConfig.model_fields if name != "faults"]  # those are for tests
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(map(_type_name, get_args(annotation)))
     if annotation is NoneType:
         return "null"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return " | ".join(annotation)
     return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
 
 

@@ -58,14 +58,14 @@ def clean_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the memory of dead jobs. Live ones are left alone."""
+    """Remove the memory of dead jobs; live jobs are kept."""
     if force and job is None:
         raise ConfigError("--force removes the memory of a live job: name it with --job")
     dirs = _memory_dirs(memory_dir)
     jobs = (
         [s for d in dirs for s in list_jobs(d)]
         if job is None
-        else [summarise(path) for path in find_memory(dirs, job)]
+        else [summarise(path) for path in find_memory_or_say(memory_dir, job, as_json=as_json)]
     )
     results = [_clean(summary, force, dry_run) for summary in jobs]
     if as_json:

@@ -58,7 +58,7 @@ def status_command(
         float, typer.Option(min=0.1, max=3600.0, help="with --watch: seconds between updates")
     ] = 1.0,
     web: Annotated[
-        bool, typer.Option("--web", help="print the address of the web page that shows the same, and end")
+        bool, typer.Option("--web", help="print the address of the web page that shows the same, and exit")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

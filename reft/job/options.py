@@ -109,7 +109,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     apply_hostfile(args)
     apply_slurm(args)
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
-    if not re.fullmatch(r"-?\d+(:-?\d+)?", args.nnodes):
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", args.nnodes):
         raise ConfigError(f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4")
     memory_dir = _memory_dir(args)
     job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)

@@ -16,7 +16,7 @@ DESCRIPTION = (
     "Start this node's trainers like torchrun, with reft: the training state is kept in the memory of "
     "peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a job "
     "usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint HOST:PORT, where "
-    "`reft rendezvous` runs, and --rdzv-id), with two different defaults: the nodes meet by c10d, or by "
+    "`reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes meet by c10d, or by "
     f"--rdzv-backend {ETCD_BACKEND} at an etcd cluster, of whose hosts any minority may die (extra "
     f"`etcd`); and without --max-restarts, failed trainers are restarted until {RESTARTS} restarts in a "
     "row have brought no new version. A given --max-restarts counts over the job's whole life."
@@ -98,13 +98,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "grace-secs",
-        "after SIGTERM or Ctrl-C: time for the trainers to commit and persist (default: the reft block's, "
-        "25)",
+        "seconds after SIGTERM or Ctrl-C for the trainers to commit and persist (default: the reft "
+        "block's, 25)",
         type=float,
     )
     add(
         "stop-secs",
-        "time between SIGTERM and SIGKILL for trainers when the job restarts (default: %(default)s)",
+        "seconds between SIGTERM and SIGKILL for trainers when the job restarts (default: %(default)s)",
         type=float,
         default=1.0,
     )

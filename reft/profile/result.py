@@ -297,8 +297,10 @@ class ProfileResult:
         """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no profile."""
         try:
             data = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ProfileError(f"cannot read a profile from {path}: {error}") from error
+        except OSError as error:
+            raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ProfileError(f"cannot read the profile {path}: {error}") from error
         if not isinstance(data, dict):
             raise ProfileError(f"{path} holds a {type(data).__name__}, expected the object of a profile")
         return cls.from_json(data)

@@ -201,9 +201,10 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     assert {record.window for record in in_windows} == {0}
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, STEPS])
 @pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST])
-def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_the_host_is(
-    job: Job, variant: Variant, monkeypatch: pytest.MonkeyPatch
+def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps_ahead_the_host_is(
+    job: Job, variant: Variant, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every step the worker is busy until the host is at the fence, and free before the device is there."""
     at_fence, fence = threading.Event(), job.worker.fence
@@ -220,8 +221,12 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_
 
     monkeypatch.setattr(job.worker, "fence", come_to_the_fence)
     job.worker.watchers.on_commit = commit
+    ends = []
     for number in range(1, STEPS + 1):
+        if number > ahead + 1:
+            ends[-1 - ahead].synchronize()
         request = job.step(number, variant)
+        ends.append(job.sim.current_stream().record_event())
         # A kernel of the next step: the device is in the middle of it until the worker has turned to the version.
         job.sim.launch(lambda version=request: job.await_start(version))
     job.worker.fence()

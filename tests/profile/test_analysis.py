@@ -242,7 +242,7 @@ def test_what_is_no_profile_is_refused_with_what_was_found(tmp_path):
     del data["stages"]
     with pytest.raises(ProfileError, match="stages"):
         ProfileResult.from_json(data)
-    with pytest.raises(ProfileError, match="cannot read a profile"):
+    with pytest.raises(ProfileError, match="cannot read the profile"):
         ProfileResult.load(tmp_path / "none.json")
 
 

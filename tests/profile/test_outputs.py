@@ -151,7 +151,7 @@ def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--steps", "0", "train.py"], "--steps is 0; expected at least 1"),
-        (["--from", "none.json"], "cannot read a profile"),
+        (["--from", "none.json"], "cannot read the profile"),
         (
             ["--nproc-per-node", "2", "--from", "p.json", "train.py"],
             "remove the script and its launch options",

@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
         prog="reft rendezvous",
         allow_abbrev=False,
         description="Serve the rendezvous store of `reft launch` from a host that is not a worker node, "
-        "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same secret: the "
-        "file ~/.reft/secret, which is made at its first use, or REFT_SECRET.",
+        "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same "
+        "secret: the file ~/.reft/secret, which is created at its first use, or REFT_SECRET.",
     )
     parser.add_argument(
         "--host",
