@@ -8,21 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.commands import command
-from tests.contact.runs import Run
+from tests.contact.runs import Run, losses_without_reft
 
 pytestmark = pytest.mark.integration
 
-KILLED_AT, STEPS = 4, 8
+KILLED_AT = 4
 KILL = {"faults": [{"point": "during_step", "step": KILLED_AT}]}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    run = Run(tmp_path_factory.mktemp("undisturbed"), "never_loads.py")
-    code, log = run.start({"enabled": False})
-    assert code == 0, log
-    assert len(run.losses()) == STEPS
-    return run.losses()
+    return losses_without_reft(tmp_path_factory.mktemp("undisturbed"))
 
 
 def test_p12_a_wrong_block_ends_the_job_with_what_to_write(tmp_path: Path) -> None:
