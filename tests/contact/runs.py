@@ -9,6 +9,7 @@ from typing import Any
 from tests.attack.jobs import DEADLINE_SECS, launched
 
 SCRIPTS = Path(__file__).parent / "scripts"
+STEPS = 8  # of each script
 
 
 class Run:
@@ -39,3 +40,11 @@ class Run:
 
     def losses(self) -> list[str]:
         return (self.out / "losses").read_text().splitlines()
+
+
+def losses_without_reft(root: Path) -> list[str]:
+    run = Run(root, "never_loads.py")
+    code, log = run.start({"enabled": False})
+    assert code == 0, log
+    assert len(run.losses()) == STEPS
+    return run.losses()

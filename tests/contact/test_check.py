@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +13,22 @@ from tests.commands import command
 ON = {"enabled": True}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-Check = Callable[[dict[str, Any]], dict[str, Any]]
-Look = Callable[[str], list[str]]
 
-
-@pytest.fixture
-def check(tmp_path: Path) -> Check:
+def check(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What is refused and warned of in a configuration."""
-
-    def checked(config: dict[str, Any]) -> dict[str, Any]:
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({"reft": ON, **config}))
-        found: dict[str, Any] = command("config", "--check", path, "--json").json
-        return found
-
-    return checked
+    path = directory / "ds.json"
+    path.write_text(json.dumps({"reft": ON, **config}))
+    found: dict[str, Any] = command("config", "--check", path, "--json").json
+    return found
 
 
-@pytest.fixture
-def look(tmp_path: Path) -> Look:
+def look(directory: Path, script: str) -> list[str]:
     """What a script lacks."""
-
-    def looked_at(script: str) -> list[str]:
-        path = tmp_path / "train.py"
-        path.write_text(script)
-        found = command("config", "--script", path, "--json").json
-        assert found["refused"] == []
-        return list(found["warned"])
-
-    return looked_at
+    path = directory / "train.py"
+    path.write_text(script)
+    found = command("config", "--script", path, "--json").json
+    assert found["refused"] == []
+    return list(found["warned"])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +53,8 @@ def look(tmp_path: Path) -> Look:
         ({"reft": {**ON, "tolerance": 1, "protection": "none"}}, "survives 0 lost node(s)"),
     ],
 )
-def test_what_the_job_will_be_refused_for(check: Check, config: dict[str, Any], said: str) -> None:
-    [refused] = check(config)["refused"]
+def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    [refused] = check(tmp_path, config)["refused"]
     assert said in refused
 
 
@@ -87,8 +73,8 @@ def test_what_the_job_will_be_refused_for(check: Check, config: dict[str, Any], 
         {"reft": {**ON, "tolerance": 2, "allow_unprotected": True}},
     ],
 )
-def test_what_is_taken_is_not_refused(check: Check, config: dict[str, Any]) -> None:
-    assert check(config)["refused"] == []
+def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert check(tmp_path, config)["refused"] == []
 
 
 @pytest.mark.parametrize(
@@ -101,8 +87,8 @@ def test_what_is_taken_is_not_refused(check: Check, config: dict[str, Any]) -> N
         ({**ON, "faults": [{"point": "during_step", "step": 1}]}, '"faults" makes ranks fail'),
     ],
 )
-def test_what_the_job_will_be_warned_of(check: Check, block: dict[str, Any], said: str) -> None:
-    assert any(said in warned for warned in check({"reft": block})["warned"])
+def test_what_the_job_will_be_warned_of(tmp_path: Path, block: dict[str, Any], said: str) -> None:
+    assert any(said in warned for warned in check(tmp_path, {"reft": block})["warned"])
 
 
 PLAIN = """
@@ -142,8 +128,8 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
     ],
 )
-def test_what_a_script_lacks_is_told_by_its_line(look: Look, load: str, loop: str, said: str) -> None:
-    [finding] = look(PLAIN.format(load=load, loop=loop))
+def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop: str, said: str) -> None:
+    [finding] = look(tmp_path, PLAIN.format(load=load, loop=loop))
     assert said in finding
 
 
@@ -176,23 +162,23 @@ def test_what_a_script_lacks_is_told_by_its_line(look: Look, load: str, loop: st
         (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
     ],
 )
-def test_what_is_right_is_not_found(look: Look, load: str, loop: str) -> None:
-    assert look(PLAIN.format(load=load, loop=loop)) == []
+def test_what_is_right_is_not_found(tmp_path: Path, load: str, loop: str) -> None:
+    assert look(tmp_path, PLAIN.format(load=load, loop=loop)) == []
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_the_examples_lack_nothing(look: Look, example: Path) -> None:
-    assert look(example.read_text()) == []
+def test_the_examples_lack_nothing(tmp_path: Path, example: Path) -> None:
+    assert look(tmp_path, example.read_text()) == []
 
 
-def test_megatrons_training_loads_and_seeds_by_itself(look: Look) -> None:
+def test_megatrons_training_loads_and_seeds_by_itself(tmp_path: Path) -> None:
     script = "from megatron.training import get_args, pretrain\npretrain(data, model, forward_step)"
-    assert look(script) == []
-    assert look("from somewhere import pretrain\npretrain()") != []
+    assert look(tmp_path, script) == []
+    assert look(tmp_path, "from somewhere import pretrain\npretrain()") != []
 
 
-def test_a_trainer_that_is_not_resumable_is_told(look: Look) -> None:
-    [finding] = look("trainer = Trainer(model, options)\ntrainer.train()")
+def test_a_trainer_that_is_not_resumable_is_told(tmp_path: Path) -> None:
+    [finding] = look(tmp_path, "trainer = Trainer(model, options)\ntrainer.train()")
     assert "reft.hf.resumable(trainer)" in finding
 
 

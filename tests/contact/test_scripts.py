@@ -3,36 +3,26 @@ at its first step and stopped at its restart, with everything kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.commands import command
-from tests.contact.runs import Run
+from tests.contact.runs import Run, losses_without_reft
 
 pytestmark = pytest.mark.integration
 
-KILLED_AT, STEPS = 4, 8
+KILLED_AT = 4
 KILL = {"faults": [{"point": "during_step", "step": KILLED_AT}]}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    run = Run(tmp_path_factory.mktemp("undisturbed"), "never_loads.py")
-    code, log = run.start({"enabled": False})
-    assert code == 0, log
-    assert len(run.losses()) == STEPS
-    return run.losses()
+    return losses_without_reft(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[[str], Run]:
-    return lambda script: Run(tmp_path, script)
-
-
-def test_p12_a_wrong_block_ends_the_job_with_what_to_write(run: Callable[[str], Run]) -> None:
-    job = run("resumes.py")
+def test_p12_a_wrong_block_ends_the_job_with_what_to_write(tmp_path: Path) -> None:
+    job = Run(tmp_path, "resumes.py")
     code, log = job.start({"copis": 2})
     assert code == 2, log
     assert 'reft.copis: unknown key; did you mean "copies"?' in log
@@ -40,8 +30,8 @@ def test_p12_a_wrong_block_ends_the_job_with_what_to_write(run: Callable[[str], 
     assert not (job.out / "losses").exists()
 
 
-def test_p3_a_plain_loop_goes_on_with_resume(run: Callable[[str], Run], undisturbed: list[str]) -> None:
-    job = run("resumes.py")
+def test_p3_a_plain_loop_goes_on_with_resume(tmp_path: Path, undisturbed: list[str]) -> None:
+    job = Run(tmp_path, "resumes.py")
     code, log = job.start(KILL)
     assert code == 0, log
     assert f"resumed at step {KILLED_AT} from memory" in log
@@ -59,9 +49,9 @@ def test_p3_a_plain_loop_goes_on_with_resume(run: Callable[[str], Run], undistur
     ],
 )
 def test_p12_a_script_that_does_not_load_is_told_and_stopped_at_its_restart(
-    run: Callable[[str], Run], undisturbed: list[str], script: str, told: str
+    tmp_path: Path, undisturbed: list[str], script: str, told: str
 ) -> None:
-    job = run(script)
+    job = Run(tmp_path, script)
     code, log = job.start({**KILL, "persist": {"dir": str(job.persisted)}})
     assert code == 2, log
     first, _, second = log.partition("killed by SIGKILL")

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import reft
+import reft.hf
+
 from .runs import Example, lose_a_node
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
@@ -40,8 +43,6 @@ def test_callbacks_go_on_with_their_state() -> None:
     from transformers import EarlyStoppingCallback, TrainerState
     from transformers.trainer_callback import CallbackHandler
 
-    import reft.hf
-
     def life(*counters: int) -> tuple[reft.hf.Resumption, list[EarlyStoppingCallback]]:
         callbacks = [EarlyStoppingCallback(early_stopping_patience=3) for _ in counters]
         for callback, counter in zip(callbacks, counters, strict=True):
@@ -56,8 +57,7 @@ def test_callbacks_go_on_with_their_state() -> None:
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    import reft.hf
-    from reft import ConfigError
-
-    with pytest.raises(ConfigError, match=r"found builtins.list.*expected the Trainer of transformers 5.0"):
+    with pytest.raises(
+        reft.ConfigError, match=r"found builtins.list.*expected the Trainer of transformers 5.0"
+    ):
         reft.hf.resumable([])

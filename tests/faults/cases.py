@@ -109,10 +109,6 @@ class Setup:
     def values(self) -> tuple[str, ...]:
         return (self.shape.name, self.optimizer.name, self.variant, self.protection)
 
-    @property
-    def pairs(self) -> frozenset[Pair]:
-        return _pairs(self.values)
-
     def __str__(self) -> str:
         return " ".join(self.values)
 
@@ -126,17 +122,17 @@ class Case:
     setup: Setup
 
     @property
-    def pairs(self) -> frozenset[Pair]:
-        """All pairs of values. A node means something within a shape only, so (moment, shape, node) and
-        (optimizer, shape, node) are not pairs; each of the two is paired with both."""
-        return _pairs((*self.setup.values, self.moment, self.node))
+    def values(self) -> tuple[Any, ...]:
+        return (*self.setup.values, self.moment, self.node)
 
 
 Pair = tuple[int, Any, int, Any]  # Two factors, by their number, each with its value
 
 
-def _pairs(values: Sequence[Any]) -> frozenset[Pair]:
-    return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
+def pairs_of(case: Case | Setup) -> frozenset[Pair]:
+    """All pairs of values. A node means something within a shape only, so (moment, shape, node) and (optimizer,
+    shape, node) are not pairs; each of the two is paired with both."""
+    return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(case.values), 2))
 
 
 def product(chosen: Iterable[Setup]) -> list[Case]:
@@ -147,7 +143,7 @@ def product(chosen: Iterable[Setup]) -> list[Case]:
 def pairwise(cases: Sequence[Any]) -> list[Any]:
     """Few of ``cases`` that hold every pair that any of them holds: always the one with most new pairs,
     of equal ones the first."""
-    pairs = [case.pairs for case in cases]
+    pairs = [pairs_of(case) for case in cases]
     missing = set().union(*pairs)
     chosen = []
     while missing:

@@ -18,37 +18,34 @@ def started(scratch: Scratch, name: str, **block: Any) -> FaultJob:
     return FaultJob(scratch, name, DP2, OPTIMIZERS[0], steps=10**6, block=block, job_id=name)
 
 
-def told(job: FaultJob, index: int, rate: str) -> dict[str, Any]:
-    trainers = job.status(index).get("trainers") or {}
-    return ((trainers.get("0") or {}).get("stats") or {}).get(rate) or {}
+def measured(job: FaultJob, index: int, rate: str) -> dict[str, Any]:
+    """What the first trainer of a node says of a rate, once it has measured."""
+
+    def told() -> dict[str, Any]:
+        trainers = job.status(index).get("trainers") or {}
+        return ((trainers.get("0") or {}).get("stats") or {}).get(rate) or {}
+
+    job.wait_for("a measure", lambda: told().get("overhead") is not None)
+    return told()
 
 
 def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
     persist_dir = scratch.root / "auto-persisted"
     persist = {"dir": str(persist_dir), "interval_steps": "auto", "max_lost_steps": 20}
     with started(scratch, "auto", persist=persist) as job:
-
-        def on_storage(index: int) -> int:
-            return ((job.status(index).get("persist") or {}).get("last") or {}).get("step", 0)
-
+        job.wait_for("the third version", lambda: step_on_storage(persist_dir / "auto") >= 30)
         for index in range(2):
-            job.wait_for("the third version", lambda i=index: on_storage(i) >= 30)
-            job.wait_for(
-                "a measure", lambda i=index: told(job, i, "persist_rate").get("overhead") is not None
-            )
-            rate = told(job, index, "persist_rate")
+            rate = measured(job, index, "persist_rate")
             # Two nodes survive the loss of one: failures ask for hardly any, the bound for one in ten steps.
             assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (10, 10, 20)
             assert rate["max_overhead"] == 0.035
-            assert on_storage(index) % 10 == 0
-        assert step_on_storage(persist_dir / "auto") > 0
+        assert step_on_storage(persist_dir / "auto") % 10 == 0
 
 
 def test_how_often_memory_takes_versions_is_found_agreed_on_and_told(scratch: Scratch) -> None:
     with started(scratch, "auto-memory", interval_steps="auto", max_lost_steps=8) as job:
         for index in range(2):
-            job.wait_for("a measure", lambda i=index: told(job, i, "memory_rate").get("overhead") is not None)
-            rate = told(job, index, "memory_rate")
+            rate = measured(job, index, "memory_rate")
             assert 1 <= rate["interval_steps"] <= rate["agreed_steps"] or rate["agreed_steps"] == 1
             assert rate["agreed_steps"] <= 4
             assert rate["most_lost_steps"] <= 8

@@ -28,14 +28,13 @@ from tests.machine import FP16_MISSING
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
-OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
+FP32, _, BF16, _ = OPTIMIZERS
 JOBS = plan_jobs(PAIRS)
 
 
 @pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
 def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, protection: str) -> None:
-    optimizer = OPTIMIZER["zero1-bf16-fp32"]
-    job = plan_job([Case("during_step", 1, Setup(DP3, optimizer, protection=protection))])
+    job = plan_job([Case("during_step", 1, Setup(DP3, BF16, protection=protection))])
     assert [r.source for r in run_planned(scratch, job, protection)] == ["memory"]
 
 
@@ -46,12 +45,12 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
         # One node after the other, each from memory that the one before has just restored.
         (
             PP2_DP2,
-            OPTIMIZER["zero1-bf16-fp32"],
+            BF16,
             {"before_copy": 0, "after_seal": 3, "during_recovery": 1},
         ),
         (
             DP2_TP2,
-            OPTIMIZER["zero0-fp32"],
+            FP32,
             {"during_copy": 0, "before_commit": 1, "during_persist": 0},
         ),
     ],

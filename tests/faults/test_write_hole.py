@@ -9,7 +9,6 @@ follow are the undisturbed run's to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 
 from reft.tools.demo.history import EventReader
 from tests.commands import inspected
-from tests.faults.cases import DP3, DP4, OPTIMIZERS, Coordinate, Shape
+from tests.faults.cases import DP3, DP4, OPTIMIZERS, Coordinate
 from tests.faults.conftest import only_when_asked_for
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, broken_promises, wrong_losses
 
@@ -30,23 +29,12 @@ _FIRST_STEP, _RANGE_STEPS, _DISTANCE_STEPS, _TAIL_STEPS = 4, 10, 18, 6
 """A fault is armed for ten versions, since one may be skipped, and fires at the first."""
 
 
-@dataclass(frozen=True)
-class Hole:
-    """A protection, and the group that it is tried on."""
-
-    protection: str
-    shape: Shape
-    losses: int  # nodes that it survives, all of which are lost beside the killed rank
-
-
-HOLES = (
-    Hole("aec", DP3, losses=1),
-    Hole("rs:2", DP4, losses=2),
-)
+LOSSES = {"aec": (DP3, 1), "rs:2": (DP4, 2)}
+"""By protection: the group that it is tried on, and the nodes that it survives, all lost beside the killed rank."""
 OPTIMIZER = OPTIMIZERS[0]
 
 
-@pytest.mark.parametrize("hole", HOLES, ids=lambda hole: hole.protection)
+@pytest.mark.parametrize("protection", LOSSES)
 @pytest.mark.parametrize(
     "points",
     [
@@ -55,27 +43,26 @@ OPTIMIZER = OPTIMIZERS[0]
     ],
 )
 def test_p5_data_and_parity_of_different_versions_never_mix(
-    scratch: Scratch, hole: Hole, points: Sequence[str]
+    scratch: Scratch, protection: str, points: Sequence[str]
 ) -> None:
     """One job that is struck once per point, each time in the life after the one before."""
-    if hole is not HOLES[0] and points is not POINTS:
+    if protection != "aec" and points is not POINTS:
         pytest.skip("make faults runs it, at every point")
+    shape, losses = LOSSES[protection]
     steps = _FIRST_STEP + _DISTANCE_STEPS * (len(points) - 1) + _RANGE_STEPS + _TAIL_STEPS
-    reference = scratch.reference(hole.shape, OPTIMIZER, steps)
-    coordinates = hole.shape.coordinates()
+    reference = scratch.reference(shape, OPTIMIZER, steps)
+    coordinates = shape.coordinates()
     strikes = [(life, point, coordinates[life % len(coordinates)]) for life, point in enumerate(points, 1)]
     block = {
-        "protection": hole.protection,
+        "protection": protection,
         "has": {"chunk_bytes": 4096},  # several chunks of parity, small as the state is
         "faults": [entry for strike in strikes for entry in _armed(*strike)],
     }
-    name = f"write-hole-{hole.protection.replace(':', '')}"
+    name = f"write-hole-{protection.replace(':', '')}"
     restarts = len(points)
-    with FaultJob(
-        scratch, name, hole.shape, OPTIMIZER, steps=steps, block=block, max_restarts=restarts
-    ) as job:
+    with FaultJob(scratch, name, shape, OPTIMIZER, steps=steps, block=block, max_restarts=restarts) as job:
         for strike in strikes:
-            _strike(job, hole, *strike)
+            _strike(job, losses, *strike)
         assert job.run_to_end(SECS_PER_LIFE) is None
     assert wrong_losses(job.history, reference, steps) + broken_promises(job.history) == []
 
@@ -86,11 +73,11 @@ def _armed(life: int, point: str, at: Coordinate) -> list[dict[str, Any]]:
     return [{**common, "step": step} for step in range(begin, begin + _RANGE_STEPS)]
 
 
-def _strike(job: FaultJob, hole: Hole, life: int, point: str, at: Coordinate) -> None:
+def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -> None:
     """Wait for the rank to die, lose other nodes with it, and see what the next life begins with."""
     pid, node = _attached(job, life, at)
     job.wait_for(f"{at} to die {point} in life {life}", lambda: not _alive(pid))
-    lost = [(node + i) % hole.shape.nodes for i in range(1, hole.losses + 1)]
+    lost = [(node + i) % job.cluster.nodes for i in range(1, losses + 1)]
     for index in lost:
         job.cluster.kill_node(index)
     # Nothing is restored, and nothing written over, while nodes are missing.
@@ -99,7 +86,7 @@ def _strike(job: FaultJob, hole: Hole, life: int, point: str, at: Coordinate) ->
         job.cluster.start_node(index)
     job.wait_for(
         f"life {life + 1} to be restored",
-        lambda: len(_restored(job, life + 1)) == hole.shape.world_size,
+        lambda: len(_restored(job, life + 1)) == job.cluster.nodes,
     )
     events = _restored(job, life + 1)
     whole = next(version["step"] for version in (newest, *older) if version["whole_ranks"])

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.commands import command
-from tests.contact.runs import Run
+from tests.contact.runs import STEPS, Run, losses_without_reft
 from tests.faults.cases import DP3, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.versions import step_on_storage
 
 pytestmark = pytest.mark.integration
 
-LOST_AT, STEPS = 7, 8
+LOST_AT = 7
 SCRIPT = "resumes.py"
 
 
@@ -29,10 +29,7 @@ def start(run: Run, **block: Any) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    run = Run(tmp_path_factory.mktemp("undisturbed"), SCRIPT)
-    code, log = run.start({"enabled": False})
-    assert code == 0, log
-    return run.losses()
+    return losses_without_reft(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from reft.state.deepspeed_format import (
 from reft.state.template import same_value
 from reft.storage.persist import persist_label
 from reft.storage.persisted import job_directory
-from tests.storage import verify_persisted
-from tests.storage.job_memory import JOB, Memory
+from tests.storage.job_memory import JOB, Memory, verify_persisted
 
 CLIENT = {"epoch": 3, "nested": {"list": [1, 2.5, ("a", b"b")]}}
 

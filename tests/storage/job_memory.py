@@ -21,6 +21,7 @@ from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template, shape_of
 from reft.state.template import TemplateBuilder
+from reft.storage.persisted import PersistedInfo, check_files, list_persisted, read_marker
 from tests.recover.fleet import JOB, SECRET, Fleet, place
 
 DEGREES = Degrees(2, 2, 1)
@@ -161,3 +162,19 @@ def image_bytes(image: SectionImage) -> bytes:
     out = torch.empty(image.nbytes, dtype=torch.uint8)
     image.read_into(0, out)
     return out.numpy().tobytes()
+
+
+# -- what is on storage -----------------------------------------------------------------------------------
+
+
+def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:
+    """The newest complete checkpoint in a job's directory."""
+    found = list_persisted(directory, job_id)
+    return found[-1] if found else None
+
+
+def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
+    """What is wrong with a checkpoint, the newest one without a tag; empty if all is well."""
+    info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
+    assert info is not None
+    return check_files(info.path, info.files)

@@ -18,8 +18,7 @@ from reft.naming import Label
 from reft.storage.assemble import NICENESS, Assembler
 from reft.storage.persist import persist_label
 from reft.storage.staging import WorkDir
-from tests.storage import verify_persisted
-from tests.storage.job_memory import JOB, made_up_images, on_one_node
+from tests.storage.job_memory import JOB, made_up_images, on_one_node, verify_persisted
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
 from reft.storage.staging import WorkDir
+from tests.job.daemons import wait_for
 from tests.spawn import RankError, spawn
-from tests.storage import latest_persisted, verify_persisted
 from tests.storage.job_memory import (
     DEGREES,
     JOB,
@@ -35,7 +33,9 @@ from tests.storage.job_memory import (
     Memory,
     expected_files,
     host_state,
+    latest_persisted,
     made_up_images,
+    verify_persisted,
 )
 
 V4, V8, V12 = Label(1, 4), Label(1, 8), Label(1, 12)
@@ -202,19 +202,12 @@ def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(memory: Memo
     config = memory.config(directory)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, config)
-        wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2)
+        wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2, "the parts of n0")
         memory.write(V8, made_up_images(8), only=[DEGREES.coordinates()[-1]])  # one of n1's two trainers
         with pytest.raises(OvertakenError, match=r"pp1\.dp1\.tp0"):
             persist_label(memory.job_dir("n1"), V4, config)
         with pytest.raises(OvertakenError, match=r"node n1 .*pp1\.dp1\.tp0"):
             waiting.result(LIMIT_SECS)
-
-
-def wait_for(look: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_SECS
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_p6_a_node_that_is_cut_off_tells_nothing(memory: Memory, tmp_path: Path) -> None:

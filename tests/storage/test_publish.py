@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from reft.storage.persisted import (
 )
 from reft.storage.publish import publish
 from reft.storage.staging import WorkDir
-from tests.storage import latest_persisted, verify_persisted
+from tests.storage.job_memory import latest_persisted, verify_persisted
 
 JOB = "job-a"
 
@@ -54,18 +53,6 @@ def state_of(info: PersistedInfo | None) -> str:
 def names(directory: Path) -> list[str]:
     """What lies there beside the claim."""
     return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".incarnation-"))
-
-
-def test_what_was_published_is_found_and_verified(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    info = latest_persisted(tmp_path)
-    assert state_of(info) == "state of step 4 (incarnation 1) of job-a"
-    assert info is not None
-    assert (info.label, info.tag, latest_tag(tmp_path)) == (Label(1, 4), "global_step4", "global_step4")
-    assert sorted(p.name for p in info.path.iterdir()) == ["mp_rank_00_model_states.pt", "reft.json"]
-    assert names(tmp_path) == ["global_step4", "latest", "zero_to_fp32.py"]
-    marker = json.loads((info.path / "reft.json").read_text())
-    assert (marker["job_id"], marker["incarnation"], marker["step"]) == (JOB, 1, 4)
 
 
 def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
@@ -137,19 +124,23 @@ def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id
         job_directory(tmp_path, job_id)
 
 
-def test_p5_a_marker_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    marker = tmp_path / "global_step4" / "reft.json"
-    marker.write_text(marker.read_text().replace("mp_rank_00_model_states.pt", "../global_step4/reft.json"))
-    assert find_markers(tmp_path)[0] == []
-    assert "is not a file of the checkpoint" in find_markers(tmp_path)[1][0]
-
-
-def test_p6_a_torn_marker_is_a_problem_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"mp_rank_00_model_states.pt", b"../global_step4/reft.json", "is not a file of the checkpoint"),
+        (b'"format": 1', b'"format": 1, \xff\xfe', "is not a marker"),
+        (b"}", b"", "is not a marker"),
+    ],
+    ids=["files elsewhere", "no text", "torn"],
+)
+def test_p5_p6_a_wrong_marker_is_a_problem_and_no_more(
+    tmp_path: Path, old: bytes, new: bytes, said: str
+) -> None:
     write(tmp_path, Label(1, 4))
     write(tmp_path, Label(1, 8))
-    (tmp_path / "global_step8" / "reft.json").write_bytes(b'{"format": 1, \xff\xfe')
+    marker = tmp_path / "global_step8" / "reft.json"
+    marker.write_bytes(marker.read_bytes().replace(old, new))
     found, problems = find_markers(tmp_path, JOB)
     assert [i.label for i in found] == [Label(1, 4)]
-    assert "is not a marker" in problems[0]
+    assert said in problems[0]
     assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
