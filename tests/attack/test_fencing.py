@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reft.tools.demo.cluster import KillKind
-from tests.faults.cases import OPTIMIZERS, shape
+from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch
 from tests.job.cluster import cluster
 from tests.job.test_nodes import trains
@@ -29,7 +29,7 @@ def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
     block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 5}}
     old, new = (
         FaultJob(
-            *(scratch, name, shape(1, 2, 1, 2), OPTIMIZERS[2]),
+            *(scratch, name, Shape(1, 2, 1, 2), OPTIMIZERS[2]),
             steps=STEPS,
             block=block,
             options=QUICK,

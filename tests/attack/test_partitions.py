@@ -12,12 +12,12 @@ import pytest
 
 from tests.attack.netns import STORE, NetCluster, needs_namespaces
 from tests.attack.test_fencing import CUT_OFF
-from tests.faults.cases import OPTIMIZERS, Shape, shape
+from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 
-DP2, DP4 = shape(1, 2, 1, 2), shape(1, 4, 1, 4)
+DP2, DP4 = Shape(1, 2, 1, 2), Shape(1, 4, 1, 4)
 OPTIMIZER = OPTIMIZERS[2]
 QUICK = (
     "--rdzv-conf",

@@ -35,32 +35,31 @@ class Coordinate(NamedTuple):
         return f"pp{self.pp}.dp{self.dp}.tp{self.tp}"
 
 
-class Degrees(NamedTuple):
-    """Of a job's parallelism."""
+@dataclass(frozen=True)
+class Shape:
+    """A layout on so many nodes alike. Its nodes are told apart by what they hold, not by their number: ranks are
+    assigned anew whenever one is replaced."""
 
     pp: int
     dp: int
     tp: int
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        return "x".join(f"{n}{d}" for n, d in (("PP", self.pp), ("DP", self.dp), ("TP", self.tp)) if d > 1)
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A layout on nodes. Its nodes are told apart by what they hold, not by their number: ranks are
-    assigned anew whenever one is replaced."""
-
-    name: str
-    degrees: Degrees
-    nodes: int
-    procs_per_node: int
+    @property
+    def procs_per_node(self) -> int:
+        return self.world_size // self.nodes
 
     def coordinates(self, node: int | None = None) -> tuple[Coordinate, ...]:
         """What the ``node``-th node holds: one rank, or one whole replica. Without it, everyone."""
-        d = self.degrees
-        everyone = tuple(Coordinate(*c) for c in iter_product(range(d.pp), range(d.dp), range(d.tp)))
+        everyone = tuple(Coordinate(*c) for c in iter_product(range(self.pp), range(self.dp), range(self.tp)))
         if node is None:
             return everyone
         if self.procs_per_node == 1:
@@ -69,14 +68,7 @@ class Shape:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        d = self.degrees
-        return ("--pp", str(d.pp), "--dp", str(d.dp), "--tp", str(d.tp))
-
-
-def shape(pp: int, dp: int, tp: int, nodes: int) -> Shape:
-    """A layout on so many nodes alike."""
-    name = "x".join(f"{n}{d}" for n, d in (("PP", pp), ("DP", dp), ("TP", tp)) if d > 1)
-    return Shape(name, Degrees(pp, dp, tp), nodes, pp * dp * tp // nodes)
+        return ("--pp", str(self.pp), "--dp", str(self.dp), "--tp", str(self.tp))
 
 
 @dataclass(frozen=True)
@@ -88,12 +80,9 @@ class Optimizer:
     needs_fp16: bool = False
 
 
-SHAPES = (
-    Shape("PP2xDP2", Degrees(2, 2, 1), nodes=4, procs_per_node=1),
-    Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1),
-    Shape("TP2xDP2", Degrees(1, 2, 2), nodes=2, procs_per_node=2),
-    Shape("PP2xDP3", Degrees(2, 3, 1), nodes=3, procs_per_node=2),
-)
+DP2, DP3, DP4 = Shape(1, 2, 1, nodes=2), Shape(1, 3, 1, nodes=3), Shape(1, 4, 1, nodes=4)
+PP2_DP2, DP2_TP2, PP2_DP3 = Shape(2, 2, 1, nodes=4), Shape(1, 2, 2, nodes=2), Shape(2, 3, 1, nodes=3)
+SHAPES = (PP2_DP2, DP4, DP2_TP2, PP2_DP3)
 OPTIMIZERS = (
     Optimizer("zero0-fp32", ("--zero", "0", "--dtype", "fp32")),
     Optimizer("zero0-fp16", ("--zero", "0", "--dtype", "fp16"), needs_fp16=True),
@@ -136,9 +125,6 @@ class Case:
     node: int
     setup: Setup
 
-    def __str__(self) -> str:
-        return f"{self.moment}, node {self.node}, {self.setup}"
-
     @property
     def pairs(self) -> frozenset[Pair]:
         """All pairs of values. A node means something within a shape only, so (moment, shape, node) and
@@ -172,7 +158,7 @@ def pairwise(cases: Sequence[Any]) -> list[Any]:
 
 
 _COMBINED = (Setup(*values) for values in iter_product(SHAPES, OPTIMIZERS, VARIANTS, PROTECTIONS))
-SETUPS = [s for s in _COMBINED if PROTECTIONS[s.protection] <= s.shape.degrees.dp]
+SETUPS = [s for s in _COMBINED if PROTECTIONS[s.protection] <= s.shape.dp]
 # Few cases in few jobs: a job has one setup, so setups that hold every pair of theirs come first, then of their
 # cells those that hold every pair.
 PAIRS = pairwise(product(pairwise(SETUPS)))
@@ -229,8 +215,6 @@ class PlannedJob:
 
     def reft_block(self, persist_dir: str) -> dict[str, Any]:
         block: dict[str, Any] = {
-            "enabled": True,
-            "block_bytes": 16384,
             "variant": self.setup.variant,
             "protection": self.setup.protection,
             "faults": [entry for fault in self.faults for entry in fault.config()],

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.faults.cases import OPTIMIZERS, Degrees, Shape
+from tests.faults.cases import DP2, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch
 from tests.versions import step_on_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(600)]
 
-DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
-
 
 def started(scratch: Scratch, name: str, **block: Any) -> FaultJob:
     """Never reaches its last step: it is ended by what is tested."""
-    block = {"enabled": True, "block_bytes": 16384, **block}
     return FaultJob(scratch, name, DP2, OPTIMIZERS[0], steps=10**6, block=block, job_id=name)
 
 
-def status(job: FaultJob, index: int) -> dict[str, Any]:
-    try:
-        return job.cluster.status(index) or {}
-    except (OSError, json.JSONDecodeError):
-        return {}
-
-
 def told(job: FaultJob, index: int, rate: str) -> dict[str, Any]:
-    trainers = status(job, index).get("trainers") or {}
+    trainers = job.status(index).get("trainers") or {}
     return ((trainers.get("0") or {}).get("stats") or {}).get(rate) or {}
 
 
@@ -40,7 +29,7 @@ def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
     with started(scratch, "auto", persist=persist) as job:
 
         def on_storage(index: int) -> int:
-            return ((status(job, index).get("persist") or {}).get("last") or {}).get("step", 0)
+            return ((job.status(index).get("persist") or {}).get("last") or {}).get("step", 0)
 
         for index in range(2):
             job.wait_for("the third version", lambda i=index: on_storage(i) >= 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 
 from tests.commands import command, newest_protection
-from tests.faults.cases import OPTIMIZERS, Degrees, Shape
+from tests.faults.cases import DP2, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.faults.memory import fill_up, remount, small_file_system
 from tests.versions import step_on_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[2]
 STEPS = 220
 
@@ -26,14 +24,8 @@ STEPS = 220
 class Watched(FaultJob):
     """A job whose daemons' status is waited for."""
 
-    def status(self, index: int = 0) -> dict[str, Any]:
-        try:
-            return self.cluster.status(index) or {}
-        except (OSError, json.JSONDecodeError):
-            return {}
-
-    def persist_status(self, index: int = 0) -> dict[str, Any]:
-        return dict(self.status(index).get("persist") or {})
+    def persist_status(self) -> dict[str, Any]:
+        return dict(self.status().get("persist") or {})
 
     def trains_on(self, steps: int = 6) -> None:
         """So many more steps are done."""
@@ -53,8 +45,7 @@ class Watched(FaultJob):
 
 def _job(scratch: Scratch, name: str, memory_root: Path | None = None, **block: Any) -> Watched:
     """It never reaches its last step."""
-    sizes = {"block_bytes": 16384, "host_state_bytes": 2**17}
-    block = {"enabled": True, **sizes, "grace_secs": 100.0, **block}
+    block = {"host_state_bytes": 2**17, "grace_secs": 100.0, **block}
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
 

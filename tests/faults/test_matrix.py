@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.cases import (
+    DP2_TP2,
+    DP3,
     OPTIMIZERS,
     PAIRS,
-    SHAPES,
+    PP2_DP2,
     Case,
-    Degrees,
     Optimizer,
     PlannedJob,
     Setup,
@@ -27,10 +28,8 @@ from tests.machine import FP16_MISSING
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
-SHAPE = {shape.name: shape for shape in SHAPES}
 OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 JOBS = plan_jobs(PAIRS)
-DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 
 
 @pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
@@ -46,12 +45,12 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
     [
         # One node after the other, each from memory that the one before has just restored.
         (
-            SHAPE["PP2xDP2"],
+            PP2_DP2,
             OPTIMIZER["zero1-bf16-fp32"],
             {"before_copy": 0, "after_seal": 3, "during_recovery": 1},
         ),
         (
-            SHAPE["TP2xDP2"],
+            DP2_TP2,
             OPTIMIZER["zero0-fp32"],
             {"during_copy": 0, "before_commit": 1, "during_persist": 0},
         ),

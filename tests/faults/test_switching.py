@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 
 from tests.commands import Answer, command, newest_protection
-from tests.faults.cases import OPTIMIZERS, Degrees, Shape
+from tests.faults.cases import DP3, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[0]
 BLOCK: dict[str, Any] = {
-    "enabled": True,
-    "block_bytes": 16384,
     "host_state_bytes": 2**17,
     "grace_secs": 100.0,
     # In the third life, after the new arenas were made and before the trainer has said so.

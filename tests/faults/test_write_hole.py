@@ -17,7 +17,7 @@ import pytest
 
 from reft.tools.demo.history import EventReader
 from tests.commands import inspected
-from tests.faults.cases import OPTIMIZERS, Coordinate, Degrees, Shape
+from tests.faults.cases import DP3, DP4, OPTIMIZERS, Coordinate, Shape
 from tests.faults.conftest import only_when_asked_for
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, broken_promises, wrong_losses
 
@@ -40,8 +40,8 @@ class Hole:
 
 
 HOLES = (
-    Hole("aec", Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1), losses=1),
-    Hole("rs:2", Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1), losses=2),
+    Hole("aec", DP3, losses=1),
+    Hole("rs:2", DP4, losses=2),
 )
 OPTIMIZER = OPTIMIZERS[0]
 
@@ -65,8 +65,6 @@ def test_p5_data_and_parity_of_different_versions_never_mix(
     coordinates = hole.shape.coordinates()
     strikes = [(life, point, coordinates[life % len(coordinates)]) for life, point in enumerate(points, 1)]
     block = {
-        "enabled": True,
-        "block_bytes": 16384,
         "protection": hole.protection,
         "has": {"chunk_bytes": 4096},  # several chunks of parity, small as the state is
         "faults": [entry for strike in strikes for entry in _armed(*strike)],
@@ -101,7 +99,7 @@ def _strike(job: FaultJob, hole: Hole, life: int, point: str, at: Coordinate) ->
         job.cluster.start_node(index)
     job.wait_for(
         f"life {life + 1} to be restored",
-        lambda: len(_restored(job, life + 1)) == hole.shape.degrees.world_size,
+        lambda: len(_restored(job, life + 1)) == hole.shape.world_size,
     )
     events = _restored(job, life + 1)
     whole = next(version["step"] for version in (newest, *older) if version["whole_ranks"])

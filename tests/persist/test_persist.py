@@ -11,6 +11,8 @@ import pytest
 
 from tests.commands import command
 from tests.contact.runs import Run
+from tests.faults.cases import DP3, OPTIMIZERS
+from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.versions import step_on_storage
 
 pytestmark = pytest.mark.integration
@@ -77,3 +79,33 @@ def test_p3_an_older_version_in_memory_replaces_no_checkpoint(persisted: Path, t
     assert step_on_storage(run.persisted / "contact") == 6
     assert command(*memory, "--out", run.saved).code == 0
     assert step_on_storage(run.saved / "contact") == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_p1_p3_more_nodes_than_are_tolerated_are_lost_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    scratch, optimizer = Scratch.of_the_run(tmp_path_factory, "persist"), OPTIMIZERS[0]
+    reference = scratch.reference(DP3, optimizer, 200)
+    persist_dir = scratch.root / "beyond-persisted"
+    block = {"persist": {"dir": str(persist_dir), "interval_steps": 4}}
+    # Never reaches its last step: it is ended by what is tested.
+    with FaultJob(scratch, "beyond", DP3, optimizer, steps=10**6, block=block) as job:
+        written = persist_dir / job.cluster.job_id
+        job.wait_for("a checkpoint on disk", lambda: step_on_storage(written) > 0)
+        for index in (1, 2):
+            job.cluster.kill_node(index)
+        for index in (1, 2):
+            job.cluster.start_node(index)
+        job.wait_for_commit(8, life=2)
+        life = job.history.incarnations[2]
+        assert {event.fields["source"] for event in life.restored.values()} == {"disk"}
+        resumed_at = int(next(iter(life.restored.values())).fields["version"])
+        assert resumed_at % 4 == 0
+        job.wait_for_step(resumed_at + 8, life=2)
+        assert min(job.history.incarnations[2].steps) == resumed_at + 1
+        assert "resuming from disk" in job.logs
+        assert wrong_losses(job.history, reference) == []
+        # The steps after the restored one have been computed twice.
+        assert len(job.history.losses[resumed_at + 1]) == 2
