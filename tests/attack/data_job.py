@@ -29,7 +29,7 @@ from tests.engine.ranks import be_a_rank
 
 WIDTH, SAMPLES, MICRO_BATCH, GAS = 8, 40, 4, 2
 BATCHES = SAMPLES // MICRO_BATCH  # Batches of a pass: five steps
-STOPS = (7, 10)  # steps behind which a life ends: within the second pass, and with it
+STOPS = (7, 10)  # steps after which a life ends: within the second pass, and with it
 STEPS = 13
 Losses = list[str]
 
@@ -75,8 +75,12 @@ class Life:
     def plain(self) -> Any:
         return self._make(nn.Sequential, nn.Linear, nn.Dropout)
 
-    def pipeline(self, **options: Any) -> Any:
-        return self._make(in_stages, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
+    def pipeline(self, stages: int = 1, **options: Any) -> Any:
+        def staged(*layers: LayerSpec) -> PipelineModule:
+            loss = nn.functional.mse_loss
+            return PipelineModule([*layers], num_stages=stages, loss_fn=loss, partition_method="uniform")
+
+        return self._make(staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
 
     def _make(self, whole: Any, linear: Any, dropout: Any, **options: Any) -> Any:
         torch.manual_seed(5)
@@ -137,10 +141,6 @@ class Life:
             self.loaded = self.loaded or self.samples.loaded
         if self.save_at == self.engine.global_steps and len(self.losses) % GAS == 0:
             self.engine.save_checkpoint(str(self.save_dir))
-
-
-def in_stages(*layers: LayerSpec) -> PipelineModule:
-    return PipelineModule(list(layers), num_stages=1, loss_fn=nn.functional.mse_loss)
 
 
 Script = Callable[[Life], None]
@@ -236,7 +236,7 @@ def prepared(life: Life, *, seedable: bool) -> None:
 
 
 def repeating(life: Life, *, before: bool = False, reft_s: bool = False, workers: int = 0) -> None:
-    """An endless loader, torch's or reft's, made before or behind the engine."""
+    """An endless loader, torch's or reft's, made before or after the engine."""
     life.samples = Samples(noise=not workers)
 
     def make() -> Any:

@@ -52,7 +52,7 @@ class Attack:
     """A kind of attack."""
 
     name: str  # for ``--kinds`` and the report
-    strike: Callable[[Strike], None]  # does it; what it starts has settled when a later version is committed
+    strike: Callable[[Strike], None]  # does it; what it starts is over when a later version is committed
     # whether it makes sense for a setup whose memory may be filled up, or not
     fits: Callable[[StormSetup, bool], bool] = lambda setup, fillable: True
     any_time: bool = False  # also before the job has recovered from the one before: it costs no memory
@@ -195,10 +195,10 @@ def freeze_node(s: Strike) -> None:
     index = s.node()
     node = s.job.cluster.current[index]
     s.job.cluster.stand_still(node)
-    behind = s.job.under_way()
+    after = s.job.under_way()
     s.job.cluster.start_node(index)
     s.say(f"{node.node_id}, replaced")
-    s.job.settle(behind)
+    s.job.wait_until_safe(after)
     if s.rng.random() < 0.5:
         s.job.cluster.run_on(node)
         s.say("and then ran on")
@@ -298,7 +298,7 @@ def damaged_alive(damage: Damage) -> Callable[[Strike], None]:
     def strike(s: Strike) -> None:
         index = s.node()
         s.say(f"node {index}: {damage(s.job.cluster.job_dir(index), s.rng)} while it trained")
-        if not s.job.settle(s.job.under_way() + _COMMITS_AFTER_DAMAGE):
+        if not s.job.wait_until_safe(s.job.under_way() + _COMMITS_AFTER_DAMAGE):
             return
         other = s.another(index)
         s.job.cluster.kill_node(other)

@@ -19,7 +19,7 @@ from tests.attack.storm_setups import StormSetup
 from tests.faults.job import FaultJob, Losses, Recovery, Scratch, recoveries, wrong_losses
 from tests.faults.memory import memory_directory, small_file_system
 
-SETTLE_SECS = 420.0
+SAFE_SECS = 420.0
 """Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""
 _ENDING_SECS = 90.0  # Between the end of the first launcher of a job and the last: the grace, and more
 _POLL_SECS = 0.1
@@ -177,7 +177,7 @@ class StormJob(FaultJob):
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SETTLE_SECS) -> bool:
+    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SAFE_SECS) -> bool:
         """Wait for ``condition``; False where the job has ended well instead."""
         deadline = time.monotonic() + timeout_secs
         while not condition():
@@ -197,12 +197,12 @@ class StormJob(FaultJob):
         wanted = self.newest_commit + number
         return self.wait(lambda: self.newest_commit >= wanted, f"a commit of step {wanted}")
 
-    def settle(self, behind: int) -> bool:
-        """Until a version later than ``behind`` is committed and survives what it is promised to survive."""
+    def wait_until_safe(self, after: int) -> bool:
+        """Until a version later than ``after`` is committed and survives what it is promised to survive."""
         tolerance = self.setup.tolerance
-        return self.wait(
-            lambda: self._committed_now() > behind, f"a commit after step {behind}"
-        ) and self.wait(lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}")
+        return self.wait(lambda: self._committed_now() > after, f"a commit after step {after}") and self.wait(
+            lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}"
+        )
 
     def state(self) -> str:
         """Where the job stands, for an error message."""

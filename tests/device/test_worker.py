@@ -28,7 +28,7 @@ from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME as DEVICE
 from tests.device.simulated import Simulated
-from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
+from tests.snapshot.ranks import SECRET, WAIT_SECS, group_of_one, make_worker
 
 ELEMENTS = 300_000
 NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]

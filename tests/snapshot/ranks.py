@@ -1,4 +1,4 @@
-"""Ranks that drive the real snapshot worker over gloo, without DeepSpeed, each on a node of its own.
+"""Ranks that drive the real snapshot worker without DeepSpeed: over gloo, each on a node of its own, or one alone.
 
 A scenario is a function of (rank, directory) that returns what the rank has seen.
 """
@@ -7,33 +7,104 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from reft.config import FaultConfig
+from reft.control.control import ControlGroup, WorkerControl
+from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.naming import Label
-from reft.node.protection import ProtectionRecord, write_record
+from reft.node.protection import OrderWatch, ProtectionRecord, write_record
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import Keeping
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.worker import SnapshotRequest
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from tests.machine import free_port
-from tests.snapshot.one_rank import SECRET, make_worker
 from tests.spawn import spawn
 
-DEADLINE_SECS = 90.0
-_PAIR, _FOUR = Degrees(1, 2, 1), Degrees(2, 2, 1)
-PAIR = Topology(_PAIR, _PAIR.coordinates(), ("A", "B"))
-FOUR = Topology(_FOUR, _FOUR.coordinates(), ("A", "B", "C", "D"))
+SECRET = b"s" * 32
+WAIT_SECS = 90.0  # longer than anything takes; no test depends on it
+ALONE, PAIR, FOUR = (
+    Topology(degrees, degrees.coordinates(), tuple("ABCD"[: degrees.world_size]))
+    for degrees in (Degrees(1, 1, 1), Degrees(1, 2, 1), Degrees(2, 2, 1))
+)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_worker(
+    folder: Path,
+    copier: Copier,
+    pacer: Any = None,
+    *,
+    topology: Topology = ALONE,
+    rank: int = 0,
+    local: tuple[int, int] = (0, 1),
+    control: WorkerControl | None = None,
+    frozen: Mapping[int, Label] = MappingProxyType({}),
+    remake: Callable[[], None] = lambda: None,
+    scheme: str = "none",
+    keeping: Keeping = Keeping(),  # noqa: B008
+    on_change: Callable[[ProtectionRecord], None] = lambda record: None,
+    faults: tuple[FaultConfig, ...] = (),
+    **watchers: Any,
+) -> SnapshotWorker:
+    """The worker of a rank, whose arenas and orders lie in ``folder``. ``local``: its rank among so many there.
+    ``frozen``: slots that hold what is being recovered. ``remake``: makes ``folder`` anew."""
+    at, (local_rank, ranks_here) = topology.coordinates[rank], local
+    control = control or ControlGroup(WAIT_SECS).for_worker()
+    return SnapshotWorker(
+        control=control,
+        topology=topology,
+        arenas=ArenaSet(
+            SlotFiles(folder, local_rank, keeping.versions, SECRET, ranks_here),
+            ArenaIdentity("job", topology.nodes[rank], topology.degrees, at),
+            frozen=frozen,
+            limit_bytes=None,
+            engine=copier.engine,
+            remake=remake,
+        ),
+        options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+        switch=SchemeSwitch(
+            control,
+            topology,
+            ProtectionRecord(scheme, scheme),
+            OrderWatch(folder),
+            keeping=keeping,
+            on_change=on_change,
+        ),
+        copier=copier,
+        pacer=pacer,
+        watchers=Watchers(SnapshotStats(), FaultPlan(faults, at), **watchers),
+    )
+
+
+class Pacer(SimpleNamespace):
+    """Has the plan that a test gives it, and a gate that the test opens."""
+
+    def __init__(self) -> None:
+        super().__init__(plan=None, gate=HostGate(), version_done=lambda sections, chunks: None)
 
 
 class Rank:
@@ -43,11 +114,10 @@ class Rank:
         rank: this one.
         root: directory for the memory of all.
         topology: of the job.
-        keeping: how many versions are kept.
+        copier: of the worker.
         pacer: of the worker.
         together: all ranks' arenas lie in one directory, as on one node.
-        frozen: slots that hold what is being recovered.
-        options: further ones of the worker.
+        options: further ones of :func:`make_worker`.
     """
 
     def __init__(
@@ -55,11 +125,10 @@ class Rank:
         rank: int,
         root: Path,
         topology: Topology,
-        keeping: Keeping = Keeping(),  # noqa: B008
+        copier: Copier | None = None,
         pacer: Any = None,
         *,
         together: bool = False,
-        frozen: dict[int, Label] | None = None,
         **options: Any,
     ) -> None:
         self.rank = rank
@@ -76,31 +145,21 @@ class Rank:
         self.records: list[ProtectionRecord] = []
         self.job_dir = root / ("node" if together else f"node{rank}")
         self.make_job_dir()
-        ranks_here = topology.degrees.world_size if together else 1
-        copier = Copier(CpuCopyEngine(), 2**18)
-        self.arenas = ArenaSet(
-            SlotFiles(self.job_dir, rank if together else 0, keeping.versions, SECRET, ranks_here),
-            ArenaIdentity("job", topology.nodes[rank], topology.degrees, self.at),
-            frozen=frozen or {},
-            limit_bytes=None,
-            engine=copier.engine,
-            remake=self.make_job_dir,
-        )
         self.worker = make_worker(
             self.job_dir,
-            copier,
+            copier or Copier(CpuCopyEngine(), 2**18),
             pacer,
             topology=topology,
             rank=rank,
-            arenas=self.arenas,
-            scheme="arc",
-            keeping=keeping,
+            local=(rank, topology.degrees.world_size) if together else (0, 1),
+            remake=self.make_job_dir,
+            scheme="none" if topology is ALONE else "arc",
             on_change=self._changed,
             on_commit=self._committed,
             on_skip=lambda step, cause: self.skips.append((step, cause)),
             **options,
         )
-        self.stats = self.worker.watchers.stats
+        self.arenas, self.stats = self.worker.arenas, self.worker.watchers.stats
 
     def make_job_dir(self) -> None:
         self.job_dir.mkdir(mode=0o700, exist_ok=True)
@@ -132,13 +191,17 @@ class Rank:
         return request
 
     def wait_for(self, request: SnapshotRequest) -> bool:
-        assert request.done.wait(DEADLINE_SECS), f"nothing became of version {request.label}"
+        assert request.done.wait(WAIT_SECS), f"nothing became of version {request.label}"
         return request.committed
+
+    def begin(self, step: int, **options: Any) -> SnapshotRequest:
+        """One step, and its version on its way."""
+        self.step(step)
+        return self.snapshot(step, **options)
 
     def take(self, step: int, **options: Any) -> bool:
         """One step and its version; whether it was committed."""
-        self.step(step)
-        return self.wait_for(self.snapshot(step, must=True, **options))
+        return self.wait_for(self.begin(step, must=True, **options))
 
     def take_next(self, number: int) -> list[bool]:
         """So many steps further, each with its version; which were committed."""

@@ -15,8 +15,7 @@ from reft.memory.arena import Arena, scan
 from reft.memory.header import Geometry
 from reft.naming import Label
 from reft.snapshot.committing import arenas
-from tests.snapshot.one_rank import SECRET
-from tests.snapshot.ranks import PAIR, Rank, Results
+from tests.snapshot.ranks import PAIR, SECRET, Rank, Results
 
 pytestmark = pytest.mark.process
 

@@ -33,8 +33,7 @@ from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
 from reft.snapshot.committing.switching import Keeping, Room, agree_on_room
-from tests.snapshot.one_rank import SECRET
-from tests.snapshot.ranks import FOUR, Rank, Results
+from tests.snapshot.ranks import FOUR, SECRET, Rank, Results
 from tests.snapshot.test_worker import versions_in
 from tests.spawn import RankError
 
@@ -99,7 +98,7 @@ def switch_killed(rank: int, root: Path) -> dict[str, Any]:
 
 def pressure(rank: int, root: Path) -> dict[str, Any]:
     """One rank's memory is too short at the start; then there is enough, then less, still less, and enough."""
-    me = Rank(rank, root, FOUR, Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
+    me = Rank(rank, root, FOUR, keeping=Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
     limits: dict[int, int | None] = {1: 1_200_000, 4: None}
     outcome, found, files = {}, {}, {}
     for step in range(1, 41):

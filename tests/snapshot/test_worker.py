@@ -20,21 +20,12 @@ from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
-from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.worker import SnapshotRequest
-from tests.snapshot.one_rank import SECRET
-from tests.snapshot.ranks import FOUR, Rank, Results, host_blob
+from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
 
 pytestmark = pytest.mark.process
-
-
-class _Pacer(SimpleNamespace):
-    """Has the plan that a test gives it, and a gate that the test opens."""
-
-    def __init__(self) -> None:
-        super().__init__(plan=None, gate=HostGate(), version_done=lambda sections, chunks: None)
 
 
 def protocol(rank: int, root: Path) -> dict[str, Any]:
@@ -49,12 +40,8 @@ def protocol(rank: int, root: Path) -> dict[str, Any]:
     me = Rank(rank, root, FOUR, faults=faults)
     outcome: dict[int, bool] = {}
     for step in range(1, 8):
-        me.step(step)
         # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
-        request = me.snapshot(
-            step, must=True, cause=Cause("nothing to show") if step == 3 and rank == 2 else None
-        )
-        outcome[step] = me.wait_for(request)
+        outcome[step] = me.take(step, cause=Cause("nothing to show") if step == 3 and rank == 2 else None)
     assert me.worker.drain(60)
     me.worker.close(10)
     return {"outcome": outcome, "stats": me.stats.to_json(), "skips": me.skips}
@@ -69,8 +56,7 @@ def memory(rank: int, root: Path) -> dict[str, Any]:
     for step in range(1, 12):
         if step == 4:
             me.arenas.limit_bytes = None
-        me.step(step)
-        outcome[step] = me.wait_for(me.snapshot(step))
+        outcome[step] = me.wait_for(me.begin(step))
         stale = me.stats.stale_since_step if step == 3 else stale
     me.worker.close(10)
     return {"outcome": outcome, "stale_at_3": stale, "stats": me.stats.to_json(), "skips": me.skips}
@@ -116,7 +102,7 @@ def fence(rank: int, root: Path) -> dict[str, Any]:
 
 def wants(rank: int, root: Path) -> dict[str, Any]:
     """Every rank has a request of its own for how often versions are taken, and how often they go to storage."""
-    pacer = _Pacer()
+    pacer = Pacer()
     to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
     wanted, taken = [0], []
     me = Rank(rank, root, FOUR, pacer=pacer, wanted_persist_interval=lambda: wanted[0])
@@ -138,7 +124,7 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
 
 def staging(rank: int, root: Path) -> dict[str, Any]:
     """One rank has to stage: all commit later, and all know that votes are late."""
-    pacer = _Pacer()
+    pacer = Pacer()
     me = Rank(rank, root, FOUR, pacer=pacer if rank == 2 else None)
     me.take(1)
     gate, engine, release = pacer.gate, me.worker.copier.engine, threading.Event()
@@ -153,8 +139,7 @@ def staging(rank: int, root: Path) -> dict[str, Any]:
             return drain(staged, after)
 
         engine.drain = held  # type: ignore[method-assign]
-    me.step(2)
-    second = me.snapshot(2, variant=Variant.HAS)
+    second = me.begin(2, variant=Variant.HAS)
     while not second.started:
         time.sleep(0.001)
     me.step(3)  # the fence: one rank stages everything

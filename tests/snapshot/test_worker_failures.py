@@ -34,14 +34,14 @@ from reft.snapshot.copying.copier import Copier
 from reft.snapshot.filling import Filling
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
-from tests.snapshot.ranks import DEADLINE_SECS, PAIR, Rank, Results
+from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results
 
 pytestmark = pytest.mark.integration
 
 
 def pair(rank: int, root: Path) -> Rank:
     """One of two ranks, which looks after memory with every version."""
-    return Rank(rank, root, PAIR, Keeping(look_secs=0.0))
+    return Rank(rank, root, PAIR, keeping=Keeping(look_secs=0.0))
 
 
 def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
@@ -49,7 +49,7 @@ def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
 
 
 def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECS
+    deadline = time.monotonic() + WAIT_SECS
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -156,7 +156,7 @@ def went_back(rank: int, root: Path) -> dict[str, Any]:
     with _on_rank_1(me, _once(Votes, "cast", _LOST)):
         before += me.take_next(1)
     before += me.take_next(3)
-    assert me.worker.drain(DEADLINE_SECS)
+    assert me.worker.drain(WAIT_SECS)
     me.incarnation += 1
     committed = [me.take(step) for step in (3, 4)]
     me.worker.close(10)
@@ -275,23 +275,21 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
     release, facts = threading.Event(), RingExchange.facts
 
     def held(self: RingExchange, filling: Filling) -> None:
-        assert release.wait(DEADLINE_SECS)
+        assert release.wait(WAIT_SECS)
         facts(self, filling)
 
     waits = []
     with mock.patch.object(RingExchange, "facts", held):
-        me.step(2)
-        me.snapshot(2, must=True)
+        me.begin(2, must=True)
         for step in range(3, 9):
-            me.step(step)
-            me.snapshot(step)
+            me.begin(step)
             with mock.patch.object(
                 SnapshotWorker, "_wait_for", autospec=True, side_effect=SnapshotWorker._wait_for
             ) as wait:
                 me.worker.await_vote(step - 1, 0.05)
                 waits.append(wait.call_count)
         release.set()
-        drained = me.worker.drain(DEADLINE_SECS)
+        drained = me.worker.drain(WAIT_SECS)
     committed = [me.take(step) for step in (9, 10)]
     me.worker.close(10)
     return {"waits": waits, "drained": drained, "committed": committed}
@@ -307,22 +305,21 @@ def stuck(rank: int, root: Path) -> dict[str, Any]:
 
     def held(self: HashingCopier, *args: Any, **options: Any) -> Any:
         entered.set()
-        assert release.wait(3 * DEADLINE_SECS)
+        assert release.wait(3 * WAIT_SECS)
         return copy(self, *args, **options)
 
     def returns(act: Callable[[], object]) -> bool:
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        thread.join(DEADLINE_SECS / 3)
+        thread.join(WAIT_SECS / 3)
         return not thread.is_alive()
 
     def hold(step: int) -> SnapshotRequest:
         entered.clear()
         release.clear()
-        me.step(step)
-        request = me.snapshot(step, must=True)
+        request = me.begin(step, must=True)
         if rank == 1:
-            assert entered.wait(DEADLINE_SECS)
+            assert entered.wait(WAIT_SECS)
         return request
 
     bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(worker, "FENCE_SECS", 0.2)
@@ -336,12 +333,11 @@ def stuck(rank: int, root: Path) -> dict[str, Any]:
                 found["went on"].append(found["went on"][0] and returns(lambda: me.step(4)))
                 found["slots"] = [me.arenas.slots == slots]
         else:
-            me.step(3)
-            late = me.snapshot(3)
+            late = me.begin(3)
             me.step(4)
         release.set()
-        assert request.done.wait(DEADLINE_SECS)
-        assert late.done.wait(DEADLINE_SECS)
+        assert request.done.wait(WAIT_SECS)
+        assert late.done.wait(WAIT_SECS)
         found["committed"] = [request.committed, late.committed, me.take(5)]
         found["overrun"] = request.given_up == OVERRUN
         found["in_files"] = me.steps_in_files()
@@ -416,7 +412,7 @@ def test_p6_peers_hear_with_the_next_vote_what_has_failed_on_a_rank(results: Res
     first, second = results.of(complains)
     assert first["committed"] == second["committed"] == [True] * 3
     (said,) = first["heard"]
-    assert said.startswith("rank 1 says")
+    assert said.startswith("rank 1 ")
     assert "a rate cannot be computed: KeyError" in said
     assert second["heard"] == []
 
