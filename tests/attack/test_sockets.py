@@ -243,9 +243,13 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
             silent.append(at.call())
             silent[-1].settimeout(HANDSHAKE_SECS * 2)
             attack(at, table[name], junk)
+
     # Who is silent there holds up the next one for a while, no longer.
-    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
-        assert b'reft_tolerance_left_nodes{job="local"' in page.read()
+    def is_served() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
+            return b'reft_tolerance_left_nodes{job="local"' in page.read()
+
+    job.wait_until(is_served, WAIT_SECS, "the launchers' next reports among the metrics")
     # Both nodes are on one host here: the second one's daemon has found the port taken.
     logs = [job.log(index) for index in job.current]
     assert sorted(log.count("no metrics at") for log in logs) == [0, 1]

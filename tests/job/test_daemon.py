@@ -109,7 +109,7 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
         client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {"step": step})
         client.notify_skip(step, "busy", {})
     handed_over.set()
-    wait_for(lambda: "cannot be told" in caplog.text, "the warning")
+    wait_for(lambda: "cannot be reached" in caplog.text, "the warning")
     wait_for(lambda: waited_for, "an attempt to connect")
     assert all(waited_for), "training waits for a connection attempt"
     second = spawn(job_dir)
@@ -122,7 +122,7 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
             ),
             "the newest note",
         )
-        causes = [r for r in caplog.records if "cannot be told" in r.message]
+        causes = [r for r in caplog.records if "cannot be reached" in r.message]
         assert len({r.message for r in causes}) == len(causes)
         assert (job_dir.path / "config.json").exists()
     finally:
