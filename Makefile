@@ -85,15 +85,16 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 	$(BIN)/python benchmarks/save_stall.py --json
 	$(BIN)/python benchmarks/restore.py --json
 
-PEERS := dlrover==0.6.1 nvidia-resiliency-ext==0.4.1 grpcio protobuf defusedxml nvidia-ml-py pynvml python-dateutil
-peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed's checkpoints, in turns: a quarter of an hour
+PEERS := dlrover==0.6.1 nvidia-resiliency-ext==0.4.1 grpcio protobuf defusedxml nvidia-ml-py pynvml python-dateutil \
+	requests urllib3 idna certifi charset-normalizer pyyaml
+peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed's checkpoints, in turns: half an hour
 	test -e build/peers/dlrover || $(BIN)/python -m pip install -q --target build/peers --no-deps $(PEERS)
 	$(BIN)/python benchmarks/peers build/peers --json build/peers.json $(ARGS)
 
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
-  tests/snapshot/test_staging.py tests/snapshot/test_parity.py tests/protect/test_backends.py tests/state/test_late.py
+  tests/snapshot/test_staging.py tests/device/test_vendors.py tests/protect/test_backends.py tests/state/test_late.py
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
 	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch finds no device'"

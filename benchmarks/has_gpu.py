@@ -54,7 +54,7 @@ from examples.llama.model_config import LlamaConfig, load_model
 from reft.config import Variant
 from reft.errors import OutOfMemoryError
 from reft.memory.arena import free_bytes
-from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.device import copy_engine_for
 
 GOAL_OVERHEAD = 0.01
 GOAL_LINK = 0.9

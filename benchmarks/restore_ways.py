@@ -206,7 +206,7 @@ class ReftWay(Way):
     name = "reft_all_local"
 
     def before(self) -> None:
-        from reft.snapshot.copying.cuda import copy_engine_for
+        from reft.snapshot.copying.device import copy_engine_for
 
         session = self.rank.session
         session.worker.close(600.0)

@@ -38,8 +38,8 @@ class PersistConfig(Block):
     dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
     interval_steps: int | Literal["auto"] = Field(
         0,
-        description="steps between two checkpoints; 0: write only on SIGTERM; 'auto': the best interval "
-        "for the measured cost and failure rate",
+        description="write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': "
+        "chosen while the job runs, from how often memory fails and what writing costs",
     )
     max_overhead: float = Field(
         0.035, gt=0, le=1, description="fraction of the training time that storage may cost, for 'auto'"
@@ -47,25 +47,25 @@ class PersistConfig(Block):
     max_lost_steps: int | None = Field(
         None,
         ge=2,
-        description="most steps that may have to be repeated after memory has failed, for 'auto'; it then "
-        "writes at least twice as often, at any cost; null: no bound",
+        description="with 'auto', most steps to repeat after memory has failed, whatever that costs; null: "
+        "twice the present interval",
     )
     node_mtbf_days: float = Field(
         150.0,
         gt=0,
-        description="mean time between failures of a node, for 'auto'; the job's own failures are counted "
-        "in addition",
+        description="with 'auto', mean time between failures of a node; failures that the job has seen are "
+        "added",
     )
     survival: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="wanted probability, such as 0.999, that memory alone carries the job from one version "
-        "on storage to the next, for 'auto'; null: no such goal",
+        description="with 'auto', wanted probability (0.999) that memory alone carries the job from one "
+        "checkpoint to the next; null: the interval that loses least time",
     )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
     timeout_secs: float = Field(
-        600.0, gt=0, description="give up a checkpoint when a peer's part has not appeared after this time"
+        600.0, gt=0, description="give up a checkpoint when a peer's part has been missing for this long"
     )
 
     @property
@@ -154,41 +154,40 @@ class HasConfig(Block):
 
     windows: Literal["profiled", "analytic", "paper"] = Field(
         "profiled",
-        description="where the idle times come from: measured while the job runs, the formulas of 1F1B with "
-        "measured forward and backward times, or Algorithm 1 of the paper as printed",
+        description="where idle times come from: measured in the running job, the formulas of 1F1B, or "
+        "Algorithm 1 of the paper",
     )
     chunk_bytes: int = Field(
         256 * 2**10,
         ge=4096,
-        description="bytes of a chunk, the unit of copying; training waits for one at most when a window "
-        "closes",
+        description="unit of copying; when a window closes, training waits for at most one chunk",
     )
     compute_share: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="largest fraction of the computing time during which copies may run (tier 2); null: "
-        "all of it on a device, or where a core is free for copies, else none",
+        description="most of the computing time during which copies may run (tier 2); null: all of it from a "
+        "device or if a core is left, else none",
     )
     separate_links: bool = Field(
         False,
-        description="training and snapshots use different links (NVLink and PCIe), so that copies may also "
-        "run during communication (tier 3)",
+        description="training and snapshots use different links (NVLink and PCIe), so copies may also run "
+        "during communication (tier 3)",
     )
     overflow: Literal["stall", "interval", "staging"] = Field(
         "stall",
-        description="what happens to bytes that do not fit before the optimizer step: 'stall' makes the "
-        "step wait, 'interval' takes snapshots less often to keep max_overhead, 'staging' "
-        "keeps a copy in free device memory, which later steps drain",
+        description="for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' "
+        "takes versions less often to keep max_overhead, 'staging' copies them to free device "
+        "memory and to the host in the next steps",
     )
     staging_fallback: Literal["stall", "interval"] = Field(
-        "interval", description="what 'staging' does where the device has no memory to spare"
+        "interval", description="what 'staging' does if the device has no free memory"
     )
     max_overhead: float = Field(
         0.03,
         gt=0,
         le=1,
-        description="fraction of the training time that snapshots may cost, for 'interval' and for "
+        description="part of the training time that versions may cost, for 'interval' and for "
         '"interval_steps": "auto"',
     )
 
@@ -196,17 +195,17 @@ class HasConfig(Block):
 class ProfileConfig(Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
-    steps: int = Field(0, ge=0, description="number of steps to measure, once; 0 switches it off")
-    warmup_steps: int = Field(5, ge=0, description="steps before the measurement")
+    steps: int = Field(0, ge=0, description="measure this many steps, once; 0: off")
+    warmup_steps: int = Field(5, ge=0, description="steps to skip before")
     dir: Path = Field(
         Path("reft-profile"),
         description="where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png",
     )
     pipelines: int = Field(
-        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are recorded in full"
+        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are all collected"
     )
     then: Literal["go_on", "exit"] = Field(
-        "go_on", description="after the measurement: continue the job, or end it with exit code 0"
+        "go_on", description="after measuring, let the job go on, or end it with exit code 0"
     )
 
 
@@ -216,8 +215,7 @@ class MetricsConfig(Block):
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
     host: str = Field(
         "127.0.0.1",
-        description="address to listen on; anyone who can reach it can read the metrics: no secret is "
-        "required",
+        description="address to listen on; everyone who reaches it can read the metrics, without a secret",
     )
 
 
@@ -228,7 +226,7 @@ class ElasticConfig(Block):
         None,
         gt=0,
         description="with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they "
-        "continue without it; null: last_call_timeout of --rdzv-conf, 10",
+        "go on without one; null: last_call_timeout of --rdzv-conf, 10",
     )
 
 
@@ -239,66 +237,63 @@ class ReftConfig(Block):
     job_id: str | None = Field(
         None,
         pattern=f"^{JOB_ID.pattern}$",
-        description="name of the job's memory; null takes the launcher's run id, else one made of user, "
+        description="name of the job's memory; null: the launcher's run id, else a name made from user, "
         "directory, program and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it",
     )
     memory_dir: Path = Field(
         Path(f"/dev/shm/reft-{os.geteuid()}"),
-        description="tmpfs directory for snapshots, one per node and user; REFT_MEMORY_DIR, which 'reft "
+        description="tmpfs directory for versions, one per node and user; REFT_MEMORY_DIR, which 'reft "
         "launch' sets, overrides it",
     )
     interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
-        description="optimizer steps between two snapshots; 'auto': as often as has.max_overhead allows, by "
-        "measured cost",
+        description="take a version every this many optimizer steps; 'auto': as often as has.max_overhead "
+        "allows, measured while the job runs",
     )
     max_lost_steps: int | None = Field(
         None,
         ge=4,
-        description="most steps that may have to be repeated after a failure that memory survives, for "
-        "\"interval_steps\": 'auto'; it then takes snapshots at least twice as often, at any cost; "
-        "null: no bound",
+        description='with "interval_steps": "auto", most steps to repeat after a failure that memory '
+        "survives, whatever that costs; null: twice the present interval",
     )
     variant: Variant = Field(
         Variant.HAS,
         description="when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a "
-        "thread, at once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' "
-        "(and all of it to a peer), 'none' (no snapshots at all)",
+        "thread, at once), 'host_device' (device copies, at once), 'blocking' (training waits), "
+        "'inter_node' (also all of it to a peer), 'none' (never)",
     )
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
     protection: Annotated[str, BeforeValidator(short_form)] = Field(
         "arc",
-        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' "
-        "a parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, "
-        "'none' nothing; survives as many lost nodes per sharding group as copies and parities "
-        "together. ZeRO partitions and host state are copied to that many ring peers; with "
-        "'+aor' added, as in 'aec+aor', the peers recompute the partitions from the gradients "
-        "instead. 'auto' chooses at the start the protection that moves the fewest bytes among "
-        "those that fit the memory and survive 'tolerance' lost nodes, by the real placement; "
-        "it never recomputes, 'auto+aor' does. A mapping has the same meaning: {scheme: rs, "
-        "parities: 2, recompute: true} is 'rs:2+aor', {scheme: arc, copies: 2} is 'arc:2'",
+        description="redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores"
+        " a parity (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, "
+        "'none' nothing. ZeRO partitions and host state go to ring peers; with '+aor' added the "
+        "peers recompute the partitions from the gradients. 'auto' chooses at the start the "
+        "cheapest that fits the memory and survives 'tolerance' node losses ('auto+aor' may "
+        "recompute). A mapping such as {scheme: rs, parities: 2, recompute: true} means "
+        "'rs:2+aor' (docs/protection.md)",
     )
     tolerance: int = Field(
         1,
         ge=0,
-        description="node losses that every sharding group should survive: 'auto' chooses by it, and a job "
-        "on several nodes that survives fewer is not started",
+        description="node losses that every sharding group must survive: 'auto' chooses by it, and a job on "
+        "several nodes that survives fewer does not start",
     )
     allow_unprotected: bool = Field(
-        False, description="start on several nodes even if the job survives fewer losses than 'tolerance'"
+        False, description="start on several nodes even if fewer losses than 'tolerance' are survived"
     )
     strict: bool = Field(
         False,
-        description="stop the job at its first step with an error, instead of a warning, for anything that "
-        "would make a recovery impossible or different",
+        description="turn warnings about what would make a recovery impossible or different into an error at "
+        "the first step",
     )
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
         None,
         ge=2,
         le=8,
-        description="versions held in memory per rank; null means 2, or 3 when persist is on, so that "
-        "writing to storage never holds up a snapshot",
+        description="versions in memory per rank; null: 2, or 3 with persist.dir, so that writing to storage "
+        "delays no version",
     )
     block_bytes: int = Field(
         4 * 2**20, ge=4096, description="bytes of a block, the unit of checksum and transfer"
@@ -309,20 +304,19 @@ class ReftConfig(Block):
         description="bytes reserved per rank for RNG states, schedulers, counters and client state",
     )
     memory_limit_bytes: int | None = Field(
-        None, ge=1, description="most host memory that reft may reserve per node; null: all that is free"
+        None, ge=1, description="most host memory reft may reserve per node; null: what is free"
     )
     memory_margin_bytes: int | None = Field(
         None,
         ge=0,
-        description="free host memory of a node below which reft reduces redundancy and versions, one step "
-        "at a time, until there is room again; null means 1/64 of the memory directory's file "
-        "system, at most 1 GiB",
+        description="when a node has less free host memory than this, versions are kept more cheaply, step by"
+        " step, until there is room again; null: 1/64 of the memory directory's file system, at "
+        "most 1 GiB",
     )
     transport: Literal["sockets", "mpi"] = Field(
         "sockets",
-        description="what carries votes, blocks and recoveries between ranks: 'sockets', authenticated "
-        "connections of reft's own, or 'mpi', the fabric of the MPI job that 'reft mpi-run' runs in (needs "
-        "the extra reft-ckpt[mpi]); never chosen by itself",
+        description="carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections"
+        " of reft, or 'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])",
     )
     hang_factor: float = Field(
         10.0,
@@ -346,9 +340,8 @@ class ReftConfig(Block):
     )
     accept_changes: tuple[str, ...] = Field(
         (),
-        description="settings in which stored state may differ from the job and is still restored, as the "
-        'refusal names them: "config.optimizer.params.lr", or "config" for all of the '
-        "configuration",
+        description="differences between stored state and job to accept, as the refusal names them: "
+        '"config.optimizer.params.lr", or "config" for the whole configuration',
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")

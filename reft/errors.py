@@ -53,7 +53,7 @@ class OutOfMemoryError(ArenaError, MemoryError):
 
 
 class StagingMemoryError(ReftError, MemoryError):
-    """A staging copy does not fit beside what training needs."""
+    """There is no room for a staging copy next to what training needs."""
 
 
 class CopyError(ReftError, ValueError):

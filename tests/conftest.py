@@ -60,7 +60,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
         _started.append(event)
     elif event == "subprocess.Popen" and not str(arguments[0]).endswith(
-        ("ldconfig", "gcc", "cc", "ld", "uname")
+        ("ldconfig", "gcc", "cc", "c++", "ld", "uname")
     ):
         _started.append(f"{event} {arguments[0]}")
 
@@ -81,6 +81,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("process")
         if not item.get_closest_marker("process") and not item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.device.simulated import simulated
+
+        simulated()  # compiled outside of any test's time, and known to autograd before its threads begin
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = (
-    *("tests/state", "tests/engine", "tests/persist"),
+    *("tests/state", "tests/engine", "tests/storage"),
     *("tests/job/test_trainer_store.py", "tests/examples/test_examples.py"),
 )
 """Folders and files."""

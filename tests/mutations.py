@@ -110,22 +110,22 @@ MUTATIONS = {
         "engine/memory.py",
         "_label(held).incarnation > label.incarnation",
         "False",
-        ("tests/attack/test_fencing.py::test_an_older_commit_is_not_noted_over_a_newer_one",),
+        ("tests/engine/test_record.py",),
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
         "node/daemon.py",
         "if 0 < theirs < self._ordered:",
         "if False:",
-        ("tests/attack/test_fencing.py::test_the_daemon_refuses_orders_of_an_older_start",),
+        ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
     "p7-an-older-start-writes-to-storage": Mutation(
-        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/persist/test_fence.py",)
+        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/storage/test_fence.py",)
     ),
     "p7-an-older-version-becomes-latest": Mutation(
         "storage/publish.py",
         " and label < named.label:",
         " and False:",
-        ("tests/persist/test_publish.py",),
+        ("tests/storage/test_publish.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
         "memory/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)

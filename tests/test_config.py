@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -131,6 +132,7 @@ def test_a_block_that_is_no_object_is_refused() -> None:
 def test_the_environment_names_memory_and_job() -> None:
     config = parse_block({}, {"REFT_MEMORY_DIR": "/mem", "TORCHELASTIC_RUN_ID": "run7"})
     assert str(config.job_memory_dir) == "/mem/run7"
+    assert str(os.geteuid()) in parse_block({}, {}).memory_dir.name, "P11: the default one is the user's own"
     assert parse_block({"job_id": "mine"}, {"TORCHELASTIC_RUN_ID": "other"}).job_id == "mine"
     # The launcher and its daemon already use this name.
     assert parse_block({"job_id": "mine"}, {"REFT_JOB_ID": "other"}).job_id == "other"

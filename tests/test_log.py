@@ -13,6 +13,7 @@ import pytest
 
 import reft
 from reft import log
+from reft.env import ENV_EVENTS
 
 SOURCES = sorted(Path(reft.__file__).parent.rglob("*.py"))
 SCRIPT = """
@@ -94,6 +95,21 @@ def test_other_handlers_get_the_prefix_too(
     logging.getLogger("reft.memory").warning("full: %s", "/tmp")
     log.set_place("", "")
     assert [record.getMessage() for record in caplog.records] == ["reft [job/daemon n0] full: /tmp"]
+
+
+def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENV_EVENTS, "/proc/no-such-place")
+    log.EventLog(0).write("commit", step=1)
+    monkeypatch.setenv(ENV_EVENTS, str(tmp_path))
+    (tmp_path / f"reft-1-{os.getpid()}.jsonl").symlink_to("/dev/full")
+    events = log.EventLog(1)
+    for step in (1, 2):
+        events.write("commit", step=step)
+    events.write("odd", value=object())
+    said = [record.levelname for record in caplog.records if record.name == "reft.log"]
+    assert said == ["WARNING", "WARNING"], "once each"
 
 
 def test_messages_have_no_prefix_of_their_own() -> None:

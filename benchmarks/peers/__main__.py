@@ -3,9 +3,9 @@
     python benchmarks/peers build/peers [--quick] [--json FILE]
 
 What a version of every step costs (``memory_copy.py``: DP2, 60M parameters, 687 MiB a rank), and the time
-from a killed trainer and a killed node with a spare to the next step (``mttr.py``: DP2, a small model). The
+from a killed trainer and a killed node with a spare to the next step (``mttr.py``: DP2, 98M parameters). The
 first argument is the folder of the packages. All on CPUs over gloo: DLRover's and NVIDIA's asynchronous
-copies, which ask for a device, are not in it, nor is torchft, which restarts nothing. A quarter of an hour.
+copies, which ask for a device, are not in it, nor is torchft, which restarts nothing. Half an hour.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ def table(cost: dict[str, Any], after: dict[str, Any]) -> str:
         secs = " | ".join(figure(way["failure_to_step_secs"]) for way in ways)
         lost = ", ".join(f"{way['lost_steps']:.0f}" for way in ways)
         lines.append(f"| {what} | {secs} | {lost} | {after['differing_steps'][system]} |")
+    lines += [
+        "",
+        "NVIDIA's files are found by rank: if torchrun gives the surviving node another, all steps are lost.",
+    ]
     return "\n".join(lines)
 
 

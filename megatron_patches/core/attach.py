@@ -8,7 +8,7 @@ What is wrapped, on the instances, never on the classes:
 - ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks come first,
   it is there, behind the norm of the gradients.
 
-In a pipeline its communicator is told apart too (:mod:`megatron_patches.core.weave`).
+In a pipeline its communicator is told apart too (``megatron_patches.core.weave``).
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def attach_megatron(
     config: Mapping[str, Any] | None = None,
     micro_batches: int | None = None,
 ) -> MegatronProtection:
-    """Put a training on Megatron-core under reft's care. Collective: call it on all ranks at the same point,
-    behind ``get_megatron_optimizer``, and :meth:`~MegatronProtection.load` before the first step.
+    """Protect a training loop on Megatron-core. Collective: call it on all ranks at the same point,
+    after ``get_megatron_optimizer``, and ``MegatronProtection.load`` before the first step.
 
     Args:
         model: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
         optimizer: what ``get_megatron_optimizer`` returned.
         scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and ``load_state_dict``.
         client_state: called at every snapshot; returns what ``load`` gives back, such as consumed samples.
-            Values may be anything :mod:`reft.state.codec` encodes.
+            Values may be anything ``reft.state.codec`` encodes.
         config: the ``reft`` block; ``"enabled"`` is not needed.
         micro_batches: of one step; by default what Megatron's calculator says.
 
@@ -99,7 +99,7 @@ def attach_megatron(
 
 
 class MegatronProtection:
-    """A training under reft's care. Made by :func:`reft.attach_megatron`."""
+    """A training under reft's care. Made by ``reft.attach_megatron``."""
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session

@@ -91,7 +91,7 @@ class Position:
             read an earlier pass, or it was begun before anybody watched.
         ahead: random states when the batch was read that was read ahead of training.
         evaluates: whether it was read while no engine trained: the next pass begins anew.
-        dealt: how the replicas share the pass, as a dict of :class:`Dealt`, where that is known.
+        dealt: how the replicas share the pass, as a dict of ``Dealt``, where that is known.
     """
 
     start: dict[str, Any]

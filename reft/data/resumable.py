@@ -39,7 +39,7 @@ LOADERS: Registry[Position] = Registry("reft.resumable(loader")
 
 
 class ResumableLoader(Followed[Pass, Position]):
-    """Made by :func:`resumable`. Attributes that it does not have are the loader's."""
+    """Made by ``resumable``. Attributes that it does not have are the loader's."""
 
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Kept:
 def resumable(loader: Any, name: str = "data") -> Any:
     """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
 
-    The loader's own order is kept. What :func:`reft.data.loader` makes goes on at another data-parallel
+    The loader's own order is kept. What ``reft.data.loader`` makes goes on at another data-parallel
     degree too, and is resumable already: it is returned as it is.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from reft.config import HasConfig, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer

@@ -8,7 +8,7 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
   innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
 - ``train_batch`` / ``step``: the step boundary. ``forward`` of a plain engine: what must be known before the
   first step is asked there.
-- ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows (:mod:`reft.engine.weave`).
+- ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows (``reft.engine.weave``).
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
 
@@ -190,13 +190,13 @@ def attach(
     client_state: ClientState | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Session:
-    """Put an engine under reft's care. Collective: call it on all ranks at the same point.
+    """Protect an engine. Collective: call it on all ranks at the same point.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first; Megatron's list of it too.
         client_state: called at every snapshot; returns a mapping that ``load_checkpoint`` gives back.
             Megatron-DeepSpeed's is captured without it.
-            Values may be anything :mod:`reft.state.codec` encodes (numbers, strings, containers,
+            Values may be anything ``reft.state.codec`` encodes (numbers, strings, containers,
             tensors, arrays).
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
 
@@ -255,14 +255,14 @@ def attach(
 
 def resume(engine: Any) -> tuple[Any, Any]:
     """Go on where the job was: at the newest version in memory or in the persist directory. For scripts that
-    have no directory to load from, or look for a file first. Collective, behind ``deepspeed.initialize``:
+    have no directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
 
     Returns:
         ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job begins,
-        and where the engine is not under reft's care.
+        and where the engine is not protected.
 
     Raises:
         UnrecoverableError: the job made progress, but no whole version of it is left.

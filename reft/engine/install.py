@@ -86,7 +86,7 @@ def install() -> None:
 
 def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
     """``deepspeed.initialize``, with reft attached where the configuration has a ``reft`` block.
-    ``client_state``: see :func:`reft.attach`; the other arguments, and the four results, are DeepSpeed's."""
+    ``client_state``: see ``reft.attach``; the other arguments, and the four results, are DeepSpeed's."""
     import deepspeed
 
     return _initialize(deepspeed.initialize, args, kwargs, client_state)

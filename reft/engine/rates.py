@@ -28,10 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import BaseModel, PositiveInt
 
 from reft.config import PersistConfig, ReftConfig
+from reft.device import vendor_of
 from reft.durable import write_durably
 from reft.errors import ConfigError, PersistError
 from reft.grid import Topology
@@ -516,7 +516,7 @@ class Rates:
         """Model, layout, machine and storage."""
         session, config = self._session, self._session.config
         engine, device = session.engine, session.engine.device
-        cuda = device.type == "cuda"
+        vendor = vendor_of(device)
         return {
             "engine": engine.name,
             "shapes": engine.shapes(),
@@ -529,7 +529,7 @@ class Rates:
             "variant": config.variant.value,
             "has": config.has.model_dump(mode="json"),
             "persist": str(config.persist.dir),
-            "device": torch.cuda.get_device_name(device) if cuda else device.type,
+            "device": vendor.module.get_device_name(device) if vendor else device.type,
             **machine_facts(),
         }
 

@@ -14,6 +14,7 @@ import torch
 
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
+from reft.device import Vendor, vendor_of
 from reft.engine.checks.start import check_start, warn
 from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, TrainingEngine
@@ -162,42 +163,38 @@ class DeviceMemory:
         self,
         page: ProgressPage,
         device: torch.device,
-        stats: Callable[[torch.device], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict,
-        info: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
         *,
         every_secs: float = 1.0,
     ) -> None:
         self._page = page
         self._device = device
-        self._stats = stats
-        self._info = info
+        self._vendor = vendor_of(device)
         self._every_secs = every_secs
         self._total = 0
         self._next = 0.0
-        self._off = device.type != "cuda"
 
     def after_step(self) -> None:
         """Note it, if it is time. It never raises."""
         now = time.monotonic()
-        if self._off or now < self._next:
+        if self._vendor is None or now < self._next:
             return
         self._next = now + self._every_secs
         try:
-            use = self._look()
+            use = self._look(self._vendor)
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
-            self._off = True
+            self._vendor = None
             return
         if use is not None:
             self._page.set_device(use)
 
-    def _look(self) -> DeviceUse | None:
-        stats = self._stats(self._device)
+    def _look(self, vendor: Vendor) -> DeviceUse | None:
+        stats = vendor.module.memory_stats_as_nested_dict(self._device)
         if not stats:
             return None
         allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
         if not self._total:
-            free, _ = self._info(self._device)
+            free, _ = vendor.module.mem_get_info(self._device)
             self._total = free + reserved["current"]
         return DeviceUse(
             total=self._total,
@@ -254,7 +251,8 @@ class Tracer:
         from reft.profile.profiler import Profiler
 
         # On a device calls return before their work is done; its own clock is read, without waiting.
-        clock = DeviceClock() if session.copying.engine.asynchronous else None
+        vendor = vendor_of(session.engine.device)
+        clock = None if vendor is None else DeviceClock(vendor)
         self.weaver.mark = None if clock is None else clock.mark
         self.profiler = Profiler(
             config,

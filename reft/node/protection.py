@@ -85,7 +85,7 @@ class ProtectionRecord:
 
     @classmethod
     def from_json(cls, fields: Any) -> ProtectionRecord:
-        """Inverse of :meth:`to_json`; raises ValueError for anything else."""
+        """Inverse of ``to_json``; raises ValueError for anything else."""
         return TypeAdapter(cls).validate_python(fields)
 
 

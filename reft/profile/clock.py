@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from reft.device import Vendor
+
 _ANCHORS = 5
 
 Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
@@ -31,15 +33,10 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Events on the current CUDA or ROCm stream, if there is one. They are used again after they were
-    resolved."""
+    """Events on the current stream of a vendor's device. They are used again after they were resolved."""
 
-    def __init__(self) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise RuntimeError("a device clock needs a CUDA or ROCm device; a CPU needs none")
-        self._cuda: Any = torch.cuda
+    def __init__(self, vendor: Vendor) -> None:
+        self._module = vendor.module
         self._free: list[Any] = []
         self._anchor: _Anchor | None = None
         self.error_secs = 0.0
@@ -51,7 +48,7 @@ class DeviceClock:
 
     def mark(self) -> Mark:
         """Now, as the compute stream sees it. Never waits."""
-        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else self._module.Event(enable_timing=True)
         event.record()
         return event
 
@@ -73,10 +70,10 @@ class DeviceClock:
 
     def _take_anchor(self) -> _Anchor:
         """Of a few, the one with the shortest wait is the most exact."""
-        self._cuda.synchronize()
+        self._module.synchronize()
         anchors = []
         for _ in range(_ANCHORS):
-            event = self._cuda.Event(enable_timing=True)
+            event = self._module.Event(enable_timing=True)
             asked = time.perf_counter()
             event.record()
             event.synchronize()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from reft.config import ProfileConfig
+from reft.device import vendor_at_hand
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.profile import traces as wire
@@ -151,9 +152,9 @@ def probe_bandwidth() -> float | None:
     """Bytes per second of one copy into host memory; for jobs whose snapshots left no chunks."""
     took = []
     with suppress(RuntimeError, MemoryError):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        target = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
+        vendor = vendor_at_hand()
+        source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=vendor.type if vendor else "cpu")
+        target = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=vendor is not None)
         for _ in range(3):
             began = time.perf_counter()
             target.copy_(source)

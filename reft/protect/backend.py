@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from reft.builds import compiled
+from reft.device import vendor_of
 from reft.errors import ConfigError
 from reft.protect.rs import (
     CELL_BYTES,
@@ -91,7 +92,8 @@ def backend_for(buffer: Buffer) -> Backend:
     if kind == "numpy":
         return NumpyBackend()
     if kind == "torch":
-        if buffer.device.type != "cuda":
+        vendor = vendor_of(buffer.device)
+        if vendor is None or not vendor.has_cupy:
             return TorchBackend()
         if buffer.device not in _tried:
             _tried[buffer.device] = _tried_cupy(buffer) or TorchBackend()
@@ -472,7 +474,9 @@ class CupyBackend(Backend):
             with buffer.device:
                 yield
             return
-        stream = torch.cuda.current_stream(buffer.device)
+        vendor = vendor_of(buffer.device)
+        assert vendor is not None  # of those that CuPy knows
+        stream = vendor.module.current_stream(buffer.device)
         with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
             yield
 

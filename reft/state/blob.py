@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from reft.device import vendor_of
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.state.catalogue import Manifest, SectionImage, end_to_end
 from reft.state.codec import decode, encode, torch_dtype
@@ -138,7 +139,7 @@ class DecodedBlob:
 
 def is_late(tensor: torch.Tensor) -> bool:
     """Whether reading it would wait for a device."""
-    return tensor.device.type == "cuda"
+    return vendor_of(tensor.device) is not None
 
 
 def _queue(
@@ -146,10 +147,9 @@ def _queue(
 ) -> Callable[[], torch.Tensor]:
     """Queue the transfer of dense device tensors to host memory on the current stream. The result waits for
     it and returns that memory."""
-    devices = {t.device for t in tensors.values()}
-    cuda = any(d.type == "cuda" for d in devices)
+    devices = {t.device: vendor.module for t in tensors.values() if (vendor := vendor_of(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
-    if cuda:
+    if devices:
         # Into memory that is not pinned a transfer holds up the caller, but arrives too (P6).
         with suppress(RuntimeError):
             host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -157,10 +157,9 @@ def _queue(
         dense = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         host[offset : offset + dense.numel()].copy_(dense, non_blocking=True)
     events: list[Any] = []
-    for device in devices if cuda else ():
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
+    for device, module in devices.items():
+        events.append(module.Event(blocking=True))
+        events[-1].record(module.current_stream(device))
 
     def land() -> torch.Tensor:
         for event in events:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reft.device import vendor_in_use
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state.codec import class_path
 
@@ -88,7 +89,8 @@ def _accelerator() -> tuple[str, Any]:
     to use; "cpu" has none but torch's own."""
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
-        return "cuda" if torch.cuda.is_initialized() else "cpu", torch.cuda  # type: ignore[no-untyped-call]
+        vendor = vendor_in_use()
+        return ("cpu", None) if vendor is None else (vendor.type, vendor.module)
     accelerator = module.get_accelerator()
     return accelerator.device_name(), accelerator
 

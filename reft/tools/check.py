@@ -24,6 +24,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from reft.control.keyvalue import RendezvousStore
+from reft.device import vendor_at_hand, vendor_of
 from reft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -108,14 +109,16 @@ def check_nodes(
 
 def measure_alone(secs: float) -> dict[str, float]:
     """:data:`MEASURES`; each takes about so many seconds."""
-    if not torch.cuda.is_available():
-        return _measure("cpu", secs)
-    found = [_measure(f"cuda:{index}", secs) for index in range(torch.cuda.device_count())]
+    vendor = vendor_at_hand()
+    if vendor is None:
+        return _measure(torch.device("cpu"), secs)
+    devices = [torch.device(vendor.type, index) for index in range(vendor.module.device_count())]
+    found = [_measure(device, secs) for device in devices]
     return {name: min(of[name] for of in found) for name in found[0]}
 
 
-def _measure(device: str, secs: float) -> dict[str, float]:
-    cpu = device == "cpu"
+def _measure(device: torch.device, secs: float) -> dict[str, float]:
+    cpu = device.type == "cpu"
     size = _CPU_SIZE if cpu else _DEVICE_SIZE
     one = torch.ones(size, size, device=device, dtype=torch.float32 if cpu else torch.bfloat16)
     out, source = torch.empty_like(one), torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -131,12 +134,14 @@ def _measure(device: str, secs: float) -> dict[str, float]:
     return found
 
 
-def _per_sec(call: Callable[[], object], device: str, secs: float) -> float:
+def _per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
     """Calls per second of a busy loop; without the time for which this thread had no core."""
 
+    vendor = vendor_of(device)
+
     def finish() -> None:
-        if device != "cpu":
-            torch.cuda.synchronize(device)
+        if vendor is not None:
+            vendor.module.synchronize(device)
 
     for _ in range(_WARM_UP):
         call()

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
-from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from tests.attack.loads_job import Heard
 from tests.engine.ranks import be_a_rank
 
-avoid_build_at_start()
-
 WIDTH, SAMPLES, MICRO_BATCH, GAS = 8, 40, 4, 2
 BATCHES = SAMPLES // MICRO_BATCH  # Batches of a pass: five steps
-STOPS = (7, 10)  # steps behind which a life ends: within the second pass, and with it
+STOPS = (7, 10)  # steps after which a life ends: within the second pass, and with it
 STEPS = 13
 Losses = list[str]
 
@@ -79,8 +75,12 @@ class Life:
     def plain(self) -> Any:
         return self._make(nn.Sequential, nn.Linear, nn.Dropout)
 
-    def pipeline(self, **options: Any) -> Any:
-        return self._make(in_stages, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
+    def pipeline(self, stages: int = 1, **options: Any) -> Any:
+        def staged(*layers: LayerSpec) -> PipelineModule:
+            loss = nn.functional.mse_loss
+            return PipelineModule([*layers], num_stages=stages, loss_fn=loss, partition_method="uniform")
+
+        return self._make(staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
 
     def _make(self, whole: Any, linear: Any, dropout: Any, **options: Any) -> Any:
         torch.manual_seed(5)
@@ -141,10 +141,6 @@ class Life:
             self.loaded = self.loaded or self.samples.loaded
         if self.save_at == self.engine.global_steps and len(self.losses) % GAS == 0:
             self.engine.save_checkpoint(str(self.save_dir))
-
-
-def in_stages(*layers: LayerSpec) -> PipelineModule:
-    return PipelineModule(list(layers), num_stages=1, loss_fn=nn.functional.mse_loss)
 
 
 Script = Callable[[Life], None]
@@ -240,7 +236,7 @@ def prepared(life: Life, *, seedable: bool) -> None:
 
 
 def repeating(life: Life, *, before: bool = False, reft_s: bool = False, workers: int = 0) -> None:
-    """An endless loader, torch's or reft's, made before or behind the engine."""
+    """An endless loader, torch's or reft's, made before or after the engine."""
     life.samples = Samples(noise=not workers)
 
     def make() -> Any:
@@ -305,26 +301,12 @@ def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(tor
         batch = following
 
 
-def mixes(life: Life) -> None:
-    """Several loaders behind a generator: nobody can tell the position."""
-    life.pipeline()
-    life.load()
-    loaders = [RepeatingLoader(torchs(shuffle=False)) for _ in range(2)]
-
-    def generate() -> Iterator[Any]:
-        while True:
-            yield from (next(loader) for loader in loaders)
-
-    life.read(generate())
-
-
 UNKNOWN: dict[str, Script] = {
     "starts_anew": starts_anew,
     "reads_ahead": reads_ahead,
     "loader_read_ahead": partial(
         reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True)
     ),
-    "mixes": mixes,
 }
 
 
@@ -336,9 +318,7 @@ def live(
     script(one)
     resumed = until - len(one.losses) // (1 if hasattr(one.engine, "grid") else GAS)
     if block is not None:
-        session = session_of(one.engine)
-        session.worker.drain(60)
-        session.close()
+        reft.attach(one.engine).close(60)
     out = {"losses": one.losses, "from": resumed, "heard": list(heard.lines), "loaded": one.loaded}
     del one
     gc.collect()
@@ -356,7 +336,7 @@ def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
     first, life.losses, life.save_at = life.losses, [], None
     life.engine.load_checkpoint(str(root / "back"), tag="global_step4")
     life.read(data)
-    session_of(life.engine).close()
+    reft.attach(life.engine).close()
     return {"first": first, "again": life.losses}
 
 
@@ -378,8 +358,7 @@ def client_state(root: Path) -> dict[str, Any]:
             one.micro_step((torch.ones(MICRO_BATCH, WIDTH), torch.ones(MICRO_BATCH, WIDTH)))
         if life == "first":
             engine.save_checkpoint(str(root / "client"))
-        session_of(engine).worker.drain(60)
-        session_of(engine).close()
+        reft.attach(engine).close(60)
         if life == "first":
             for arena in (memory / "client").glob("*.arena"):
                 arena.unlink()

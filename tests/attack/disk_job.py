@@ -1,7 +1,7 @@
 """Two ranks, each a node of its own, whose checkpoints on disk are attacked between their lives.
 
-A life is an engine that is made, resumes, trains and is closed. What it committed is written to disk by the
-code of the node daemons, each rank for its node.
+A life is an engine that is made, resumes, trains and is closed. What it committed is written to disk by
+``reft persist``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,13 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
-from reft.naming import Label
-from reft.storage.assemble import Assembler
-from reft.storage.persist import persist_label
+from tests.attack.jobs import asked, wait_for
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import Mlp
 
 RANK = int(os.environ["RANK"])
-ASSEMBLER = Assembler()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.second(self.dropout(self.first(x)).relu()), x)
 
 
 class Lives:
@@ -70,7 +55,7 @@ class Lives:
             "steps_per_print": None,
             "reft": block,
         }
-        model = Model()
+        model = Mlp(16, 32)
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         state = lambda: {"step": engine.global_steps, "rank": RANK, **client}  # noqa: E731
         reft.attach(engine, client_state=state if asked else None)
@@ -83,11 +68,7 @@ class Lives:
         """A started engine and what its loading said (see :meth:`load`); it is closed in the end."""
         engine = self.start(job, **options)
         yield engine, self.load(engine, **(load or {}))
-        session = session_of(engine)
-        assert session is not None
-        if session.worker is not None:
-            session.worker.drain(60)
-        session.close()
+        reft.attach(engine).close(60)
         torch.distributed.barrier()
 
     def save(self, engine: Any, where: str = "ckpt", **options: Any) -> None:
@@ -103,14 +84,19 @@ class Lives:
         kept = ("step", "rank", "epoch", "given")
         return [int(engine.global_steps), {k: client.get(k) for k in kept} if path is not None else None]
 
-    def write(self, engine: Any) -> None:
+    def write(self, engine: Any, job: str = "one") -> None:
         """What both nodes hold, as a checkpoint on disk."""
-        session = session_of(engine)
-        assert session is not None
-        session.worker.drain(60)
-        label = Label(session.memory.incarnation, int(engine.global_steps))
-        persist_label(session.memory.job_dir, label, session.config, assembler=ASSEMBLER)
-        torch.distributed.barrier()
+        step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
+
+        def committed() -> bool:
+            found = asked("inspect", nodes, job)["versions"]
+            return any(version["committed"] and version["step"] == step for version in found)
+
+        def write() -> None:
+            wait_for(committed, f"a commit of step {step}")
+            assert asked("persist", nodes, job, "--out", str(self.persist))["step"] == step
+
+        self.attack(write)
 
     def lose_memory(self, job: str) -> None:
         torch.distributed.barrier()
@@ -149,7 +135,7 @@ def flip(path: Path) -> None:
 
 
 def first_life(lives: Lives) -> list[str]:
-    """Checkpoints of steps 4 and 8, and no memory; the losses of all ten steps."""
+    """Checkpoints of steps 4 and 8; the losses of all ten steps."""
     with lives.life() as (engine, _):
         losses = train(engine, 4)
         lives.write(engine)
@@ -163,9 +149,8 @@ def goes_on(lives: Lives, losses: list[str]) -> dict[str, Any]:
     """A life without memory, whose losses are compared with those of the undisturbed one."""
     lives.lose_memory("one")
     with lives.life() as (engine, (step, client)):
-        incarnation = session_of(engine).memory.incarnation
         equal = train(engine, len(losses)) == losses[step:]
-    return {"step": step, "client": client, "incarnation": incarnation, "equal": equal}
+    return {"step": step, "client": client, "equal": equal}
 
 
 def damaged(root: Path) -> dict[str, Any]:
@@ -187,7 +172,7 @@ def shared(root: Path) -> dict[str, Any]:
     losses = first_life(lives)
     with lives.life("two") as (other, fresh):
         train(other, 8)
-        lives.write(other)
+        lives.write(other, "two")
     return {"fresh": fresh, **goes_on(lives, losses)}
 
 
@@ -249,7 +234,7 @@ def own(root: Path) -> dict[str, Any]:
 
 
 def arguments(root: Path) -> dict[str, Any]:
-    """Client state that only DeepSpeed's own file can hold, and data of one rank that cannot be captured."""
+    """Client state that only DeepSpeed's own file can hold."""
     lives = Lives(root, "arguments")
     with lives.life(asked=False) as (engine, _):
         losses = train(engine, 4)
@@ -257,21 +242,12 @@ def arguments(root: Path) -> dict[str, Any]:
         losses += train(engine, 6)
     lives.lose_memory("one")
     with lives.life(asked=False) as (engine, (step, client)):
-        out = {"step": step, "given": vars(client["given"]), "equal": train(engine, 6) == losses[4:]}
-        if RANK == 1:
-            session_of(engine).state.data.state = lambda: len(1)
-        try:
-            lives.save(engine, "other")
-        except TypeError as error:
-            out["escaped"] = str(error)
-    return out
+        return {"step": step, "given": vars(client["given"]), "equal": train(engine, 6) == losses[4:]}
 
 
 def main(root: Path) -> dict[str, Any]:
     runs = (damaged, shared, went_back, outlived, own, arguments)
-    found = {run.__name__: run(root) for run in runs}
-    ASSEMBLER.close()
-    return found
+    return {run.__name__: run(root) for run in runs}
 
 
 if __name__ == "__main__":

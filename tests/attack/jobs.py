@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from reft.tools.demo.history import History
 from tests.machine import free_port
 from tests.prefork import Popen
 
@@ -33,17 +33,18 @@ def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -
     return value
 
 
-def remove_all(directory: Path) -> None:
-    """Remove a directory in which a running job may make and rename files meanwhile."""
-
-    def removed() -> bool:
-        try:
-            shutil.rmtree(directory)
-        except OSError:
-            return not directory.exists()
-        return True
-
-    wait_for(removed, f"{directory} to be removed")
+def asked(command: str, memory_dirs: Iterable[Path], job_id: str, *more: str) -> dict[str, Any]:
+    """What ``reft status`` and its like say of a job with ``--json``; empty where they cannot say anything."""
+    places = [word for place in memory_dirs for word in ("--memory-dir", str(place))]
+    done = subprocess.run(
+        [sys.executable, "-m", "reft.cli", command, "--json", "--job", job_id, *places, *more],
+        env=_environment(**_of_the_suite()),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECS,
+    )
+    return dict(json.loads(done.stdout)) if done.stdout else {}
 
 
 @dataclass
@@ -56,19 +57,32 @@ class Started:
 
     def said(self, rank: int, key: str) -> Any:
         """Wait until a rank has said ``key``; its value."""
+        return self.wait_for(
+            lambda: [v for k, v in self.facts(rank).items() if k == key], f"{key!r} of rank {rank}"
+        )[0]
 
-        def look() -> tuple[Any] | None:
-            facts = self.facts(rank)
-            assert key in facts or any(p.poll() is None for p in self.processes) or key in self.facts(rank), (
-                f"ended without saying {key!r}; said {facts}\n{self.log.read_text(errors='replace')[-3000:]}"
-            )
-            return (facts[key],) if key in facts else None
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """The first true value of ``condition``; an AssertionError where the job has ended without it."""
 
-        return wait_for(look, f"{key!r} of rank {rank}", self.log)[0]
+        def look() -> Any:
+            ended = all(process.poll() is not None for process in self.processes)
+            value = condition()
+            assert value or not ended, f"ended without {what}\n{self.log.read_text(errors='replace')[-3000:]}"
+            return value
+
+        return wait_for(look, what, self.log)
 
     def facts(self, rank: int) -> dict[str, Any]:
         path = self.out / f"rank{rank}.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def history(self) -> History:
+        """What its processes and those of earlier starts with the same output have written as events."""
+        return History.of(self.out / "events")
+
+    def wait_for_commit(self, step: int) -> None:
+        self.wait_for(lambda: step in self.history.current.committed, f"a commit of step {step}")
 
     def kill(self) -> None:
         """SIGKILL of everything, at once; nothing of it runs any more, nor holds anything, when this returns."""
@@ -99,6 +113,16 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _of_the_suite() -> dict[str, str]:
+    """What the suite sets: there may be no home for a secret."""
+    return {k: v for k, v in os.environ.items() if k in ("REFT_SECRET", "REFT_WARM")}
+
+
+def _told_to(out: Path) -> dict[str, str]:
+    """Where a script says what it found, and reft what happened."""
+    return {"TEST_OUT": str(out), "REFT_EVENTS": str(out / "events")}
+
+
 def _environment(**env: str) -> dict[str, str]:
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC", "PET_", "TEST_"))
@@ -119,7 +143,7 @@ def ranks(
     """Start a script's ranks as plain ``torchrun`` does, rank r with the memory directory ``memory[r]``."""
     out.mkdir(parents=True, exist_ok=True)
     shared = {
-        "TEST_OUT": str(out),
+        **_told_to(out),
         "TORCHELASTIC_RUN_ID": "none",
         "WORLD_SIZE": str(len(memory)),
         "MASTER_ADDR": "127.0.0.1",
@@ -153,8 +177,7 @@ def launched(
     options: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Started]:
-    """Start a script under one ``reft launch``, with what the suite sets: there may be no home for a secret."""
-    suite = {k: v for k, v in os.environ.items() if k in ("REFT_SECRET", "REFT_WARM")}
+    """Start a script under one ``reft launch``, with what the suite sets."""
     out.mkdir(parents=True, exist_ok=True)
     started = Started([], out, out / "log")
     command = [sys.executable, "-m", "reft.job.launch", *options, str(script), *args]
@@ -164,7 +187,7 @@ def launched(
                 Popen(
                     command,
                     cwd=cwd,
-                    env=_environment(**{"TEST_OUT": str(out), **suite, **(env or {})}),
+                    env=_environment(**{**_told_to(out), **_of_the_suite(), **(env or {})}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

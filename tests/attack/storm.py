@@ -113,20 +113,22 @@ class Storm:
         return episode
 
     def _strike_all(self, episode: Episode, job: StormJob, fillable: bool, until: float) -> None:
-        behind = 0
+        after = 0
         while len(episode.attacks) < self._most and time.monotonic() < until:
             attack = self.draw(job.setup, fillable)
             if episode.attacks and attack.any_time and self._rng.random() < _IN_A_ROW:
                 time.sleep(self._rng.uniform(0, _IN_A_ROW_SECS))
-            elif not job.settle(behind) or not job.wait_for_commits(self._rng.randint(1, _MOST_COMMITS)):
+            elif not job.wait_until_safe(after) or not job.wait_for_commits(
+                self._rng.randint(1, _MOST_COMMITS)
+            ):
                 return
             if job.poll().last_step > job.steps * (1 - _LAST_PART) or job.ended:
                 return
-            behind = self._strike(episode, job, attack, fillable)
-        job.settle(behind)
+            after = self._strike(episode, job, attack, fillable)
+        job.wait_until_safe(after)
 
     def _strike(self, episode: Episode, job: StormJob, attack: Attack, fillable: bool) -> int:
-        """Strike once; returns the step behind which the job has to get."""
+        """Strike once; returns the step after which the job has to commit."""
         step, chapters, began = job.poll().last_step, len(job.chapters), time.monotonic()
         strike = Strike(job, self._rng, fillable)
         facts: dict[str, Any] = {"kind": attack.name, "step": step}

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from reft.node.report import read_board
-from reft.storage.persisted import MARKER_NAME
-from tests.attack.file_scenarios import exchange
-from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
+from tests.attack.jobs import asked
+from tests.attack.storm_job import BrokenPromiseError, StormJob, step_of
 from tests.attack.storm_setups import StormSetup
-from tests.faults.memory import fill_up, stored
+from tests.faults.memory import fill_up
 
 _PAUSE_SECS = (0.5, 9.0)
 _BACK_SECS = (0.0, 3.0)
@@ -54,7 +52,7 @@ class Attack:
     """A kind of attack."""
 
     name: str  # for ``--kinds`` and the report
-    strike: Callable[[Strike], None]  # does it; what it starts has settled when a later version is committed
+    strike: Callable[[Strike], None]  # does it; what it starts is over when a later version is committed
     # whether it makes sense for a setup whose memory may be filled up, or not
     fits: Callable[[StormSetup, bool], bool] = lambda setup, fillable: True
     any_time: bool = False  # also before the job has recovered from the one before: it costs no memory
@@ -63,15 +61,21 @@ class Attack:
 # -- processes ---------------------------------------------------------------------------------------
 
 
-def kill_trainer(s: Strike) -> None:
-    index = s.node()
-    trainers = s.job.cluster.trainers(index)
-    if not trainers:
-        s.say(f"node {index} had no trainer")
-        return
-    with suppress(OSError):
-        os.kill(s.rng.choice(trainers).pid, signal.SIGKILL)
-    s.say(f"of node {index}")
+def trainer_gets(number: signal.Signals) -> Callable[[Strike], None]:
+    """One trainer is killed, or stands still and nobody lets it run on: the job has to find the hang."""
+
+    def strike(s: Strike) -> None:
+        index = s.node()
+        trainers = s.job.cluster.trainers(index)
+        if trainers:
+            with suppress(OSError):
+                os.kill(s.rng.choice(trainers).pid, number)
+        s.say(f"of node {index}" if trainers else f"node {index} had no trainer")
+
+    return strike
+
+
+kill_trainer = trainer_gets(signal.SIGKILL)
 
 
 def kill_launcher(s: Strike) -> None:
@@ -111,17 +115,16 @@ def spare_takeover(s: Strike) -> None:
 
 def _is_spare(job: StormJob, index: int, node_id: str) -> bool:
     """Whether node ``index`` knows of that spare."""
-    board = read_board(job.cluster.job_dir(index))
-    rows = board.rows if board else ()
-    return any(row.report.node == node_id and row.report.spare for row in rows)
+    said = asked("status", [job.cluster.current[index].memory_dir], job.cluster.job_id)
+    return any(node["node"] == node_id and node["spare"] for node in said.get("nodes", ()))
 
 
 def kill_daemon(s: Strike) -> None:
     index = s.node()
-    daemon = daemon_of(s.job.cluster.job_dir(index))
-    if daemon is not None:
-        with suppress(ProcessLookupError):
-            os.kill(daemon.pid, signal.SIGKILL)
+    daemon = s.job.cluster.status(index)
+    with suppress(ProcessLookupError):
+        if daemon is not None:
+            os.kill(int(daemon["pid"]), signal.SIGKILL)
     s.say(f"of node {index}" if daemon else f"node {index} had none")
 
 
@@ -187,27 +190,15 @@ def pause_rendezvous(s: Strike) -> None:
     s.say(f"for {secs:.1f} s")
 
 
-def stop_trainer(s: Strike) -> None:
-    """One trainer stands still and nobody lets it run on: the job has to find the hang and to go on."""
-    index = s.node()
-    trainers = s.job.cluster.trainers(index)
-    if not trainers:
-        s.say(f"node {index} had no trainer")
-        return
-    with suppress(OSError):
-        os.kill(s.rng.choice(trainers).pid, signal.SIGSTOP)
-    s.say(f"of node {index}, for good")
-
-
 def freeze_node(s: Strike) -> None:
     """A host that hangs is replaced, and then goes on as if nothing had been."""
     index = s.node()
     node = s.job.cluster.current[index]
     s.job.cluster.stand_still(node)
-    behind = s.job.under_way()
+    after = s.job.under_way()
     s.job.cluster.start_node(index)
     s.say(f"{node.node_id}, replaced")
-    s.job.settle(behind)
+    s.job.wait_until_safe(after)
     if s.rng.random() < 0.5:
         s.job.cluster.run_on(node)
         s.say("and then ran on")
@@ -220,18 +211,19 @@ def freeze_node(s: Strike) -> None:
 
 
 def flip_bits(job_dir: Path, rng: Random) -> str:
-    found = stored(job_dir)
-    for arena in found:
-        for entry in rng.sample(arena.header.entries, min(3, len(arena.header.entries))):
-            arena.flip(entry)
-    return f"flipped bits in {len(found)} arenas"
+    arenas = _arenas(job_dir)
+    for path in arenas:
+        for _ in range(8):
+            flip(path, rng)
+    return f"flipped bits in {len(arenas)} arenas"
 
 
 def tear_headers(job_dir: Path, rng: Random) -> str:
-    found = stored(job_dir)
-    for arena in found:
-        arena.tear_header()
-    return f"tore the headers of {len(found)} arenas"
+    arenas = _arenas(job_dir)
+    for path in arenas:
+        with path.open("r+b") as file:
+            file.write(b"\xff" * 8192)
+    return f"tore the headers of {len(arenas)} arenas"
 
 
 def truncate(job_dir: Path, rng: Random) -> str:
@@ -246,7 +238,10 @@ def swap(job_dir: Path, rng: Random) -> str:
     if len(arenas) < 2:
         return "found less than two arenas to swap"
     one, other = rng.sample(arenas, 2)
-    exchange(one, other)
+    aside = one.with_suffix(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
     return f"swapped {one.name} and {other.name}"
 
 
@@ -271,6 +266,16 @@ def _arenas(job_dir: Path) -> list[Path]:
     return sorted(job_dir.glob("*.arena"))
 
 
+def flip(path: Path, rng: Random) -> None:
+    """Change one bit of a file."""
+    at = rng.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
 Damage = Callable[[Path, Random], str]
 
 
@@ -293,7 +298,7 @@ def damaged_alive(damage: Damage) -> Callable[[Strike], None]:
     def strike(s: Strike) -> None:
         index = s.node()
         s.say(f"node {index}: {damage(s.job.cluster.job_dir(index), s.rng)} while it trained")
-        if not s.job.settle(s.job.under_way() + _COMMITS_AFTER_DAMAGE):
+        if not s.job.wait_until_safe(s.job.under_way() + _COMMITS_AFTER_DAMAGE):
             return
         other = s.another(index)
         s.job.cluster.kill_node(other)
@@ -344,7 +349,7 @@ def lose_all_memory(s: Strike) -> None:
 
 
 def _damage_checkpoint(checkpoint: Path, rng: Random) -> str:
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER_NAME)
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.suffix != ".json")
     path = rng.choice(files)
     how = rng.choice(["flip", "truncate", "remove"])
     if how == "remove":
@@ -352,12 +357,7 @@ def _damage_checkpoint(checkpoint: Path, rng: Random) -> str:
     elif how == "truncate":
         os.truncate(path, path.stat().st_size // 2)
     else:
-        at = rng.randrange(path.stat().st_size)
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+        flip(path, rng)
     return f"{how} {path.name}"
 
 
@@ -396,7 +396,7 @@ ATTACKS = {
         Attack("stop-job", stop_job),
         Attack("pause-node", pause_node, any_time=True),
         Attack("pause-rendezvous", pause_rendezvous, any_time=True),
-        Attack("stop-trainer", stop_trainer),
+        Attack("stop-trainer", trainer_gets(signal.SIGSTOP)),
         Attack("freeze-node", freeze_node),
         *_damages(False, flip_bits, tear_headers, truncate, swap, remove_arenas, remove_root),
         *_damages(True, truncate, swap, remove_arenas, remove_job_dir, remove_root),

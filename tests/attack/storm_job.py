@@ -5,27 +5,21 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
-
-from reft.memory.jobdir import read_json
-from reft.node.protection import read_record
-from reft.recover.inspect import inspect_job
-from reft.storage.persisted import MARKER_NAME
 from reft.tools.demo.cluster import LocalCluster, LocalNode
 from reft.tools.demo.history import EventReader, History
+from tests.attack.jobs import asked
 from tests.attack.storm_setups import StormSetup
 from tests.faults.job import FaultJob, Losses, Recovery, Scratch, recoveries, wrong_losses
 from tests.faults.memory import memory_directory, small_file_system
 
-SETTLE_SECS = 420.0
+SAFE_SECS = 420.0
 """Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""
 _ENDING_SECS = 90.0  # Between the end of the first launcher of a job and the last: the grace, and more
 _POLL_SECS = 0.1
@@ -56,19 +50,10 @@ class StormCluster(LocalCluster):
 
     def restart_node(self, index: int) -> LocalNode:
         """Start the launcher of a node anew: same name, same memory."""
-        old = self.current[index]
-        with old.log_path.open("ab") as log:
-            process = self.popen(
-                [sys.executable, *self._arguments(old.node_id, old.memory_dir)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(old.node_id),
-                start_new_session=True,
-            )
-        node = LocalNode(old.index, old.generation, old.memory_dir, old.log_path, process)
-        self.history.append(node)
-        self.current[index] = node
+        kept, old = self.history, self.current[index]
+        self.history = [node for node in kept if node.index != index or node.generation < old.generation]
+        node = self.start_node(index)
+        self.history = [*kept, node]
         return node
 
     def kill_rendezvous(self) -> None:
@@ -160,17 +145,19 @@ class StormJob(FaultJob):
 
     def tolerance(self) -> int:
         """Lost nodes that the job itself says it survives, on the node that says least."""
-        records = [read_record(self.cluster.job_dir(index)) for index in self.cluster.current]
-        return min((record.tolerance if record else 0) for record in records)
+        nodes = self.asked("status").get("here", [])
+        if len(nodes) < len(self.cluster.current):
+            return 0
+        return min((node["protection"] or {}).get("tolerance", 0) for node in nodes)
+
+    def asked(self, command: str) -> dict[str, Any]:
+        """What a command of reft says of the memory of all nodes."""
+        nodes = self.cluster.current.values()
+        return asked(command, [node.memory_dir for node in nodes], self.cluster.job_id)
 
     def persisted(self) -> list[Path]:
         """Checkpoints on disk that were finished, oldest first."""
-        found = [
-            path.parent
-            for path in self.persist_dir.rglob(MARKER_NAME)
-            if path.parent.name.removeprefix("global_step").isdigit()
-        ]
-        return sorted(found, key=step_of)
+        return sorted(self.persist_dir.glob("*/global_step*"), key=step_of)
 
     def new_chapter(self, restored: int) -> None:
         """The memory of all nodes is gone while nothing runs: from here on, incarnations may have old numbers
@@ -190,7 +177,7 @@ class StormJob(FaultJob):
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SETTLE_SECS) -> bool:
+    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SAFE_SECS) -> bool:
         """Wait for ``condition``; False where the job has ended well instead."""
         deadline = time.monotonic() + timeout_secs
         while not condition():
@@ -210,12 +197,12 @@ class StormJob(FaultJob):
         wanted = self.newest_commit + number
         return self.wait(lambda: self.newest_commit >= wanted, f"a commit of step {wanted}")
 
-    def settle(self, behind: int) -> bool:
-        """Until a version later than ``behind`` is committed and survives what it is promised to survive."""
+    def wait_until_safe(self, after: int) -> bool:
+        """Until a version later than ``after`` is committed and survives what it is promised to survive."""
         tolerance = self.setup.tolerance
-        return self.wait(
-            lambda: self._committed_now() > behind, f"a commit after step {behind}"
-        ) and self.wait(lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}")
+        return self.wait(lambda: self._committed_now() > after, f"a commit after step {after}") and self.wait(
+            lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}"
+        )
 
     def state(self) -> str:
         """Where the job stands, for an error message."""
@@ -233,14 +220,12 @@ class StormJob(FaultJob):
         return wrong + [f"memory left after a good end: {path}" for path in self.memory_left()]
 
     def forgotten(self) -> list[str]:
-        """What the memory of a job that was told to stop ought to hold, by the words of ``reft inspect``."""
-        report = inspect_job([self.cluster.job_dir(index) for index in self.cluster.current], verify=True)
-        wanted = max(self.poll().current.committed, default=0)
-        if report.restores is not None and report.restores.step >= wanted and not report.bad_blocks:
+        """What the memory of a job that was told to stop ought to hold, by the words of ``reft verify``."""
+        report = self.asked("verify")
+        wanted, restores = max(self.poll().current.committed, default=0), report.get("restores")
+        if restores is not None and restores["step"] >= wanted and not report["bad_blocks"]:
             return []
-        return [
-            f"step {wanted} was committed; memory restores {report.restores}, bad blocks {report.bad_blocks}"
-        ]
+        return [f"step {wanted} was committed; reft verify says {report}"]
 
     def _committed_now(self) -> int:
         return max(self.poll().current.committed, default=0)
@@ -307,14 +292,6 @@ def wrong_beginning(restored: int, history: History) -> list[str]:
 def step_of(checkpoint: Path) -> int:
     """Which step a checkpoint on disk holds."""
     return int(checkpoint.name.removeprefix("global_step"))
-
-
-def daemon_of(job_dir: Path) -> psutil.Process | None:
-    """The daemon that serves a job's memory; None: there is none."""
-    found = read_json(job_dir / "daemon.json")
-    if found is None or not psutil.pid_exists(int(found["pid"])):
-        return None
-    return psutil.Process(int(found["pid"]))
 
 
 @contextmanager

@@ -49,11 +49,9 @@ def test_p12_a_loop_over_a_loader_is_told_at_the_first_step_and_at_the_resumptio
 
 
 def test_p12_data_from_nowhere_is_told(result: dict) -> None:
-    for script in ("mixes", "draws_without_a_loader"):
-        first = result[script]["lives"][0]
-        assert any("is not known" in line and "client_state" in line for line in first["heard"])
-        assert any("reft.data.loader(dataset, batch_size)" in line for line in first["heard"])
-    assert any("(generator mixes.<locals>.generate)" in line for line in result["mixes"]["lives"][0]["heard"])
+    first = result["draws_without_a_loader"]["lives"][0]
+    assert any("is not known" in line and "client_state" in line for line in first["heard"])
+    assert any("reft.data.loader(dataset, batch_size)" in line for line in first["heard"])
 
 
 @pytest.mark.parametrize("script", ["reads_ahead", "loader_read_ahead"])

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from reft.grid import Degrees
-from reft.job.exits import EX_FENCED
-from reft.storage.persisted import job_directory, latest_tag, read_marker
 from tests.attack.netns import STORE, NetCluster, needs_namespaces
+from tests.attack.test_fencing import CUT_OFF
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 
-DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
-DP4 = Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1)
+DP2, DP4 = Shape(1, 2, 1, 2), Shape(1, 4, 1, 4)
 OPTIMIZER = OPTIMIZERS[2]
 QUICK = (
     "--rdzv-conf",
@@ -41,12 +38,21 @@ class Partitioned(FaultJob):
     cluster: NetCluster
     persist_dir: Path
 
-    def latest(self) -> tuple[int, int]:
-        """Start and step that ``latest`` on shared storage names."""
-        directory = job_directory(self.persist_dir, self.cluster.job_id)
-        tag = latest_tag(directory)
-        info = read_marker(directory / tag) if tag is not None else None
-        return (0, 0) if info is None else (info.label.incarnation, info.label.step)
+    def latest(self) -> int:
+        """The step that ``latest`` on shared storage names; 0: none."""
+        latest = self.persist_dir / self.cluster.job_id / "latest"
+        return int(latest.read_text().removeprefix("global_step")) if latest.exists() else 0
+
+    def goes_on(self, start: int) -> None:
+        """Wait until this start of the job, or a later one, has written a checkpoint."""
+
+        def newest() -> int:
+            lives = self.history.incarnations
+            return max((step for n in lives if n >= start for step in lives[n].committed), default=0)
+
+        self.wait_for(f"a commit of start {start}", lambda: newest() > 0, SECS)
+        committed = newest()
+        self.wait_for(f"a checkpoint of start {start}", lambda: self.latest() >= committed, SECS)
 
 
 @contextmanager
@@ -72,15 +78,10 @@ def started(scratch: Scratch, name: str, shape: Shape, **keys: Any) -> Iterator[
     )
     job.persist_dir = persist_dir
     with job:
-        job.wait_for("a checkpoint", lambda: job.latest() > (0, 0), SECS)
+        job.wait_for("a checkpoint", lambda: job.latest() > 0, SECS)
         yield job
         assert wrong_losses(job.history, reference) == []
         assert broken_promises(job.history) == []
-
-
-def goes_on(job: Partitioned, life: int) -> None:
-    """Wait until the running start of the job, or a later one, has written a checkpoint."""
-    job.wait_for(f"a checkpoint of start {life}", lambda: job.latest()[0] >= life, SECS)
 
 
 CUTS = {
@@ -99,10 +100,10 @@ def test_a_node_that_is_cut_off_and_replaced_ends_itself(scratch: Scratch, cut: 
         lone = job.cluster.current[1]
         network.cut([lone.node_id], targets, both_ways=both_ways)
         job.cluster.start_node(1)
-        goes_on(job, 2)
+        job.goes_on(2)
         before = job.latest()
         network.heal()
-        assert lone.process.wait(SECS) == EX_FENCED
+        assert lone.process.wait(SECS) == CUT_OFF
         assert "another node has replaced it" in job.cluster.log(1, 0)
         job.wait_for("the next checkpoint", lambda: job.latest() > before, SECS)
         assert sorted(job.history.incarnations) == [1, 2], "who came back disturbed nobody"
@@ -118,7 +119,7 @@ def test_peers_that_cannot_reach_each_other_wait_and_go_on_when_they_can(
         network.cut(["node1"], ["node0"], both_ways=both_ways)
         job.wait_for("the verdict", lambda: "trainers ended" in job.logs, SECS)
         network.heal()
-        goes_on(job, 2)
+        job.goes_on(2)
         assert [node.process.poll() for node in job.cluster.history] == [None, None]
 
 
@@ -130,9 +131,9 @@ def test_of_two_halves_the_one_with_the_store_goes_on(scratch: Scratch) -> None:
         network.cut([n.node_id for n in lone], [STORE, "node0", "node1"])
         for index in (2, 3):
             job.cluster.start_node(index)
-        goes_on(job, 2)
+        job.goes_on(2)
         before = job.latest()
         network.heal()
-        assert [node.process.wait(SECS) for node in lone] == [EX_FENCED, EX_FENCED]
+        assert [node.process.wait(SECS) for node in lone] == [CUT_OFF, CUT_OFF]
         job.wait_for("the next checkpoint", lambda: job.latest() > before, SECS)
         assert sorted(job.history.incarnations) == [1, 2]

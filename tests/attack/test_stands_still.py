@@ -10,20 +10,13 @@ from pathlib import Path
 import pytest
 
 from reft.tools.demo.cluster import KillKind
-from tests.job.cluster import WatchedCluster, cluster
+from tests.job.cluster import cluster
+from tests.job.test_nodes import trains
 
 KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,join_timeout=600"
 OPTIONS = ("--rdzv-conf", KEEP_ALIVE)
 PAUSE_SECS = 20.0
 """Longer than the 15 s after which a silent node counts as gone: a slow machine holds nobody up for so long."""
-
-
-def trains(job: WatchedCluster, attempt: int) -> None:
-    job.wait_until(
-        lambda: {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == {0, 1},
-        240,
-        f"steps of round {attempt + 1}",
-    )
 
 
 def pause(*pids: int) -> None:
@@ -40,7 +33,7 @@ def pause(*pids: int) -> None:
 def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path, paused: str) -> None:
     patient = {"TEST_TIMEOUT": "1800"}  # as gloo: a trainer does not notice that its peer hangs
     with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=OPTIONS, env=patient) as job:
-        trains(job, 0)
+        trains(job, 0, 2)
         assert job.rendezvous is not None
         if paused == "rendezvous":
             pause(job.rendezvous.pid)
@@ -54,7 +47,7 @@ def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path,
         job.kill_node(1, KillKind.STOP)
         time.sleep(PAUSE_SECS)  # its replacement finds it gone already
         job.start_node(1)
-        trains(job, 1)
+        trains(job, 1, 2)
         assert {e["node"] for e in job.events("start", attempt=1)} == {"node0", "node1.1"}
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+import reft
 from reft.tools.demo.history import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
@@ -102,12 +103,9 @@ def test_every_kind_comes_before_any_comes_twice(tmp_path: Path) -> None:
 
 
 def test_setups_differ_and_their_schemes_are_possible() -> None:
-    from reft.config_read import load_config
-
     assert len({s.name for s in SETUPS}) == len(SETUPS) >= 6
     for setup in SETUPS:
-        assert load_config({"reft": setup.block(Path("/checkpoints"))}).enabled
-        assert setup.shape.degrees.world_size == setup.shape.nodes * setup.shape.procs_per_node
+        assert reft.ReftConfig(**setup.block(Path("/checkpoints"))).enabled
 
 
 @pytest.mark.process

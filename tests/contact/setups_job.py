@@ -5,12 +5,14 @@ A set-up is a function: it is given where to write, makes an engine and trains a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,15 +22,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import reft
-from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
-from reft.refusal import EX_REFUSED, is_refusal
 from tests.engine.ranks import be_a_rank
 from tests.unknown_state import Forgetful, Secretive
-
-avoid_build_at_start()
+from tests.versions import Versions
 
 WIDTH, STEPS = 8, 2
+VERSIONS = Versions()
 
 
 class Heard(logging.Handler):
@@ -109,16 +108,10 @@ def step(engine: Any, batch: torch.Tensor) -> None:
     engine.step()
 
 
-def settle(engine: Any) -> None:
-    session = session_of(engine)
-    if session is not None and session.worker is not None:
-        session.worker.drain(120)
-
-
 def train(engine: Any, data: Iterable[torch.Tensor] = itertools.repeat(torch.ones(2, WIDTH))) -> None:
     for batch in data:
         step(engine, batch)
-        settle(engine)
+        VERSIONS.wait(engine.global_steps)
         if engine.global_steps == STEPS:
             break
 
@@ -134,7 +127,7 @@ def pipeline_with(place: Place, data: Any, **block: Any) -> None:
     reft.resume(engine)
     while engine.global_steps < STEPS:
         engine.train_batch(data)
-        settle(engine)
+        VERSIONS.wait(engine.global_steps)
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -146,7 +139,7 @@ def lived(place: Place, **changes: Any) -> None:
     engine = make(place.block(), **changes)
     engine.load_checkpoint(str(place.checkpoints))
     train(engine)
-    session_of(engine).close()
+    reft.attach(engine).close()
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,7 +177,15 @@ def two_engines(place: Place) -> None:
     try:
         make(place.block())
     finally:
-        session_of(first).close()
+        reft.attach(first).close()
+
+
+def trainer_that_is_not_resumable(place: Place) -> None:
+    sys.modules["transformers.trainer"] = ModuleType("transformers.trainer")
+    try:
+        train(make(place.block()))
+    finally:
+        del sys.modules["transformers.trainer"]
 
 
 def without_the_launcher(place: Place) -> None:
@@ -278,36 +279,29 @@ def everybody_on_one_node(place: Place) -> None:
     make({**place.block(), "memory_dir": str(shared)})
 
 
-Setup = Callable[[Place], object]
-SETUPS: dict[str, Setup] = {
+NAMED: tuple[Callable[[Place], object], ...] = (
+    *(optimizer_with_secrets, two_engines, trainer_that_is_not_resumable, without_the_launcher),
+    *(attached_with_other_settings, only_base_weights, always_one_tag, restarted_without_load),
+    *(other_learning_rate, other_model, other_arguments, nodes_may_change_and_the_order_is_a_replicas),
+    *(resumable_of_a_list, client_state_that_cannot_be_kept, everybody_on_one_node, experts),
+)
+SETUPS: dict[str, Callable[[Place], object]] = {
+    **{setup.__name__: setup for setup in NAMED},
     "zero_2": lambda at: make(at.block(), zero_optimization={"stage": 2}),
     "zero_3": lambda at: make(at.block(), zero_optimization={"stage": 3}),
-    "optimizer_with_secrets": optimizer_with_secrets,
     "scheduler_without_state": lambda at: make(at.block(), lr_scheduler=Forgetful),
     "no_optimizer": lambda at: make(at.block(), optimizer=None),
-    "two_engines": two_engines,
     "attached_but_not_enabled": lambda at: reft.attach(make(None), config={"enabled": False}),
     "unknown_key": lambda at: make(at.block(protecton="arc")),
     "checkpoints_without_a_place": lambda at: make(at.block(persist={"interval_steps": 5})),
     "no_room_for_parities": lambda at: make(at.block(protection="rs:2")),
     "two_names": lambda at: make({**at.block(), "job_id": f"name{os.environ['RANK']}"}),
     "no_load": lambda at: train(make(at.block())),
-    "without_the_launcher": without_the_launcher,
-    "attached_with_other_settings": attached_with_other_settings,
-    "only_base_weights": only_base_weights,
-    "always_one_tag": always_one_tag,
-    "restarted_without_load": restarted_without_load,
-    "other_learning_rate": other_learning_rate,
-    "other_model": other_model,
-    "other_arguments": other_arguments,
     "loader_with_workers": lambda at: train(resumed(at), (b for (b,) in loader(num_workers=1))),
     "loader_of_a_stream": lambda at: train(resumed(at), DataLoader(Stream(), batch_size=2)),
-    "nodes_may_change_and_the_order_is_a_replicas": nodes_may_change_and_the_order_is_a_replicas,
     "own_order": lambda at: train(
         resumed(at), map(torch.ones(64, WIDTH).__getitem__, torch.randperm(64).split(2))
     ),
-    "resumable_of_a_list": resumable_of_a_list,
-    "client_state_that_cannot_be_kept": client_state_that_cannot_be_kept,
     "module_with_extra_state": lambda at: train(resumed(at, Counting(WIDTH, WIDTH))),
     "too_little_memory": lambda at: train(resumed(at, memory_limit_bytes=2**16)),
     "no_place_for_checkpoints": lambda at: make(
@@ -316,8 +310,6 @@ SETUPS: dict[str, Setup] = {
     "more_losses_than_nodes": lambda at: make(at.block(tolerance=2)),
     "auto_for_more_losses_than_nodes": lambda at: make(at.block(protection="auto", tolerance=2)),
     "no_protection": lambda at: make(at.block(protection="none")),
-    "everybody_on_one_node": everybody_on_one_node,
-    "experts": experts,
     # DeepSpeed's groups are a pipeline's from here on.
     "pipeline_over_two_nodes": lambda at: pipeline(at.block()),
     "pipeline_allowed_to_be_unprotected": lambda at: pipeline_with(at, batches(), allow_unprotected=True),
@@ -343,20 +335,31 @@ def tried(name: str, root: Path, *, strict: bool = False) -> dict[str, Any]:
     try:
         SETUPS[name](Place(root, name + "-strict" * strict, strict))
     except reft.ReftError as error:
-        out["error"], out["code"] = str(error), EX_REFUSED if is_refusal(error) else 1
+        out["error"], out["code"] = str(error), exit_code(error)
     finally:
         os.environ.clear()
         os.environ.update(environment)
     out["steps"] = 0 if HEARD.engine is None else int(HEARD.engine.global_steps)
     out["heard"] = list(HEARD.lines)
-    if HEARD.engine is not None and (session := session_of(HEARD.engine)) is not None:
-        session.close()
+    if HEARD.engine is not None:
+        with contextlib.suppress(reft.ConfigError):  # an engine that reft was never attached to
+            reft.attach(HEARD.engine).close()
     if out["error"] is None and not strict:
         out["strict"] = tried(name, root, strict=True)
     return out
 
 
+def exit_code(error: reft.ReftError) -> int:
+    """Of a process that it ends."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 1
+
+
 def main(root: Path) -> dict[str, Any]:
+    os.environ["REFT_EVENTS"] = str(root / "events")
     logging.getLogger("reft").addHandler(HEARD)
     return {name: tried(name, root) for name in SETUPS}
 

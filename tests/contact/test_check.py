@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from reft import cli
-from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
-from reft.engine.load.restore import what_to_write
-from reft.errors import ConfigError
+from tests.commands import command
 
 ON = {"enabled": True}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def found(config: dict[str, Any], severity: Severity) -> list[Finding]:
-    return [finding for finding in config_findings(config)[1] if finding.severity is severity]
+def check(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What is refused and warned of in a configuration."""
+    path = directory / "ds.json"
+    path.write_text(json.dumps({"reft": ON, **config}))
+    found: dict[str, Any] = command("config", "--check", path, "--json").json
+    return found
+
+
+def look(directory: Path, script: str) -> list[str]:
+    """What a script lacks."""
+    path = directory / "train.py"
+    path.write_text(script)
+    found = command("config", "--script", path, "--json").json
+    assert found["refused"] == []
+    return list(found["warned"])
 
 
 @pytest.mark.parametrize(
@@ -45,9 +53,9 @@ def found(config: dict[str, Any], severity: Severity) -> list[Finding]:
         ({"reft": {**ON, "tolerance": 1, "protection": "none"}}, "survives 0 lost node(s)"),
     ],
 )
-def test_what_the_job_will_be_refused_for(config: dict[str, Any], said: str) -> None:
-    [refused] = found({"reft": ON, **config}, Severity.REFUSED)
-    assert said in str(refused)
+def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    [refused] = check(tmp_path, config)["refused"]
+    assert said in refused
 
 
 @pytest.mark.parametrize(
@@ -65,8 +73,8 @@ def test_what_the_job_will_be_refused_for(config: dict[str, Any], said: str) -> 
         {"reft": {**ON, "tolerance": 2, "allow_unprotected": True}},
     ],
 )
-def test_what_is_taken_is_not_refused(config: dict[str, Any]) -> None:
-    assert found({"reft": ON, **config}, Severity.REFUSED) == []
+def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert check(tmp_path, config)["refused"] == []
 
 
 @pytest.mark.parametrize(
@@ -79,13 +87,8 @@ def test_what_is_taken_is_not_refused(config: dict[str, Any]) -> None:
         ({**ON, "faults": [{"point": "during_step", "step": 1}]}, '"faults" makes ranks fail'),
     ],
 )
-def test_what_the_job_will_be_warned_of(block: dict[str, Any], said: str) -> None:
-    assert any(said in str(finding) for finding in found({"reft": block}, Severity.WARNING))
-
-
-def test_no_block_is_told_with_what_to_write() -> None:
-    with pytest.raises(ConfigError, match='write "reft"'):
-        config_findings({"train_batch_size": 8})
+def test_what_the_job_will_be_warned_of(tmp_path: Path, block: dict[str, Any], said: str) -> None:
+    assert any(said in warned for warned in check(tmp_path, {"reft": block})["warned"])
 
 
 PLAIN = """
@@ -125,9 +128,9 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
     ],
 )
-def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str) -> None:
-    [finding] = ScriptLook(PLAIN.format(load=load, loop=loop), "train.py").findings()
-    assert said in str(finding)
+def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop: str, said: str) -> None:
+    [finding] = look(tmp_path, PLAIN.format(load=load, loop=loop))
+    assert said in finding
 
 
 @pytest.mark.parametrize(
@@ -159,49 +162,40 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
     ],
 )
-def test_what_is_right_is_not_found(load: str, loop: str) -> None:
-    assert ScriptLook(PLAIN.format(load=load, loop=loop), "train.py").findings() == []
+def test_what_is_right_is_not_found(tmp_path: Path, load: str, loop: str) -> None:
+    assert look(tmp_path, PLAIN.format(load=load, loop=loop)) == []
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_the_examples_lack_nothing(example: Path) -> None:
-    assert ScriptLook(example.read_text(), example.name).findings() == []
+def test_the_examples_lack_nothing(tmp_path: Path, example: Path) -> None:
+    assert look(tmp_path, example.read_text()) == []
 
 
-def test_megatrons_training_loads_and_seeds_by_itself() -> None:
+def test_megatrons_training_loads_and_seeds_by_itself(tmp_path: Path) -> None:
     script = "from megatron.training import get_args, pretrain\npretrain(data, model, forward_step)"
-    assert ScriptLook(script, "pretrain_gpt.py").findings() == []
-    assert ScriptLook("from somewhere import pretrain\npretrain()", "train.py").findings() != []
+    assert look(tmp_path, script) == []
+    assert look(tmp_path, "from somewhere import pretrain\npretrain()") != []
 
 
-def test_a_trainer_that_is_not_resumable_is_told() -> None:
-    [finding] = ScriptLook("trainer = Trainer(model, options)\ntrainer.train()", "train.py").findings()
-    assert "reft.hf.resumable(trainer)" in str(finding)
+def test_a_trainer_that_is_not_resumable_is_told(tmp_path: Path) -> None:
+    [finding] = look(tmp_path, "trainer = Trainer(model, options)\ntrainer.train()")
+    assert "reft.hf.resumable(trainer)" in finding
 
 
-def test_at_the_first_step_it_is_told_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "reft.resume(engine)" in what_to_write([], None)
-    monkeypatch.setitem(sys.modules, "transformers.trainer", ModuleType("transformers.trainer"))
-    assert "reft.hf.resumable(trainer)" in what_to_write([], None)
-
-
-def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(tmp_path: Path) -> None:
     path, script = tmp_path / "ds.json", tmp_path / "train.py"
     script.write_text("import torch\ntorch.manual_seed(1)\n")
-
-    def run(config: dict[str, Any], *more: str) -> tuple[int, str]:
+    for config, words, code, said in (
+        ({"reft": ON}, (), 0, "WARNING: nothing is written"),
+        ({"reft": ON, "zero_optimization": {"stage": 3}}, (), 1, 'REFUSED: "zero_optimization.stage" is 3'),
+        ({"reft": ON}, ("--script", script), 0, f"WARNING: {script}: the script calls neither"),
+        ({"train_batch_size": 8}, (), 2, 'write "reft"'),
+    ):
         path.write_text(json.dumps(config))
-        return cli.main(["config", "--check", str(path), *more]), capsys.readouterr().out
-
-    code, out = run({"reft": ON})
-    assert (code, "WARNING: nothing is written" in out) == (0, True)
-    code, out = run({"reft": ON, "zero_optimization": {"stage": 3}})
-    assert (code, 'REFUSED: "zero_optimization.stage" is 3' in out) == (1, True)
-    code, out = run({"reft": ON}, "--script", str(script))
-    assert (code, f"WARNING: {script}: the script calls neither" in out) == (0, True)
-    code, out = run({"reft": {**ON, "strict": True}}, "--script", str(script), "--json")
-    told = json.loads(out)
-    assert (code, told["well"], told["refused"], len(told["warned"])) == (1, False, [], 2)
+        answer = command("config", "--check", path, *words)
+        assert (answer.code, said in answer.out + answer.err) == (code, True), answer
+    path.write_text(json.dumps({"reft": {**ON, "strict": True}}))
+    answer = command("config", "--check", path, "--script", script, "--json")
+    told = answer.json
+    assert (answer.code, told["well"], told["refused"], len(told["warned"])) == (1, False, [], 2)
     assert told["block"]["strict"] is True

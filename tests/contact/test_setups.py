@@ -40,6 +40,7 @@ REFUSED = {
 """Set-ups that are not started, and what their error says."""
 WARNED = {
     "no_load": (START, "reft.resume(engine)"),
+    "trainer_that_is_not_resumable": (START, "Write trainer = reft.hf.resumable(trainer)"),
     "without_the_launcher": (START, "`reft launch` did not start this job"),
     "attached_with_other_settings": (START, "reft.attach was given a config"),
     "only_base_weights": (START, "loaded base weights only"),

@@ -17,8 +17,11 @@ values are refused with what to write. `reft config --explain` prints the same; 
 
 
 def page() -> str:
+    def section_of(doc: KeyDoc) -> str:
+        return doc.key.rpartition(".")[0]
+
     text = HEAD
-    for section, keys in groupby(explain(), lambda doc: doc.key.rpartition(".")[0]):
+    for section, keys in groupby(sorted(explain(), key=lambda doc: section_of(doc) != ""), section_of):
         text += f"\n## {f'`{section}`' if section else 'The block'}\n\n"
         text += "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
         text += "".join(map(row, keys))

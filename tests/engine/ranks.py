@@ -62,18 +62,24 @@ def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found.float() - wanted.float()).square().mean()
 
 
-def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:
-    """The body of a job script: call ``main`` with the directory of the run, in a gloo job of single-threaded
-    processes, and leave what it returns to :func:`run_ranks`."""
+def join_group() -> None:
+    """Make this process a rank of a gloo job of single-threaded processes, without the operator that DeepSpeed
+    would build for its group, which takes minutes."""
     import deepspeed
     import torch
 
-    from reft.engine.install import avoid_build_at_start
-
-    avoid_build_at_start()  # before the process group is made, which would build it
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:
+    """The body of a job script: call ``main`` with the directory of the run, as a rank of a job, and leave what
+    it returns to :func:`run_ranks`."""
+    import torch
+
+    join_group()
     os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
     root = Path(sys.argv[1])
     result = main(root)

@@ -1,16 +1,19 @@
 """What a trainer notes of its device's memory, and that nothing of it can stop a step (P6). The same contract on
-a real device (CUDA, or ROCm's HIP) and on what stands in for its allocator."""
+a real device (CUDA, or ROCm's HIP) and on the simulated one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from reft.engine.session import DeviceMemory
 from reft.node.progress import DeviceUse, ProgressPage, read_pages
+from tests.device.conftest import sim
+from tests.device.simulated import NAME, Simulated
+
+__all__ = ["sim"]
 
 
 @pytest.fixture
@@ -23,32 +26,34 @@ def noted(tmp_path: Path) -> DeviceUse | None:
     return seen.device
 
 
-def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPage) -> None:
-    stats = {
-        "allocated_bytes": {"all": {"current": 10, "peak": 60}},
-        "reserved_bytes": {"all": {"current": 40, "peak": 80}},
-    }
-    memory = DeviceMemory(page, torch.device("cuda"), lambda device: stats, lambda device: (50, 100))
+def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPage, sim: Simulated) -> None:
+    settings = sim.settings
+    settings.total_bytes, settings.others_bytes = 2**30, 2**20
+    kept = torch.ones(2**16, device=NAME)
+    memory = DeviceMemory(page, torch.device(NAME))
     assert noted(tmp_path) is None
     memory.after_step()
-    # Ten bytes are others': 50 are free and 40 are this trainer's.
-    assert noted(tmp_path) == DeviceUse(90, 10, 60)
-    stats["allocated_bytes"]["all"]["peak"] = 70
+    before = DeviceUse(2**30 - 2**20, settings.allocated_bytes, settings.peak_bytes)
+    assert noted(tmp_path) == before
+    assert before.allocated >= kept.nbytes
+    more = torch.ones(2**16, device=NAME)
     memory.after_step()  # within the same second
-    assert noted(tmp_path) == DeviceUse(90, 10, 60)
+    assert noted(tmp_path) == before
+    del more
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no statistics"), KeyError("allocated_bytes")])
 def test_p6_an_allocator_that_counts_nothing_is_asked_once(
-    tmp_path: Path, page: ProgressPage, error: Exception
+    tmp_path: Path, page: ProgressPage, sim: Simulated, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     asked = []
 
-    def stats(device: torch.device) -> Any:
+    def stats(device: torch.device) -> None:
         asked.append(device)
         raise error
 
-    memory = DeviceMemory(page, torch.device("cuda"), stats, every_secs=0.0)
+    monkeypatch.setattr(sim, "memory_stats_as_nested_dict", stats)
+    memory = DeviceMemory(page, torch.device(NAME), every_secs=0.0)
     memory.after_step()
     memory.after_step()
     assert len(asked) == 1

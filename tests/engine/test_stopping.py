@@ -1,7 +1,9 @@
-"""How a job ends that is told to, seen from one rank."""
+"""How a job ends that is told to."""
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,6 +11,7 @@ from unittest import mock
 import pytest
 
 from reft.engine.stopping import Stopping, stop_alone
+from tests.attack.jobs import DEADLINE_SECS, ranks
 
 GRACE_SECS = 25.0
 
@@ -63,3 +66,19 @@ def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> Non
         session.stopping.end_if_stopped(session)
     assert ended.value.code == 143
     session.close.assert_called_once_with()
+
+
+@pytest.mark.integration
+def test_p6_trainers_whose_snapshot_workers_have_lost_each_other_end_when_told_to(tmp_path: Path) -> None:
+    job, memory = Path(__file__).with_name("stop_job.py"), [tmp_path / f"memory{rank}" for rank in range(2)]
+    with ranks(job, cwd=tmp_path, out=tmp_path / "out", memory=memory) as started:
+        for rank in range(2):
+            started.said(rank, "ready")
+        for process in started.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(DEADLINE_SECS) for process in started.processes]
+    log = started.log.read_text()
+    # The first to end takes the other's next collective along, unless that one ends of the signal too.
+    assert 128 + signal.SIGTERM in codes, log
+    assert -signal.SIGKILL not in codes, log
+    assert "without a vote: the other ranks do not answer" in log

@@ -97,9 +97,3 @@ def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
     assert [source for _, source in outcome.resumed] == ["memory"], outcome.log[-4000:]
     assert outcome.resumed[0][0] >= step
     return outcome
-
-
-def check_that_a_lost_node_changes_nothing(example: Example, tmp_path: Path, step: int) -> None:
-    """Every loss must be that of the run without reft."""
-    undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
-    lose_a_node(example, tmp_path / "disturbed", step).check_against(undisturbed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from reft.state.codec import decode, encode
+import reft
+import reft.hf
 
 from .runs import Example, lose_a_node
 
@@ -41,8 +43,6 @@ def test_callbacks_go_on_with_their_state() -> None:
     from transformers import EarlyStoppingCallback, TrainerState
     from transformers.trainer_callback import CallbackHandler
 
-    import reft.hf
-
     def life(*counters: int) -> tuple[reft.hf.Resumption, list[EarlyStoppingCallback]]:
         callbacks = [EarlyStoppingCallback(early_stopping_patience=3) for _ in counters]
         for callback, counter in zip(callbacks, counters, strict=True):
@@ -50,15 +50,14 @@ def test_callbacks_go_on_with_their_state() -> None:
         handler = CallbackHandler(callbacks, None, None, None, None)
         return reft.hf.Resumption(SimpleNamespace(callback_handler=handler, state=TrainerState())), callbacks
 
-    captured = decode(encode(life(2, 1)[0].capture()))
+    captured = json.loads(json.dumps(life(2, 1)[0].capture()))
     resumed, callbacks = life(0, 0, 0)
     resumed.restore_callbacks(captured["callbacks"])
     assert [c.early_stopping_patience_counter for c in callbacks] == [2, 1, 0]
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    import reft.hf
-    from reft import ConfigError
-
-    with pytest.raises(ConfigError, match=r"found builtins.list.*expected the Trainer of transformers 5.0"):
+    with pytest.raises(
+        reft.ConfigError, match=r"found builtins.list.*expected the Trainer of transformers 5.0"
+    ):
         reft.hf.resumable([])

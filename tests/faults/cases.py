@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from itertools import product as iter_product
-from typing import Any, Protocol, TypeVar
-
-from reft.config import FaultPoint, Variant
-from reft.grid import Coordinate, Degrees
-from reft.protect.codes import Scheme
+from typing import Any, NamedTuple
 
 _FIRST_STEP = 4
 _RANGE_STEPS = 10
@@ -22,38 +18,57 @@ _TAIL_STEPS = 6
 
 
 MOMENTS = (
-    FaultPoint.BEFORE_COPY,
-    FaultPoint.DURING_COPY,
-    FaultPoint.AFTER_SEAL,
-    FaultPoint.DURING_RECOVERY,
-    FaultPoint.BEFORE_COMMIT,
-    FaultPoint.DURING_STEP,
-    FaultPoint.DURING_PERSIST,
+    *("before_copy", "during_copy", "after_seal", "during_recovery"),
+    *("before_commit", "during_step", "during_persist"),
 )
 """When a node fails, in the order within a job. Before the copy of the first version nothing is committed."""
 
 
+class Coordinate(NamedTuple):
+    """Where a rank sits, as reft writes it."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}.dp{self.dp}.tp{self.tp}"
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A layout on nodes. Its nodes are told apart by what they hold, not by their number: ranks are
+    """A layout on so many nodes alike. Its nodes are told apart by what they hold, not by their number: ranks are
     assigned anew whenever one is replaced."""
 
-    name: str
-    degrees: Degrees
+    pp: int
+    dp: int
+    tp: int
     nodes: int
-    procs_per_node: int
 
-    def coordinates(self, node: int) -> tuple[Coordinate, ...]:
-        """What the ``node``-th node holds: one rank, or one whole replica."""
-        everyone = self.degrees.coordinates()
+    @property
+    def name(self) -> str:
+        return "x".join(f"{n}{d}" for n, d in (("PP", self.pp), ("DP", self.dp), ("TP", self.tp)) if d > 1)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def procs_per_node(self) -> int:
+        return self.world_size // self.nodes
+
+    def coordinates(self, node: int | None = None) -> tuple[Coordinate, ...]:
+        """What the ``node``-th node holds: one rank, or one whole replica. Without it, everyone."""
+        everyone = tuple(Coordinate(*c) for c in iter_product(range(self.pp), range(self.dp), range(self.tp)))
+        if node is None:
+            return everyone
         if self.procs_per_node == 1:
             return (everyone[node],)
         return tuple(c for c in everyone if c.dp == node)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        d = self.degrees
-        return ("--pp", str(d.pp), "--dp", str(d.dp), "--tp", str(d.tp))
+        return ("--pp", str(self.pp), "--dp", str(self.dp), "--tp", str(self.tp))
 
 
 @dataclass(frozen=True)
@@ -65,12 +80,9 @@ class Optimizer:
     needs_fp16: bool = False
 
 
-SHAPES = (
-    Shape("PP2xDP2", Degrees(2, 2, 1), nodes=4, procs_per_node=1),
-    Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1),
-    Shape("TP2xDP2", Degrees(1, 2, 2), nodes=2, procs_per_node=2),
-    Shape("PP2xDP3", Degrees(2, 3, 1), nodes=3, procs_per_node=2),
-)
+DP2, DP3, DP4 = Shape(1, 2, 1, nodes=2), Shape(1, 3, 1, nodes=3), Shape(1, 4, 1, nodes=4)
+PP2_DP2, DP2_TP2, PP2_DP3 = Shape(2, 2, 1, nodes=4), Shape(1, 2, 2, nodes=2), Shape(2, 3, 1, nodes=3)
+SHAPES = (PP2_DP2, DP4, DP2_TP2, PP2_DP3)
 OPTIMIZERS = (
     Optimizer("zero0-fp32", ("--zero", "0", "--dtype", "fp32")),
     Optimizer("zero0-fp16", ("--zero", "0", "--dtype", "fp16"), needs_fp16=True),
@@ -79,8 +91,9 @@ OPTIMIZERS = (
 )
 
 
-VARIANTS = tuple(variant for variant in Variant if variant is not Variant.NONE)
-PROTECTIONS = ("arc", "aec", "rs:2", "arc+aec")
+VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
+PROTECTIONS = {"arc": 2, "aec": 2, "rs:2": 3, "arc+aec": 3}
+"""Each with the smallest data-parallel degree that has room for it."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +102,12 @@ class Setup:
 
     shape: Shape
     optimizer: Optimizer
-    variant: Variant = Variant.HAS
+    variant: str = "has"
     protection: str = "arc"
 
     @property
     def values(self) -> tuple[str, ...]:
-        return (self.shape.name, self.optimizer.name, str(self.variant), self.protection)
-
-    @property
-    def pairs(self) -> frozenset[Pair]:
-        return _pairs(self.values)
+        return (self.shape.name, self.optimizer.name, self.variant, self.protection)
 
     def __str__(self) -> str:
         return " ".join(self.values)
@@ -108,25 +117,22 @@ class Setup:
 class Case:
     """One cell of the matrix."""
 
-    moment: FaultPoint
+    moment: str
     node: int
     setup: Setup
 
-    def __str__(self) -> str:
-        return f"{self.moment}, node {self.node}, {self.setup}"
-
     @property
-    def pairs(self) -> frozenset[Pair]:
-        """All pairs of values. A node means something within a shape only, so (moment, shape, node) and
-        (optimizer, shape, node) are not pairs; each of the two is paired with both."""
-        return _pairs((*self.setup.values, self.moment, self.node))
+    def values(self) -> tuple[Any, ...]:
+        return (*self.setup.values, self.moment, self.node)
 
 
 Pair = tuple[int, Any, int, Any]  # Two factors, by their number, each with its value
 
 
-def _pairs(values: Sequence[Any]) -> frozenset[Pair]:
-    return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
+def pairs_of(case: Case | Setup) -> frozenset[Pair]:
+    """All pairs of values. A node means something within a shape only, so (moment, shape, node) and (optimizer,
+    shape, node) are not pairs; each of the two is paired with both."""
+    return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(case.values), 2))
 
 
 def product(chosen: Iterable[Setup]) -> list[Case]:
@@ -134,18 +140,10 @@ def product(chosen: Iterable[Setup]) -> list[Case]:
     return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in MOMENTS]
 
 
-class _Paired(Protocol):
-    @property
-    def pairs(self) -> frozenset[Pair]: ...
-
-
-P = TypeVar("P", bound=_Paired)
-
-
-def pairwise(cases: Sequence[P]) -> list[P]:
+def pairwise(cases: Sequence[Any]) -> list[Any]:
     """Few of ``cases`` that hold every pair that any of them holds: always the one with most new pairs,
     of equal ones the first."""
-    pairs = [case.pairs for case in cases]
+    pairs = [pairs_of(case) for case in cases]
     missing = set().union(*pairs)
     chosen = []
     while missing:
@@ -156,7 +154,7 @@ def pairwise(cases: Sequence[P]) -> list[P]:
 
 
 _COMBINED = (Setup(*values) for values in iter_product(SHAPES, OPTIMIZERS, VARIANTS, PROTECTIONS))
-SETUPS = [s for s in _COMBINED if Scheme.parse(s.protection).least_members <= s.shape.degrees.dp]
+SETUPS = [s for s in _COMBINED if PROTECTIONS[s.protection] <= s.shape.dp]
 # Few cases in few jobs: a job has one setup, so setups that hold every pair of theirs come first, then of their
 # cells those that hold every pair.
 PAIRS = pairwise(product(pairwise(SETUPS)))
@@ -167,7 +165,7 @@ class PlannedFault:
     """One fault of a job."""
 
     case: Case | None  # the cell it stands for; None: it only leads up to the next one
-    moment: FaultPoint
+    moment: str
     coordinate: Coordinate  # whose node fails
     action: str  # ``kill_node`` or ``kill``
     incarnation: int  # in which life of the job
@@ -176,12 +174,12 @@ class PlannedFault:
     @property
     def restarts(self) -> bool:
         """Whether trainers end: a daemon that dies alone does not stop them."""
-        return self.moment is not FaultPoint.DURING_PERSIST or self.action == "kill_node"
+        return self.moment != "during_persist" or self.action == "kill_node"
 
     def config(self) -> list[dict[str, Any]]:
         """Its entries of ``reft.faults``."""
         c = self.coordinate
-        common = {"point": str(self.moment), "pp": c.pp, "dp": c.dp, "tp": c.tp}
+        common = {"point": self.moment, "pp": c.pp, "dp": c.dp, "tp": c.tp}
         common |= {"incarnation": self.incarnation, "action": self.action}
         return [{**common, "step": step} for step in self.steps]
 
@@ -193,15 +191,6 @@ class PlannedJob:
     setup: Setup
     faults: tuple[PlannedFault, ...]
     steps: int
-    persist_interval: int = 0
-
-    @property
-    def shape(self) -> Shape:
-        return self.setup.shape
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.setup.optimizer
 
     @property
     def cases(self) -> list[Case]:
@@ -222,14 +211,12 @@ class PlannedJob:
 
     def reft_block(self, persist_dir: str) -> dict[str, Any]:
         block: dict[str, Any] = {
-            "enabled": True,
-            "block_bytes": 16384,
-            "variant": str(self.setup.variant),
+            "variant": self.setup.variant,
             "protection": self.setup.protection,
             "faults": [entry for fault in self.faults for entry in fault.config()],
         }
-        if self.persist_interval:
-            block["persist"] = {"dir": persist_dir, "interval_steps": self.persist_interval}
+        if any(fault.moment == "during_persist" for fault in self.faults):
+            block["persist"] = {"dir": persist_dir, "interval_steps": 2}
         return block
 
     def __str__(self) -> str:
@@ -242,7 +229,7 @@ def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
     for case in cases:
         jobs = waiting.setdefault(case.setup, [])
         # In the job that is shortest, and has no such moment yet; nodes differ within a job where they can.
-        fitting = [job for job in jobs if all(other.moment is not case.moment for other in job)]
+        fitting = [job for job in jobs if all(other.moment != case.moment for other in job)]
         same_node = Counter({id(job): sum(o.node == case.node for o in job) for job in fitting})
         if fitting:
             min(fitting, key=lambda job: (same_node[id(job)], len(job))).append(case)
@@ -251,79 +238,36 @@ def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
     return [plan_job(job, number) for number, job in enumerate(j for jobs in waiting.values() for j in jobs)]
 
 
-@dataclass
-class _Plan:
-    """A job as it is put together, fault by fault."""
-
-    action: str
-    step: int = _FIRST_STEP
-    incarnation: int = 1
-    faults: list[PlannedFault] = field(default_factory=list)
-
-    def add(self, case: Case, moment: FaultPoint, *, counts: bool = True) -> None:
-        steps = self._steps(moment)
-        coordinates = case.setup.shape.coordinates(case.node)
-        fault = PlannedFault(
-            case=case if counts else None,
-            moment=moment,
-            coordinate=coordinates[len(self.faults) % len(coordinates)],
-            action=self._action(moment),
-            incarnation=self.incarnation,
-            steps=steps,
-        )
-        self.faults.append(fault)
-        self.incarnation += fault.restarts
-        self.action = _OTHER[fault.action]
-
-    def _action(self, moment: FaultPoint) -> str:
-        if moment is FaultPoint.DURING_RECOVERY:
-            # Until the restored version is committed anew, the second lost node would be one too many.
-            return _OTHER[self.faults[-1].action]
-        return self.action
-
-    def _steps(self, moment: FaultPoint) -> range:
-        if moment is FaultPoint.BEFORE_COPY:
-            return range(1, 2)
-        if moment is FaultPoint.DURING_RECOVERY:
-            return range(1, self.step + 1)
-        if moment is FaultPoint.DURING_PERSIST:
-            # The first version of this life that is written: writing one takes as long as many steps.
-            self.step += _PERSIST_STEPS
-            return range(1, self.step)
-        begin, self.step = self.step, self.step + _RANGE_STEPS + _GAP_STEPS
-        return range(begin, begin + _RANGE_STEPS)
-
-
-_OTHER = {"kill": "kill_node", "kill_node": "kill"}
-
-
 def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
     """One job for cases of the same setup. ``cases``: every moment at most once. ``number``: of the job; the
     first action alternates with it."""
-    ordered = sorted(cases, key=lambda case: MOMENTS.index(case.moment))
-    plan = _Plan(action=("kill_node", "kill")[number % 2])
-    for case in ordered:
-        nothing_restored = all(f.moment is FaultPoint.BEFORE_COPY for f in plan.faults)
-        if case.moment is FaultPoint.DURING_RECOVERY and nothing_restored:
-            plan.add(
-                replace(case, node=(case.node + 1) % case.setup.shape.nodes),
-                FaultPoint.DURING_STEP,
-                counts=False,
-            )
-        plan.add(case, case.moment)
-    persists = any(fault.moment is FaultPoint.DURING_PERSIST for fault in plan.faults)
-    return PlannedJob(
-        setup=ordered[0].setup,
-        faults=tuple(plan.faults),
-        steps=plan.step + _TAIL_STEPS,
-        persist_interval=2 if persists else 0,
-    )
+    setup = cases[0].setup
+    planned: list[tuple[str, int, Case | None]] = []
+    for case in sorted(cases, key=lambda case: MOMENTS.index(case.moment)):
+        if case.moment == "during_recovery" and all(moment == "before_copy" for moment, *_ in planned):
+            planned.append(("during_step", (case.node + 1) % setup.shape.nodes, None))
+        planned.append((case.moment, case.node, case))
+    step, incarnation = _FIRST_STEP, 1
+    faults: list[PlannedFault] = []
+    for i, (moment, node, case) in enumerate(planned):
+        coordinates = setup.shape.coordinates(node)
+        steps, step = _armed(moment, step)
+        # They alternate: until what a recovery restored is committed anew, a second lost node is one too many.
+        action = ("kill_node", "kill")[(number + i) % 2]
+        faults.append(
+            PlannedFault(case, moment, coordinates[i % len(coordinates)], action, incarnation, steps)
+        )
+        incarnation += faults[-1].restarts
+    return PlannedJob(setup, tuple(faults), step + _TAIL_STEPS)
 
 
-def reference_steps(jobs: Iterable[PlannedJob]) -> Mapping[tuple[str, str], int]:
-    """How long the undisturbed run of every shape and optimizer has to be."""
-    steps: dict[tuple[str, str], int] = {}
-    for job in jobs:
-        key = (job.shape.name, job.optimizer.name)
-        steps[key] = max(steps.get(key, 0), job.steps)
-    return steps
+def _armed(moment: str, step: int) -> tuple[range, int]:
+    """Versions at which a fault is armed that may be from ``step`` on; from where the next one may be."""
+    if moment == "before_copy":
+        return range(1, 2), step
+    if moment == "during_recovery":
+        return range(1, step + 1), step
+    if moment == "during_persist":
+        # The first version of this life that is written: writing one takes as long as many steps.
+        return range(1, step + _PERSIST_STEPS), step + _PERSIST_STEPS
+    return range(step, step + _RANGE_STEPS), step + _RANGE_STEPS + _GAP_STEPS

@@ -1,4 +1,4 @@
-"""What lies in the memory of a stopped job, and how it is damaged."""
+"""File systems for the memory of a job, and how they are filled."""
 
 from __future__ import annotations
 
@@ -10,60 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-
-from reft.memory.arena import Arena, ArenaHeader, Entry
-from reft.memory.header import Geometry
-from reft.memory.jobdir import JobDir
-from reft.naming import Label
-from reft.protect.blocks import Section
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One arena as it was found; nothing is kept open."""
-
-    path: Path
-    header: ArenaHeader
-    geometry: Geometry
-
-    @property
-    def label(self) -> Label:
-        return self.header.label
-
-    def entry(self, section: Section, *, owner: bool) -> Entry:
-        """The last block of a section that is this rank's own, or a copy."""
-        return [e for e in self.header.entries if e.key.section is section and e.owner is owner][-1]
-
-    def flip(self, entry: Entry) -> None:
-        """Change one bit in the middle of a block."""
-        at = self.geometry.data_offset + entry.arena_offset + entry.nbytes // 2
-        with self.path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 0x10]))
-
-    def tear_header(self) -> None:
-        """Overwrite the middle of both header copies, as writes that were cut off."""
-        with self.path.open("r+b") as file:
-            for copy in range(2):
-                file.seek(self.geometry.copy_offset(copy) + 40)
-                file.write(b"\xff" * 64)
-
-
-def stored(job_dir: Path, *, whole: bool = True) -> list[Stored]:
-    """Versions in a node's memory, newest first: whole ones only, or also one that is being written."""
-    found = []
-    for path, arena in JobDir.open(job_dir).scan():
-        if isinstance(arena, Arena):
-            with arena:
-                header = arena.header()
-                geometry = Geometry.of(arena.data_bytes, arena.max_entries)
-            if header is not None and (header.state.whole or not whole):
-                found.append(Stored(path, header, geometry))
-    return sorted(found, key=lambda s: s.label, reverse=True)
 
 
 @contextmanager
@@ -90,12 +37,9 @@ def small_file_system(path: Path, size: str) -> Iterator[str | None]:
             subprocess.run(["umount", "-l", str(path)], check=False)
 
 
-def make_read_only(path: Path) -> None:
-    assert _mount("-o", "remount,ro", str(path)) is None
-
-
-def make_writable(path: Path) -> None:
-    assert _mount("-o", "remount,rw", str(path)) is None
+def remount(path: Path, how: str) -> None:
+    """Read-only (``ro``) or writable (``rw``)."""
+    assert _mount("-o", f"remount,{how}", str(path)) is None
 
 
 def _mount(*arguments: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from reft.grid import Degrees
-from reft.node.protection import read_record
-from reft.recover.inspect import inspect_job
-from tests.faults.cases import OPTIMIZERS, Shape
+from tests.commands import command, newest_protection
+from tests.faults.cases import DP2, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, wrong_losses
-from tests.faults.memory import fill_up, make_read_only, make_writable, small_file_system
-from tests.persist import latest_persisted
+from tests.faults.memory import fill_up, remount, small_file_system
+from tests.versions import step_on_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[2]
 STEPS = 220
 
@@ -28,14 +24,8 @@ STEPS = 220
 class Watched(FaultJob):
     """A job whose daemons' status is waited for."""
 
-    def status(self, index: int = 0) -> dict[str, Any]:
-        try:
-            return self.cluster.status(index) or {}
-        except (OSError, json.JSONDecodeError):
-            return {}
-
-    def persist_status(self, index: int = 0) -> dict[str, Any]:
-        return dict(self.status(index).get("persist") or {})
+    def persist_status(self) -> dict[str, Any]:
+        return dict(self.status().get("persist") or {})
 
     def trains_on(self, steps: int = 6) -> None:
         """So many more steps are done."""
@@ -53,19 +43,9 @@ class Watched(FaultJob):
         assert max(life.committed) >= life.last_step
 
 
-def _block(persist_dir: Path | None = None) -> dict[str, Any]:
-    block: dict[str, Any] = {
-        "enabled": True,
-        "block_bytes": 16384,
-        "host_state_bytes": 2**17,
-        "grace_secs": 100.0,
-    }
-    if persist_dir is not None:
-        block["persist"] = {"dir": str(persist_dir), "interval_steps": 2}
-    return block
-
-
-def _job(scratch: Scratch, name: str, block: dict[str, Any], memory_root: Path | None = None) -> Watched:
+def _job(scratch: Scratch, name: str, memory_root: Path | None = None, **block: Any) -> Watched:
+    """It never reaches its last step."""
+    block = {"host_state_bytes": 2**17, "grace_secs": 100.0, **block}
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
 
@@ -77,7 +57,7 @@ def test_memory_full(scratch: Scratch) -> None:
             pytest.skip(reason)
         # Enough for the daemons' own files, not for one arena.
         filler = fill_up(memory_root, leave_bytes=2**18)
-        with _job(scratch, "memory-full", _block(), memory_root) as job:
+        with _job(scratch, "memory-full", memory_root) as job:
             job.wait_for_step(10)
             assert job.history.current.committed == set()
             job.wait_for("the status", lambda: job.status().get("stale_since_step") == 1)
@@ -100,13 +80,8 @@ def test_memory_runs_short(scratch: Scratch) -> None:
             pytest.skip(reason)
         persist_dir = scratch.root / "short-persisted"
         # Nothing is due on disk: only what memory cannot keep.
-        block = {
-            **_block(),
-            "memory_margin_bytes": 8 * 2**20,
-            "arenas": 2,
-            "persist": {"dir": str(persist_dir)},
-        }
-        with _job(scratch, "memory-short", block, memory_root) as job:
+        block = {"memory_margin_bytes": 8 * 2**20, "arenas": 2, "persist": {"dir": str(persist_dir)}}
+        with _job(scratch, "memory-short", memory_root, **block) as job:
             job.wait_for_commit(5)
             filler = fill_up(memory_root, leave_bytes=6 * 2**20)
             job.wait_for("less to be kept", lambda: _protection(job).get("degraded") is not None)
@@ -120,10 +95,7 @@ def test_memory_runs_short(scratch: Scratch) -> None:
             at_once = f"is written to {persist_dir} at once"
             job.wait_for("it to be told", lambda: at_once in job.logs)
             written = persist_dir / job.cluster.job_id
-            job.wait_for("a checkpoint on disk", lambda: latest_persisted(written) is not None)
-            kept = latest_persisted(written)
-            assert kept is not None
-            assert kept.label.step >= degraded["step"]
+            job.wait_for("a checkpoint on disk", lambda: step_on_storage(written) >= degraded["step"])
             filler.unlink()
             job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
             job.wait_for("a version", lambda: _newest_protection(job) == "arc")
@@ -132,14 +104,12 @@ def test_memory_runs_short(scratch: Scratch) -> None:
 
 
 def _protection(job: Watched) -> dict[str, Any]:
-    record = read_record(job.cluster.current[0].memory_dir / job.cluster.job_id)
-    return {} if record is None else record.to_json()
+    found: dict[str, Any] = command("protect", "--memory-dir", job.cluster.job_dir(0), "--json").json
+    return found
 
 
 def _newest_protection(job: Watched) -> str:
-    nodes = job.cluster.current.values()
-    report = inspect_job([node.memory_dir / job.cluster.job_id for node in nodes])
-    return next((v.scheme for v in report.versions if v.committed), "")
+    return newest_protection(*map(job.cluster.job_dir, job.cluster.current))
 
 
 @pytest.mark.nightly
@@ -147,32 +117,26 @@ def test_storage_and_daemon_fail(scratch: Scratch) -> None:
     """A persist directory that is missing, read-only, full; a daemon that is killed; and all well again."""
     store = scratch.root / "store"
     persist_dir = store / "mounted" / "checkpoints"
-    with _job(scratch, "storage", _block(persist_dir)) as job:
+    with _job(scratch, "storage", persist={"dir": str(persist_dir), "interval_steps": 2}) as job:
         # The file system is not there: only one level is ever made.
         _goes_stale(job, "No such file")
         with small_file_system(persist_dir.parent, "8m") as reason:
             if reason is None:
-                make_read_only(persist_dir.parent)
+                remount(persist_dir.parent, "ro")
                 _goes_stale(job, "Read-only")
-                filler = fill_up_after_remount(persist_dir.parent)
+                remount(persist_dir.parent, "rw")
+                filler = fill_up(persist_dir.parent)
                 _goes_stale(job, "No space left")
                 filler.unlink()
             first = _is_written(job, persist_dir)
             _kill_daemon(job)
             assert _is_written(job, persist_dir, after=first) > first
             job.end_well(scratch)
-            persisted = latest_persisted(persist_dir / job.cluster.job_id)
-            assert persisted is not None
-            assert persisted.label.step == max(job.history.current.committed)
+            assert step_on_storage(persist_dir / job.cluster.job_id) == max(job.history.current.committed)
         if reason is not None:
             pytest.skip(
                 f"a missing directory and a killed daemon were tested; read-only and full not: {reason}"
             )
-
-
-def fill_up_after_remount(directory: Path) -> Path:
-    make_writable(directory)
-    return fill_up(directory)
 
 
 def _goes_stale(job: Watched, because: str) -> None:
@@ -189,11 +153,8 @@ def _goes_stale(job: Watched, because: str) -> None:
 
 
 def _is_written(job: Watched, persist_dir: Path, after: int = 0) -> int:
-    def newest() -> int:
-        persisted = latest_persisted(persist_dir / job.cluster.job_id)
-        return persisted.label.step if persisted is not None else 0
-
-    job.wait_for("a newer checkpoint on disk", lambda: newest() > after)
+    written = persist_dir / job.cluster.job_id
+    job.wait_for("a newer checkpoint on disk", lambda: step_on_storage(written) > after)
     job.wait_for(
         "the status to say so",
         lambda: (
@@ -201,7 +162,7 @@ def _is_written(job: Watched, persist_dir: Path, after: int = 0) -> int:
             and job.persist_status().get("stale_since_step") is None
         ),
     )
-    return newest()
+    return step_on_storage(written)
 
 
 def _kill_daemon(job: Watched) -> None:

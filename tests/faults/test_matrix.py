@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from reft.config import FaultPoint
-from reft.grid import Degrees
 from tests.faults.cases import (
+    DP2_TP2,
+    DP3,
     OPTIMIZERS,
     PAIRS,
-    SHAPES,
+    PP2_DP2,
     Case,
     Optimizer,
     PlannedJob,
@@ -21,7 +21,6 @@ from tests.faults.cases import (
     Shape,
     plan_job,
     plan_jobs,
-    reference_steps,
 )
 from tests.faults.conftest import only_when_asked_for
 from tests.faults.job import Scratch, run_planned
@@ -29,19 +28,14 @@ from tests.machine import FP16_MISSING
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
-SHAPE = {shape.name: shape for shape in SHAPES}
-OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
+FP32, _, BF16, _ = OPTIMIZERS
 JOBS = plan_jobs(PAIRS)
-DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 
 
 @pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
 def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, protection: str) -> None:
-    optimizer = OPTIMIZER["zero1-bf16-fp32"]
-    job = plan_job([Case(FaultPoint.DURING_STEP, 1, Setup(DP3, optimizer, protection=protection))])
-    outcome = run_planned(scratch, job, protection, scratch.reference(DP3, optimizer, job.steps))
-    assert outcome.problems == (), f"logs: {outcome.directory}"
-    assert [r.source for r in outcome.recoveries] == ["memory"]
+    job = plan_job([Case("during_step", 1, Setup(DP3, BF16, protection=protection))])
+    assert [r.source for r in run_planned(scratch, job, protection)] == ["memory"]
 
 
 @pytest.mark.nightly
@@ -50,30 +44,28 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
     [
         # One node after the other, each from memory that the one before has just restored.
         (
-            SHAPE["PP2xDP2"],
-            OPTIMIZER["zero1-bf16-fp32"],
-            {FaultPoint.BEFORE_COPY: 0, FaultPoint.AFTER_SEAL: 3, FaultPoint.DURING_RECOVERY: 1},
+            PP2_DP2,
+            BF16,
+            {"before_copy": 0, "after_seal": 3, "during_recovery": 1},
         ),
         (
-            SHAPE["TP2xDP2"],
-            OPTIMIZER["zero0-fp32"],
-            {FaultPoint.DURING_COPY: 0, FaultPoint.BEFORE_COMMIT: 1, FaultPoint.DURING_PERSIST: 0},
+            DP2_TP2,
+            FP32,
+            {"during_copy": 0, "before_commit": 1, "during_persist": 0},
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Shape | Optimizer) else "",
 )
 def test_losses_are_equal_after_failures(
-    scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[FaultPoint, int]
+    scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[str, int]
 ) -> None:
     job = plan_job([Case(moment, node, Setup(shape, optimizer)) for moment, node in moments.items()])
-    reference = scratch.reference(shape, optimizer, job.steps)
-    outcome = run_planned(scratch, job, f"{shape.name}-{optimizer.name}", reference)
-    assert outcome.problems == (), f"logs: {outcome.directory}"
+    recoveries = run_planned(scratch, job, f"{shape.name}-{optimizer.name}")
     # Whoever trained after a commit came back from memory; a node that dies as soon as anything is
     # persisted does so before the first step.
-    early = {FaultPoint.BEFORE_COPY, FaultPoint.DURING_RECOVERY, FaultPoint.DURING_PERSIST}
+    early = {"before_copy", "during_recovery", "during_persist"}
     after_commit = {fault.moment for fault in job.faults} - early
-    assert [r.source for r in outcome.recoveries].count("memory") >= len(after_commit)
+    assert [r.source for r in recoveries].count("memory") >= len(after_commit)
 
 
 @only_when_asked_for
@@ -81,9 +73,8 @@ def test_losses_are_equal_after_failures(
     ("number", "job"), [*enumerate(JOBS)], ids=lambda value: str(value).replace(" ", "-")
 )
 def test_p1_p3_every_pair(scratch: Scratch, number: int, job: PlannedJob) -> None:
-    if job.optimizer.needs_fp16 and FP16_MISSING:
+    shape, optimizer = job.setup.shape, job.setup.optimizer
+    if optimizer.needs_fp16 and FP16_MISSING:
         pytest.skip(str(FP16_MISSING))
-    steps = reference_steps(JOBS)[job.shape.name, job.optimizer.name]
-    reference = scratch.reference(job.shape, job.optimizer, steps)
-    outcome = run_planned(scratch, job, f"job{number:03d}", reference)
-    assert outcome.problems == (), f"logs: {outcome.directory}"
+    steps = max(j.steps for j in JOBS if (j.setup.shape, j.setup.optimizer) == (shape, optimizer))
+    run_planned(scratch, job, f"job{number:03d}", steps)

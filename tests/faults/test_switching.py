@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.cli import main
-from reft.grid import Degrees
-from reft.recover.inspect import inspect_job
-from tests.faults.cases import OPTIMIZERS, Shape
+from tests.commands import Answer, command, newest_protection
+from tests.faults.cases import DP3, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[0]
 BLOCK: dict[str, Any] = {
-    "enabled": True,
-    "block_bytes": 16384,
     "host_state_bytes": 2**17,
     "grace_secs": 100.0,
     # In the third life, after the new arenas were made and before the trainer has said so.
@@ -34,16 +27,12 @@ BLOCK: dict[str, Any] = {
 class Switched(FaultJob):
     """A job whose protection is switched."""
 
-    def memory(self, index: int) -> Path:
-        return self.cluster.current[index].memory_dir
-
-    def protect(self, index: int, *arguments: str) -> int:
-        return main(["protect", *arguments, "--memory-dir", str(self.memory(index)), "--job", "faults"])
+    def ask(self, name: str, index: int, *arguments: str) -> Answer:
+        """A command about the job, on one of its nodes."""
+        return command(name, *arguments, "--memory-dir", self.cluster.job_dir(index))
 
     def newest_protection(self) -> str:
-        """Of the newest committed version."""
-        report = inspect_job([self.memory(i) / "faults" for i in self.cluster.current])
-        return next((v.scheme for v in report.versions if v.committed), "")
+        return newest_protection(*map(self.cluster.job_dir, self.cluster.current))
 
     def wait_for_protection(self, scheme: str) -> None:
         self.wait_for(f"a version under {scheme}", lambda: self.newest_protection() == scheme)
@@ -60,37 +49,39 @@ class Switched(FaultJob):
 
 
 @pytest.mark.nightly
-def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_protection_is_switched_while_training(scratch: Scratch) -> None:
     with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK, max_restarts=1) as job:
         job.wait_for_commit(3)
         assert job.newest_protection() == "arc"
-        assert job.protect(0, "aec", "--json") == 0
-        told = json.loads(capsys.readouterr().out)
+        answer = job.ask("protect", 0, "aec", "--json")
+        told = answer.json
+        assert answer.code == 0
         assert (told["scheme"], told["tolerance"], told["refused"]) == ("aec", 1, None)
         job.wait_for_protection("aec")
         job.lose_node(1)
         # The last switch holds for the next start too, on the new node as well.
         restored = [e.fields for e in job.history.current.restored.values()]
         assert sum(int(f["bytes_from"]["parity"]) for f in restored) > 0
-        assert job.protect(1) == 0
-        assert "aec since step" in capsys.readouterr().out
+        answer = job.ask("protect", 1)
+        assert (answer.code, "aec since step" in answer.out) == (0, True)
         assert job.newest_protection() == "aec"
 
-        assert job.protect(2, "raid5") == 2
-        assert "found protection 'raid5'; expected none, arc" in capsys.readouterr().err
-        assert job.protect(2, "arc:3") == 2
-        said = " ".join(capsys.readouterr().err.split())  # lines are broken anywhere
-        assert "needs at least 4 data-parallel members, found 3" in said
-        assert job.protect(2, "arc:2") == 0
+        for scheme, said in (
+            ("raid5", "found protection 'raid5'; expected none, arc"),
+            ("arc:3", "needs at least 4 data-parallel members, found 3"),
+        ):
+            answer = job.ask("protect", 2, scheme)
+            # Lines are broken anywhere.
+            assert (answer.code, said in " ".join(answer.err.split())) == (2, True), answer
+        assert job.ask("protect", 2, "arc:2").code == 0
         job.wait_for_protection("arc:2")
         job.lose_node(2)
         assert job.newest_protection() == "arc:2"
         # On a busy machine a version may just have been skipped, which status calls stale.
-        status = ["status", "--memory-dir", str(job.memory(2)), "--job", "faults"]
-        job.wait_for("a node that is well", lambda: main(status) == 0)
-        assert "survives the loss of 2 node(s)" in capsys.readouterr().out
+        job.wait_for("a node that is well", lambda: job.ask("status", 2).code == 0)
+        assert "survives the loss of 2 node(s)" in job.ask("protect", 2).out
 
-        assert job.protect(0, "arc+aec", "--wait", "0") == 0
+        assert job.ask("protect", 0, "arc+aec", "--wait", "0").code == 0
         job.wait_for("steps of the next life", lambda: job.steps_in(4) >= 5)
         job.wait_for_protection("arc+aec")
 
@@ -103,5 +94,5 @@ def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.
             job.cluster.signal_node(index, signal.SIGTERM)
         codes = job.cluster.wait(150.0)
         assert set(codes.values()) == {143}, job.logs[-6000:]
-        assert job.protect(0, "arc") == 1
-        assert "does not run" in capsys.readouterr().err
+        answer = job.ask("protect", 0, "arc")
+        assert (answer.code, "does not run" in answer.err) == (1, True)

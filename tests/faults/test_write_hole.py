@@ -9,153 +9,93 @@ follow are the undisturbed run's to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 
-from reft.config import FaultPoint
-from reft.grid import Coordinate, Degrees
-from reft.memory.arena import ArenaState
 from reft.tools.demo.history import EventReader
-from tests.faults.cases import OPTIMIZERS, Shape
+from tests.commands import inspected
+from tests.faults.cases import DP3, DP4, OPTIMIZERS, Coordinate
 from tests.faults.conftest import only_when_asked_for
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, broken_promises, wrong_losses
-from tests.faults.memory import stored
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
-POINTS = (
-    FaultPoint.BEFORE_COPY,
-    FaultPoint.DURING_COPY,
-    FaultPoint.BEFORE_PARITY,
-    FaultPoint.DURING_PARITY,
-    FaultPoint.BEFORE_SEAL,
-    FaultPoint.AFTER_SEAL,
-    FaultPoint.BEFORE_COMMIT,
-)
-UNSEALED = (
-    FaultPoint.DURING_COPY,
-    FaultPoint.BEFORE_PARITY,
-    FaultPoint.DURING_PARITY,
-    FaultPoint.BEFORE_SEAL,
-)
+UNSEALED = ("during_copy", "before_parity", "during_parity", "before_seal")
 """Points at which the rank has begun to write the version and has not sealed it."""
+POINTS = ("before_copy", *UNSEALED, "after_seal", "before_commit")
 _FIRST_STEP, _RANGE_STEPS, _DISTANCE_STEPS, _TAIL_STEPS = 4, 10, 18, 6
 """A fault is armed for ten versions, since one may be skipped, and fires at the first."""
 
 
-@dataclass(frozen=True)
-class Hole:
-    """A protection, and the group that it is tried on."""
-
-    protection: str
-    shape: Shape
-    losses: int  # nodes that it survives, all of which are lost beside the killed rank
-
-
-HOLES = (
-    Hole("aec", Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1), losses=1),
-    Hole("rs:2", Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1), losses=2),
-)
+LOSSES = {"aec": (DP3, 1), "rs:2": (DP4, 2)}
+"""By protection: the group that it is tried on, and the nodes that it survives, all lost beside the killed rank."""
 OPTIMIZER = OPTIMIZERS[0]
 
 
-@dataclass(frozen=True)
-class Struck:
-    """What one kill has shown."""
-
-    point: FaultPoint  # where the rank died
-    version: int  # newest version in its memory, and
-    state: ArenaState  # the state in which that was left
-    whole: int  # newest version that it had sealed
-    others: int  # newest version that a surviving node had sealed; 0: no other node survived, or none had
-    restored: int  # version that the next life began with
-    parity_bytes: int  # of it, decoded from parity
-
-    @property
-    def problems(self) -> list[str]:
-        wrong = []
-        if self.point in UNSEALED and (self.state is not ArenaState.WRITING or self.version <= self.whole):
-            wrong.append(f"version {self.version} was {self.state}, so there was no hole to fall into")
-        if self.restored > self.whole:
-            wrong.append(f"restored {self.restored}, which more nodes had not than are tolerated")
-        if not self.parity_bytes:
-            wrong.append("nothing was decoded: parity was not put to the test")
-        return [f"{self.point}: {text}" for text in wrong]
-
-
-def run_hole(scratch: Scratch, hole: Hole, points: Sequence[FaultPoint]) -> tuple[list[Struck], list[str]]:
-    """One job that is struck once per point, each time in the life after the one before. Returns what every
-    kill has shown, and what was not as promised."""
+@pytest.mark.parametrize("protection", LOSSES)
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(("during_parity", "before_seal"), marks=pytest.mark.nightly, id="two"),
+        pytest.param(POINTS, marks=only_when_asked_for, id="every"),
+    ],
+)
+def test_p5_data_and_parity_of_different_versions_never_mix(
+    scratch: Scratch, protection: str, points: Sequence[str]
+) -> None:
+    """One job that is struck once per point, each time in the life after the one before."""
+    if protection != "aec" and points is not POINTS:
+        pytest.skip("make faults runs it, at every point")
+    shape, losses = LOSSES[protection]
     steps = _FIRST_STEP + _DISTANCE_STEPS * (len(points) - 1) + _RANGE_STEPS + _TAIL_STEPS
-    reference = scratch.reference(hole.shape, OPTIMIZER, steps)
-    coordinates = hole.shape.degrees.coordinates()
-    victims = [coordinates[number % len(coordinates)] for number in range(len(points))]
-    job = FaultJob(
-        scratch,
-        f"write-hole-{hole.protection.replace(':', '')}",
-        hole.shape,
-        OPTIMIZER,
-        steps=steps,
-        block={
-            "enabled": True,
-            "block_bytes": 16384,
-            "protection": hole.protection,
-            "has": {"chunk_bytes": 4096},  # several chunks of parity, small as the state is
-            "faults": [
-                entry
-                for number, (point, at) in enumerate(zip(points, victims, strict=True))
-                for entry in _armed(number, point, at)
-            ],
-        },
-        max_restarts=len(points),
-    )
-    found = []
-    with job:
-        for number, (point, at) in enumerate(zip(points, victims, strict=True)):
-            found.append(_strike(job, hole, number + 1, point, at))
-        problem = job.run_to_end(SECS_PER_LIFE)
-    history = job.history
-    problems = [problem] if problem else []
-    problems += [text for struck in found for text in struck.problems]
-    problems += wrong_losses(history, reference, steps) + broken_promises(history)
-    return found, problems
+    reference = scratch.reference(shape, OPTIMIZER, steps)
+    coordinates = shape.coordinates()
+    strikes = [(life, point, coordinates[life % len(coordinates)]) for life, point in enumerate(points, 1)]
+    block = {
+        "protection": protection,
+        "has": {"chunk_bytes": 4096},  # several chunks of parity, small as the state is
+        "faults": [entry for strike in strikes for entry in _armed(*strike)],
+    }
+    name = f"write-hole-{protection.replace(':', '')}"
+    restarts = len(points)
+    with FaultJob(scratch, name, shape, OPTIMIZER, steps=steps, block=block, max_restarts=restarts) as job:
+        for strike in strikes:
+            _strike(job, losses, *strike)
+        assert job.run_to_end(SECS_PER_LIFE) is None
+    assert wrong_losses(job.history, reference, steps) + broken_promises(job.history) == []
 
 
-def _armed(number: int, point: FaultPoint, at: Coordinate) -> list[dict[str, Any]]:
-    begin = _FIRST_STEP + _DISTANCE_STEPS * number
-    common = {"point": str(point), "dp": at.dp, "incarnation": number + 1, "action": "kill"}
+def _armed(life: int, point: str, at: Coordinate) -> list[dict[str, Any]]:
+    begin = _FIRST_STEP + _DISTANCE_STEPS * (life - 1)
+    common = {"point": point, "dp": at.dp, "incarnation": life, "action": "kill"}
     return [{**common, "step": step} for step in range(begin, begin + _RANGE_STEPS)]
 
 
-def _strike(job: FaultJob, hole: Hole, life: int, point: FaultPoint, at: Coordinate) -> Struck:
+def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -> None:
     """Wait for the rank to die, lose other nodes with it, and see what the next life begins with."""
     pid, node = _attached(job, life, at)
     job.wait_for(f"{at} to die {point} in life {life}", lambda: not _alive(pid))
-    indices = [(node + i) % hole.shape.nodes for i in range(1, hole.shape.nodes)]
-    lost, kept = indices[: hole.losses], indices[hole.losses :]
+    lost = [(node + i) % job.cluster.nodes for i in range(1, losses + 1)]
     for index in lost:
         job.cluster.kill_node(index)
     # Nothing is restored, and nothing written over, while nodes are missing.
-    left = stored(job.cluster.job_dir(node), whole=False)
-    newest = [s.label.step for index in kept for s in stored(job.cluster.job_dir(index))[:1]]
+    newest, *older = inspected(job.cluster.job_dir(node))["versions"]
     for index in lost:
-        job.cluster.replace_node(index)
+        job.cluster.start_node(index)
     job.wait_for(
         f"life {life + 1} to be restored",
-        lambda: len(_restored(job, life + 1)) == hole.shape.degrees.world_size,
+        lambda: len(_restored(job, life + 1)) == job.cluster.nodes,
     )
     events = _restored(job, life + 1)
-    return Struck(
-        point=point,
-        version=left[0].label.step,
-        state=left[0].header.state,
-        whole=next(s.label.step for s in left if s.header.state.whole),
-        others=max(newest, default=0),
-        restored=max(int(fields["version"]) for fields in events),
-        parity_bytes=sum(int(fields["bytes_from"].get("parity", 0)) for fields in events),
+    whole = next(version["step"] for version in (newest, *older) if version["whole_ranks"])
+    if point in UNSEALED:
+        states = [arena["state"] for arena in newest["arenas"]]
+        assert (states, newest["step"] > whole) == (["writing"], True), f"{point}: no hole to fall into"
+    assert max(int(fields["version"]) for fields in events) <= whole, f"{point}: of too few nodes"
+    assert sum(int(fields["bytes_from"].get("parity", 0)) for fields in events), (
+        f"{point}: nothing was decoded"
     )
 
 
@@ -184,21 +124,3 @@ def _alive(pid: int) -> bool:
 def _restored(job: FaultJob, life: int) -> list[Any]:
     known = job.history.incarnations
     return [event.fields for event in known[life].restored.values()] if life in known else []
-
-
-@pytest.mark.parametrize("hole", HOLES, ids=lambda hole: hole.protection)
-@pytest.mark.parametrize(
-    "points",
-    [
-        pytest.param((FaultPoint.DURING_PARITY, FaultPoint.BEFORE_SEAL), marks=pytest.mark.nightly, id="two"),
-        pytest.param(POINTS, marks=only_when_asked_for, id="every"),
-    ],
-)
-def test_p5_data_and_parity_of_different_versions_never_mix(
-    scratch: Scratch, hole: Hole, points: Sequence[FaultPoint]
-) -> None:
-    if hole is not HOLES[0] and points is not POINTS:
-        pytest.skip("make faults runs it, at every point")
-    found, problems = run_hole(scratch, hole, points)
-    assert problems == [], found
-    assert [struck.point for struck in found] == list(points)

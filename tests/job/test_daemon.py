@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_the_socket_is_private_the_secret_is_asked_for_and_nonsense_disturbs_nob
         noisy.connect(path)
         noisy.sendall(os.urandom(4096))
         assert answers(job_dir)
+
+
+def test_the_daemon_refuses_orders_of_an_older_start(job_dir: JobDir, run_here: Callable) -> None:
+    run_here()
+    ask = partial(request, job_dir.path, job_dir.secret)
+    assert ask("workers", pids=[], incarnation=2) == 0
+    for operation in ("workers", "committed", "flush"):
+        with pytest.raises(DaemonError, match="messages of start 1 are refused"):
+            ask(operation, pids=[os.getpid()], label=[1, 50], incarnation=1)
+    assert ask("workers", pids=[], incarnation=3) == 0
 
 
 # -- what it knows ---------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str, code: in
         ("", {}, {}, "HOST1:2379,HOST2:2379,HOST3:2379"),
         (" , ", {}, {}, "--rdzv-endpoint"),
         ("h:port", {}, {}, "host:port"),
-        ("http://a:1,https://b:1", {}, {}, "either"),
+        ("http://a:1,https://b:1", {}, {}, "for all members"),
         ("h", {"password": "x"}, {}, "REFT_ETCD_PASSWORD_FILE"),
         ("h", {"user": "u"}, {}, "without a password"),
         ("h", {}, {"REFT_ETCD_PASSWORD": "x"}, "no user"),

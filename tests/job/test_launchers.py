@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from reft.engine.checks.start import what_is_missing
-from tests.attack.test_p10_inert import LEAST
+from tests.attack.test_p10_inert import MOST_MODULES
 from tests.machine import free_port
 
 from .cluster import SCRIPTS
@@ -104,7 +104,7 @@ def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path
     assert hook("install")[0] == 0
     assert hook("status")[0] == 0
     assert modules("import json") == set()
-    assert modules("import deepspeed") == LEAST
+    assert 0 < len(modules("import deepspeed")) <= MOST_MODULES
     # As `srun python` starts it, with what DeepSpeed asks for.
     where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = run(

@@ -16,6 +16,7 @@ from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreRelay
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
+from reft.job.rendezvous.state import IncarnationRecord
 from tests.etcd import EtcdCluster
 from tests.job.daemons import wait_for
 
@@ -110,6 +111,13 @@ def test_of_those_that_write_at_once_one_wins(backend: Backend) -> None:
     for thread in threads:
         thread.join(WAIT_SECS)
     assert (stores[0].get("k"), stores[0].get("sum")) == (b"100", b"100")
+
+
+@pytest.mark.process
+def test_the_store_knows_the_newest_start_whoever_writes_last(backend: Backend) -> None:
+    record = IncarnationRecord(backend.store(), "job")
+    assert record.read() == 0
+    assert [record.raise_to(number) for number in (3, 2, 5, 0)] == [3, 3, 5, 5]
 
 
 @pytest.mark.process

@@ -61,7 +61,7 @@ def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
         assert not job.events("begins", replicas=2)
 
         assert scale(job, 0, "2", "--without", "node1") == EXIT_WELL
-        assert "the job goes on with 2 nodes" in capsys.readouterr().out
+        assert "the job continues with 2 nodes" in capsys.readouterr().out
         assert job.current[1].process.wait(120) == 0
         assert not job.job_dir(1).exists(), "its memory is needed no more"
         goes_to(job, 2, 3, lives=1)
@@ -189,7 +189,7 @@ def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() 
 
 def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
     named = refusal(ScaleOrder(1, 2, ("c", "d")), FOUR)
-    assert named.endswith("without --without d and b would leave")
+    assert named.endswith(": without --without, d and b would leave")
     for wanted in (1, 2):
         assert not refusal(ScaleOrder(1, wanted), FOUR)
         assert not shortfall(ScaleOrder(1, wanted), FOUR)

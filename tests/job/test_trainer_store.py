@@ -80,3 +80,17 @@ def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> 
         assert raw.recv(1) == b""
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS)
+
+
+def test_the_trainers_of_another_start_do_not_reach_the_store() -> None:
+    """A relay of a replaced start may find the port of its old store in use by the new one."""
+    served = TrainerStore.serve(2)
+    port = served.let_relays_in(listen("127.0.0.1", 0), SECRET)
+    old, new = (TrainerStore.relay(f"127.0.0.1:{port}", SECRET, start) for start in (1, 2))
+    try:
+        with pytest.raises((RuntimeError, OSError)):
+            trainer(old, secs=3.0)
+        trainer(new).set("key", "value")
+    finally:
+        for each in (old, new, served):
+            each.close()

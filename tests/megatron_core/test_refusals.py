@@ -103,5 +103,5 @@ def test_a_loop_that_calls_in_another_order_is_told() -> None:
     protected = MegatronProtection(engine, session)
     with pytest.raises(ConfigError, match=r"load\(\) was called.*call it once"):
         protected.load()
-    with pytest.raises(ConfigError, match=r"zero_grad_buffer\(\).*when a step begins"):
+    with pytest.raises(ConfigError, match=r"zero_grad_buffer\(\).*call it on every chunk when a step begins"):
         engine.optimizer.step()

@@ -188,7 +188,7 @@ def test_exit_codes_1_not_well_2_wrong_use(
     assert (code, "found: job" in out) == (1, True)
     JobDir.open_or_create(memory.memory_dirs[0], "other", "node0")
     code, out = run(capsys, "inspect", *options(memory))
-    assert (code, "--job" in out) == (2, True)
+    assert (code, "choose one with --job" in out) == (2, True)
     assert run(capsys, "inspect", *options(memory), "--job", "job")[0] == 0
     code, out = run(capsys, "inspect", *options(memory), "--job", "other")
     assert (code, "nothing to restore" in out) == (1, True)

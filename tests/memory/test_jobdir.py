@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from arena_tools import SECRET, answer, header, holder, make, write_version
 
-from reft.errors import ArenaError, AuthenticationError
+from reft.errors import ArenaError, AuthenticationError, ConfigError
 from reft.memory.arena import Arena
 from reft.memory.jobdir import (
     JOB_FILE,
@@ -30,6 +30,11 @@ from reft.memory.jobdir import (
 from tests.machine import can_give_away
 
 pytestmark = pytest.mark.timeout(60)
+
+STRANGER = 12345
+needs_root = pytest.mark.skipif(
+    not can_give_away(STRANGER), reason="needs root to give a file to somebody else"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -114,20 +119,62 @@ def test_p11_what_others_could_have_read_or_made_is_refused(tmp_path: Path) -> N
         JobDir.open(tmp_path)
 
 
-@pytest.mark.skipif(not can_give_away(12345), reason="needs root to give a file to somebody else")
+@needs_root
 def test_p11_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
     job = JobDir.open_or_create(tmp_path, "job", "node0")
-    os.chown(job.path / SECRET_FILE, 12345, -1)
-    with pytest.raises(AuthenticationError, match="belongs to uid 12345"):
+    os.chown(job.path / SECRET_FILE, STRANGER, -1)
+    with pytest.raises(AuthenticationError, match=f"belongs to uid {STRANGER}"):
         read_secret(job.path)
-    os.chown(job.path, 12345, -1)
-    with pytest.raises(AuthenticationError, match="belongs to uid 12345"):
+    os.chown(job.path, STRANGER, -1)
+    with pytest.raises(AuthenticationError, match=f"belongs to uid {STRANGER}"):
         JobDir.open(job.path)
     with pytest.raises(ArenaError, match="only its owner"):
         remove_job(job.path)
     (summary,) = list_jobs(tmp_path)
     assert summary.problem is not None
-    assert summary.owner_uid == 12345
+    assert summary.owner_uid == STRANGER
+
+
+@needs_root
+def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "scratch"
+    link.symlink_to(tmp_path / "disk")
+    assert JobDir.open_or_create(link / "reft", "mine", "node0").path.is_dir()
+    os.lchown(link, STRANGER, -1)
+    with pytest.raises(AuthenticationError, match=f"uid {STRANGER}"):
+        JobDir.open_or_create(link / "reft", "other", "node0")
+    assert not (tmp_path / "disk" / "reft" / "other").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+def test_p11_a_strangers_memory_directory_is_refused(tmp_path: Path, mode: int) -> None:
+    memory_dir = tmp_path / "reft"
+    memory_dir.mkdir()
+    memory_dir.chmod(mode)
+    os.chown(memory_dir, STRANGER, -1)
+    with pytest.raises(AuthenticationError, match=f"belongs to uid {STRANGER}"):
+        JobDir.open_or_create(memory_dir, "job", "node0")
+    assert list(memory_dir.iterdir()) == []
+
+
+def test_p11_a_memory_directory_where_others_can_exchange_jobs_is_refused(tmp_path: Path) -> None:
+    memory_dir = tmp_path / "reft"
+    memory_dir.mkdir()
+    memory_dir.chmod(0o777)
+    with pytest.raises(AuthenticationError, match="chmod"):
+        JobDir.open_or_create(memory_dir, "job", "node0")
+    memory_dir.chmod(0o1777)  # as an administrator makes one for all users
+    assert JobDir.open_or_create(memory_dir, "job", "node0").path.is_dir()
+
+
+@pytest.mark.parametrize("job_id", ["..", ".", "/", "../elsewhere", "/tmp", "a/b", ".x", "x" * 129])
+def test_p7_a_job_id_that_is_a_path_is_refused(tmp_path: Path, job_id: str) -> None:
+    memory_dir = tmp_path / "deep" / "reft"
+    with pytest.raises(ConfigError, match="job_id"):
+        JobDir.open_or_create(memory_dir, job_id, "node0")
+    assert not memory_dir.exists()
 
 
 def test_the_memory_of_another_job_is_refused(tmp_path: Path) -> None:

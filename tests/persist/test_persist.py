@@ -1,288 +1,108 @@
-"""Versions written from the memory of several nodes: complete and verified, or not at all."""
+"""P3, P5: where memory is lost a job goes on from its newest sound checkpoint, to the last bit, or says why it cannot;
+what an older start still holds replaces nothing."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
-from reft.config import FaultConfig, FaultPoint, ReftConfig
-from reft.errors import OvertakenError, PersistError
-from reft.memory.arena import Arena
-from reft.naming import Label
-from reft.protect.blocks import Section
-from reft.recover.offline import persist_offline
-from reft.state.deepspeed_format import host_file_name, read_host_file
-from reft.state.template import same_value
-from reft.storage import fence
-from reft.storage.persist import PersistProgress, persist_label
-from reft.storage.persisted import job_directory, latest_tag
-from reft.storage.staging import WorkDir
-from tests.faults.memory import small_file_system
-from tests.persist import latest_persisted, verify_persisted
-from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
-from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
+from tests.commands import command
+from tests.contact.runs import STEPS, Run, losses_without_reft
+from tests.faults.cases import DP3, OPTIMIZERS
+from tests.faults.job import FaultJob, Scratch, wrong_losses
+from tests.versions import step_on_storage
 
-V4, V8, V12 = Label(1, 4), Label(1, 8), Label(1, 12)
-NODES = ["n0", "n1"]
+pytestmark = pytest.mark.integration
+
+LOST_AT = 7
+SCRIPT = "resumes.py"
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Memory:
-    """Two nodes of a PP2 x DP2 job that hold step 4."""
-    memory = Memory(tmp_path / "memory")
-    memory.write(V4, made_up_images(DEGREES, 4))
-    return memory
+def start(run: Run, **block: Any) -> tuple[int, str]:
+    """Train with every second step on storage, and not on before it is there."""
+    persist = {"dir": str(run.persisted), "interval_steps": 2}
+    return run.start({"persist": persist, **block}, TEST_PERSISTED=str(run.persisted / "contact"))
 
 
 @pytest.fixture(scope="module")
-def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the checkpoint of step 4, to be copied."""
-    root = tmp_path_factory.mktemp("step4")
-    memory = Memory(root / "memory")
-    memory.write(V4, made_up_images(DEGREES, 4))
-    persist_offline([memory.job_dir(n).path for n in NODES], root / "checkpoints")
-    return root / "checkpoints"
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return losses_without_reft(tmp_path_factory.mktemp("undisturbed"))
 
 
-def check_checkpoint(directory: Path, label: Label) -> None:
-    """Every file is what the version holds, and nothing else is left in the directory."""
-    directory = job_directory(directory, JOB)
-    info = latest_persisted(directory)
-    assert info is not None
-    assert (info.label, info.job_id, info.degrees) == (label, JOB, DEGREES)
-    assert latest_tag(directory) == info.tag
-    assert verify_persisted(directory, info.tag) == []
-    names = {"reft.json"}
-    for at in DEGREES.coordinates():
-        for name, expected in expected_files(at, label.step).items():
-            assert same_value(torch.load(info.path / name, weights_only=True), expected), name
-            names.add(name)
-        assert read_host_file(info.path / host_file_name(at)) == host_state(at, label.step)
-        names.add(host_file_name(at))
-    assert {p.name for p in info.path.iterdir()} == names
+@pytest.fixture(scope="module")
+def persisted(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[str]) -> Path:
+    """The persist directory of a job whose node was lost."""
+    run = Run(tmp_path_factory.mktemp("lost"), SCRIPT)
+    code, log = start(run, faults=[{"point": "during_step", "step": LOST_AT, "action": "kill_node"}])
+    assert code == -9, log
+    assert run.losses() == undisturbed[:LOST_AT]
+    return run.persisted
 
 
-def no_debris(directory: Path) -> bool:
-    return all(p.name.startswith(".incarnation-") for p in directory.glob("**/.*"))
-
-
-def flip(memory: Memory, node: str, arena: str, section: Section, owner: bool) -> None:
-    """Flip a bit in the middle of the first such block of an arena."""
-    job = memory.job_dir(node)
-    with Arena.open(job.path / arena, job.secret, writable=True) as found:
-        header = found.header()
-        assert header is not None
-        entry = next(e for e in header.entries if e.key.section is section and e.owner is owner)
-        found.data[entry.arena_offset + entry.nbytes // 2] ^= 4
-
-
-@pytest.mark.process
-def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
-    memory: Memory, step_4: Path, tmp_path: Path
+@pytest.mark.parametrize(("damaged", "resumed_at"), [(0, 6), (1, 4), (2, None)])
+def test_p3_p5_a_job_goes_on_from_its_newest_sound_checkpoint(
+    persisted: Path, undisturbed: list[str], tmp_path: Path, damaged: int, resumed_at: int | None
 ) -> None:
-    directory = Path(shutil.copytree(step_4, tmp_path / "checkpoints"))
-    check_checkpoint(directory, V4)
-    config = memory.config(directory, keep=1)
-    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
-    assert persist_on_all(memory, V8, config, NODES) == dict.fromkeys(NODES, directory / JOB / "global_step8")
-    check_checkpoint(directory, V8)
-    assert no_debris(directory)
-    assert not (directory / JOB / "global_step4").exists()
-    # Written again: it is there already.
-    assert persist_on_all(memory, V8, config, ["n1"]) == {"n1": directory / JOB / "global_step8"}
-    with pytest.raises(PersistError, match="older version of the job"):
-        persist_label(memory.job_dir("n0"), V4, config)
+    run = Run(tmp_path, SCRIPT)
+    shutil.copytree(persisted, run.persisted)
+    for tag in ("global_step6", "global_step4")[:damaged]:
+        state = run.persisted / "contact" / tag / "mp_rank_00_model_states.pt"
+        content = bytearray(state.read_bytes())
+        content[len(content) // 2] ^= 4
+        state.write_bytes(content)
+    code, log = start(run)
+    assert log.count("mp_rank_00_model_states.pt: checksum") >= damaged, log
+    if resumed_at is None:
+        assert (code, "Traceback" in log) == (2, False), log
+        assert not (run.out / "losses").exists()
+        return
+    assert code == 0, log
+    assert f"resumed at step {resumed_at} from disk" in log
+    assert run.losses() == undisturbed[resumed_at:]
+    assert step_on_storage(run.persisted / "contact") == STEPS
 
 
-@pytest.mark.integration
-def test_killed_while_writing_the_previous_checkpoint_stays(
-    memory: Memory, step_4: Path, tmp_path: Path
+def test_p3_an_older_version_in_memory_replaces_no_checkpoint(persisted: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, SCRIPT)
+    code, log = run.start({"faults": [{"point": "during_step", "step": 3}]}, "--max-restarts", "0")
+    assert code != 0, log
+    shutil.copytree(persisted, run.persisted)
+    memory = ("persist", "--memory-dir", run.memory)
+    refused = command(*memory, "--out", run.persisted)
+    assert (refused.code, "older version of the job" in " ".join(refused.err.split())) == (1, True), refused
+    assert step_on_storage(run.persisted / "contact") == 6
+    assert command(*memory, "--out", run.saved).code == 0
+    assert step_on_storage(run.saved / "contact") == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_p1_p3_more_nodes_than_are_tolerated_are_lost_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """SIGKILL in the middle of writing, between writing and assembling, and before the name is given."""
-    directory = Path(shutil.copytree(step_4, tmp_path / "checkpoints"))
-    config = memory.config(directory, keep=1)
-    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
-    fault = FaultConfig(point=FaultPoint.DURING_PERSIST, step=8, pp=0, dp=0)
-    faulty = config.model_copy(update={"faults": (fault,)})
-    for phase, of_leader in (("fault", faulty), ("staged", config), ("assembled", config)):
-        started = [spawn_node(memory, "n0", V8, of_leader, phase)]
-        if phase == "assembled":
-            started.append(spawn_node(memory, "n1", V8, config))
-        assert started[0].wait(LIMIT_SECS) == -signal.SIGKILL
-        check_checkpoint(directory, V4)
-        for process in started[1:]:
-            process.kill()
-            process.wait(LIMIT_SECS)
-    # Another attempt on the same nodes succeeds, over what the killed ones left.
-    assert not no_debris(directory)
-    persist_on_all(memory, V8, config, NODES)
-    check_checkpoint(directory, V8)
-    assert no_debris(directory)
-
-
-@pytest.mark.integration
-def test_the_assembling_process_dies_with_the_daemon(memory: Memory, tmp_path: Path) -> None:
-    alone = Memory(tmp_path / "alone", nodes=dict.fromkeys(DEGREES.coordinates(), "n0"))
-    alone.write(V4, made_up_images(DEGREES, 4))
-    process = spawn_node(alone, "n0", V4, alone.config(tmp_path / "checkpoints"))
-    daemon = psutil.Process(process.pid)
-    children = wait_for(daemon.children)
-    process.kill()
-    assert process.wait(LIMIT_SECS) == -signal.SIGKILL
-    children[0].wait(LIMIT_SECS)
-    assert latest_persisted(tmp_path / "checkpoints" / JOB) is None
-
-
-def wait_for(look: Any, limit_secs: float = LIMIT_SECS) -> Any:
-    deadline = time.monotonic() + limit_secs
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
-
-
-def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    flip(memory, "n1", "rank0-slot0.arena", Section.OWNED, owner=True)
-    results = persist_on_all(memory, V4, memory.config(directory), NODES)
-    assert "owned block 0 of member 1" in str(results["n1"])
-    assert "rank0-slot0.arena does not match the checksum" in str(results["n1"])
-    assert isinstance(results["n0"], PersistError)
-    assert "node n1 gave up: PersistError: owned block 0" in str(results["n0"])
-    assert latest_persisted(directory / JOB) is None
-    assert no_debris(directory)
-
-
-def test_a_missing_peer_is_named_after_the_timeout(memory: Memory, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    config = memory.config(directory, timeout_secs=0.3)
-    with pytest.raises(PersistError, match=r"the part of pp0\.dp1\.tp0, the part of pp1\.dp1\.tp0; check"):
-        persist_label(memory.job_dir("n0"), V4, config)
-    assert no_debris(directory)
-    with pytest.raises(PersistError, match=r"the part of pp0\.dp0\.tp0"):
-        persist_label(memory.job_dir("n1"), V4, config)
-    # What a node without the leader leaves is cleaned up by the next attempt of the leader.
-    assert not no_debris(directory)
-    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
-    with pytest.raises(PersistError):
-        persist_label(memory.job_dir("n0"), V8, config)
-    assert no_debris(directory)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("missing", NODES)
-def test_p6_a_node_whose_memory_went_on_tells_the_others(
-    memory: Memory, tmp_path: Path, missing: str
-) -> None:
-    """They wait for no part of it, whoever comes first, and write what is due next."""
-    directory = tmp_path / "checkpoints"
-    config = memory.config(directory)
-    (there,) = set(NODES) - {missing}
-    for at in DEGREES.coordinates():
-        if memory.node_of(at) == there:
-            memory.write_arena(at, V8, [made_up_images(DEGREES, 8)[at]] * 2, slot=1)
-    with pytest.raises(OvertakenError, match="no arena holds step 8"):
-        persist_label(memory.job_dir(missing), V8, config)
-    for _ in range(2):  # it stays told
-        with pytest.raises(OvertakenError, match=f"node {missing} .*no arena holds step 8"):
-            persist_label(memory.job_dir(there), V8, config)
-    memory.write(V12, made_up_images(DEGREES, 12), slot=2)
-    persist_on_all(memory, V12, config, NODES)
-    check_checkpoint(directory, V12)
-    assert no_debris(directory)
-
-
-def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(memory: Memory, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    config = memory.config(directory)
-    lost = memory.job_dir("n1")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, config)
-        wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2)
-        for at in DEGREES.coordinates():
-            if memory.node_of(at) == "n1" and at.pp == 1:  # one of its two trainers
-                memory.write_arena(at, V8, [made_up_images(DEGREES, 8)[at]] * 2)
-        with pytest.raises(OvertakenError, match=r"pp1\.dp1\.tp0"):
-            persist_label(lost, V4, config)
-        with pytest.raises(OvertakenError, match=r"node n1 .*pp1\.dp1\.tp0"):
-            waiting.result(LIMIT_SECS)
-
-
-def test_p6_a_node_that_is_cut_off_tells_nothing(memory: Memory, tmp_path: Path) -> None:
-    """Its newer start writes there: what it missed is nobody's business."""
-    directory = tmp_path / "checkpoints"
-    (directory / JOB).mkdir(parents=True)
-    fence.claim(directory / JOB, JOB, 2)
-    with pytest.raises(OvertakenError):
-        persist_label(memory.job_dir("n1"), V8, memory.config(directory))
-    assert no_debris(directory)
-
-
-@pytest.mark.integration
-def test_a_full_disk_is_an_error_without_debris_and_goes_on_when_there_is_room(
-    memory: Memory, tmp_path: Path
-) -> None:
-    disk = tmp_path / "disk"
-    with small_file_system(disk, "96k") as reason:
-        if reason is not None:
-            pytest.skip(reason)
-        directory = disk / "checkpoints"
-        config = memory.config(directory)
-        results = persist_on_all(memory, V4, config, NODES)
-        assert all(isinstance(r, PersistError) for r in results.values())
-        assert "No space left on device; make room" in str(results["n0"]) + str(results["n1"])
-        assert latest_persisted(directory / JOB) is None
-        leader_cleans_up(memory, config)
-        assert no_debris(directory)
-        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
-        persist_on_all(memory, V4, config, NODES)
-        check_checkpoint(directory, V4)
-
-
-def leader_cleans_up(memory: Memory, config: ReftConfig) -> None:
-    """A node that failed after the leader had gone may have left its files; the next attempt removes them."""
-    if not no_debris(config.persist.dir):  # type: ignore[arg-type]
-        memory.write(V8, made_up_images(DEGREES, 8), slot=1)
-        with pytest.raises(PersistError):
-            persist_label(memory.job_dir("n0"), V8, config)
-
-
-def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    config = memory.config(directory, timeout_secs=0.2)
-    with pytest.raises(PersistError):
-        persist_label(memory.job_dir("n1"), V4, config)
-    work = WorkDir.of(directory / JOB, JOB, V4)
-    part = next(work.staging.glob("failed-*.json"))
-    part.write_text(part.read_text().replace("n1", "n7"))
-    with pytest.raises(Exception, match="does not carry the job's secret"):
-        persist_label(memory.job_dir("n0"), V4, config)
-
-
-# --- without the job's processes --------------------------------------------------------------------
-
-
-@pytest.mark.integration
-def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
-    memory: Memory, tmp_path: Path
-) -> None:
-    shutil.rmtree(tmp_path / "memory" / "n0")
-    seen: list[str] = []
-
-    def progress(at: PersistProgress) -> None:
-        seen.append(at.phase)
-
-    directory = tmp_path / "checkpoints"
-    result = persist_offline([memory.job_dir("n1").path], directory, progress=progress)
-    assert result.corrupt_blocks == 0
-    check_checkpoint(directory, V4)
-    assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
+    scratch, optimizer = Scratch.of_the_run(tmp_path_factory, "persist"), OPTIMIZERS[0]
+    reference = scratch.reference(DP3, optimizer, 200)
+    persist_dir = scratch.root / "beyond-persisted"
+    block = {"persist": {"dir": str(persist_dir), "interval_steps": 4}}
+    # Never reaches its last step: it is ended by what is tested.
+    with FaultJob(scratch, "beyond", DP3, optimizer, steps=10**6, block=block) as job:
+        written = persist_dir / job.cluster.job_id
+        job.wait_for("a checkpoint on disk", lambda: step_on_storage(written) > 0)
+        for index in (1, 2):
+            job.cluster.kill_node(index)
+        for index in (1, 2):
+            job.cluster.start_node(index)
+        job.wait_for_commit(8, life=2)
+        life = job.history.incarnations[2]
+        assert {event.fields["source"] for event in life.restored.values()} == {"disk"}
+        resumed_at = int(next(iter(life.restored.values())).fields["version"])
+        assert resumed_at % 4 == 0
+        job.wait_for_step(resumed_at + 8, life=2)
+        assert min(job.history.incarnations[2].steps) == resumed_at + 1
+        assert "resuming from disk" in job.logs
+        assert wrong_losses(job.history, reference) == []
+        # The steps after the restored one have been computed twice.
+        assert len(job.history.losses[resumed_at + 1]) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -10,17 +9,20 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from deepspeed.runtime.pipe import schedule
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.device import VENDORS
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
 from reft.profile.traces import ClockOffset, assign_chunks, estimate
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
-from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
+from tests.device.conftest import sim
+from tests.device.simulated import NAME, Simulated
+
+__all__ = ["sim"]
 
 seconds = st.floats(0, 0.1)
 
@@ -45,42 +47,21 @@ def test_drift_between_two_measurements_is_part_of_the_bound(first, drift, at):
     assert middle.clock == 1
 
 
-class _OnStream(SimulatedEvent):
-    """As ``torch.cuda.Event``: recorded on the current stream."""
-
-    stream: SimulatedStream
-
-    def record(self, stream=None) -> None:
-        super().record(stream or self.stream)
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A compute stream behind ``torch.cuda``."""
-    _OnStream.stream = stream = SimulatedStream()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", _OnStream)
-    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
-    return stream
-
-
-def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_returned(device):
-    clock = DeviceClock()
+def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_returned(sim: Simulated) -> None:
+    clock = DeviceClock(VENDORS[NAME])
     clock.begin()
-    go = threading.Event()
-    marks = []
+    go = sim.hold()
+    marks, truth = [], []
     for _ in range(3):
         marks.append(clock.mark())
-        device.put(go.wait)
-        device.put(lambda: time.sleep(0.01))
-        marks.append(clock.mark())
+        sim.launch(lambda: truth.append(time.perf_counter()))
+        sim.sleep(0.01)
     # Marking did not wait for the device, which cannot go on yet.
     marked_at = time.perf_counter()
-    go.set()
+    go()
     found = clock.resolve(marks)
-    truth = [mark.point.secs for mark in marks]
-    assert truth[1] > marked_at
-    assert found == pytest.approx(truth, abs=clock.error_secs + 1e-6)
+    assert found[0] > marked_at - clock.error_secs
+    assert found == pytest.approx(truth, abs=clock.error_secs + 1e-3)
 
 
 def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:

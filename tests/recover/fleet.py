@@ -48,11 +48,18 @@ class Fleet:
         host = tuple(90 + d + tp for d in range(dp))
         return SectionSizes(self.scale * (640 + 72 * pp + 8 * tp), owned, host)
 
+    def directory(self, root: Path, node: str) -> Path:
+        """Where a node has its arenas."""
+        (root / node).mkdir(parents=True, exist_ok=True)
+        return root / node
+
     def shard_plan(self, pp: int, tp: int) -> ShardPlan:
         placement = place_group(self.topology.group_nodes(pp, tp), self.copies, self.parities)
         sizes = self.sizes(pp, tp)
         return make_shard_plan(
-            SectionSizes(sizes.replicated_bytes, sizes.owned_bytes, (256,) * len(sizes.host_bytes)),
+            SectionSizes(
+                sizes.replicated_bytes, sizes.owned_bytes, tuple(-(-n // 256) * 256 for n in sizes.host_bytes)
+            ),
             placement,
             self.block_bytes,
         )
@@ -155,8 +162,7 @@ class Fleet:
 
     def write_arena(self, root: Path, at: Coordinate, label: Label, slot: int = 0) -> Path:
         """A real, committed arena file in the directory of its node."""
-        node_dir = root / self.topology.node_of(at)
-        node_dir.mkdir(parents=True, exist_ok=True)
+        node_dir = self.directory(root, self.topology.node_of(at))
         plan = self.shard_plan(at.pp, at.tp).members[at.dp]
         header = self.header(at, label, real=True)
         path = node_dir / arena_name(self.topology, at, slot)

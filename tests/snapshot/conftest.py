@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.engine import CopyEngine
+from tests.device.conftest import sim
 from tests.snapshot.devices import Cpu, Cuda, Simulated
+
+__all__ = ["sim"]
 
 
 @pytest.fixture(params=["cpu", "simulated", "cuda"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cpu:
+def device(request: pytest.FixtureRequest) -> Cpu:
     if request.param == "cpu":
         return Cpu()
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA or ROCm device; torch finds none")
-        return Cuda()
-    simulated = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
-    return simulated
+    if request.param == "simulated":
+        return Simulated(request.getfixturevalue("sim"))
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    return Cuda(torch.cuda)
 
 
 @pytest.fixture

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
+from reft.device import vendor_of
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.blocks import BlockKey
-from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.plan import MemberPlan, ShardPlan
 from reft.state.catalogue import SectionImage
-from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 WAIT_SECS = 60  # Longer than anything here takes; no test depends on it
 
@@ -43,34 +43,32 @@ class Cpu:
 
 class Simulated(Cpu):
     asynchronous = True
+    name = "sim"
 
-    def __init__(self) -> None:
-        self.cuda = SimulatedCuda()
+    def __init__(self, of_torch: Any) -> None:
+        self.torch = of_torch
 
-    def engine(self) -> SimulatedCudaEngine:
-        engine = SimulatedCudaEngine(torch.device("cuda", 0), chunk_bytes=2 * mmap.PAGESIZE)
-        engine.simulated = self.cuda
-        return engine
+    def engine(self) -> CopyEngine:
+        device = torch.device(self.name)
+        vendor = vendor_of(device)
+        assert vendor is not None
+        return DeviceCopyEngine(device, vendor, chunk_bytes=2 * mmap.PAGESIZE)
 
-    def write(self, live: torch.Tensor, value: int) -> None:
-        self.cuda.compute.put(lambda: live.fill_(value))
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        live = value.to(self.name)
+        self.torch.synchronize()
+        return live
 
     def hold(self) -> Callable[[], None]:
-        release = threading.Event()
-        self.cuda.compute.put(lambda: release.wait(WAIT_SECS))
-        return release.set
+        release: Callable[[], None] = self.torch.hold()
+        return release
 
 
-class Cuda(Cpu):
-    asynchronous = True
+class Cuda(Simulated):
+    name = "cuda"
 
     def engine(self) -> CopyEngine:
         return copy_engine_for("cuda")
-
-    def put(self, value: torch.Tensor) -> torch.Tensor:
-        live = value.cuda()
-        torch.cuda.synchronize()
-        return live
 
     def hold(self) -> Callable[[], None]:
         torch.cuda._sleep(500_000_000)  # some tenths of a second

@@ -18,13 +18,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reft.device import Cuda
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
-from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.cuda import CudaCopyEngine, Driver, copy_engine_for
+from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece
 from reft.state.catalogue import SectionImage
+from tests.device.simulated import Simulated as Device
+from tests.device.simulated import SimulatedVendor
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
-from tests.snapshot.simulated_cuda import SimulatedCudaEngine
 
 CLOCK_ERROR_SECS = 0.001
 """Most by which a device's time, told by the host's clock, may be wrong on a busy machine."""
@@ -310,12 +311,9 @@ def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEng
     assert engine.bytes_per_sec == measured
 
 
-def test_memory_that_cannot_be_pinned_costs_speed_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
-    device.cuda.runtime.refuse = True
+def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pytest.LogCaptureFixture) -> None:
+    device = Simulated(sim)
+    sim.settings.refuse_registering = 1
     engine = device.engine()
     memories = [memoryview(mmap.mmap(-1, 3500)) for _ in range(2)]
     with caplog.at_level(logging.WARNING):
@@ -325,7 +323,7 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
             target = torch.frombuffer(memory, dtype=torch.uint8)
             engine.begin()
             engine.copy([(live, target)])
-            assert torch.equal(target, live), "the copying thread waits where memory is not pinned"
+            assert torch.equal(target, live.cpu()), "the copying thread waits where memory is not pinned"
             engine.fence()
             engine.synchronize()
     (said,) = caplog.messages
@@ -336,7 +334,7 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
 
 EXIT_SCRIPT = """
 import mmap, sys, torch
-from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.device import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 engine.register(memory)
@@ -346,45 +344,41 @@ engine.copy([(live, torch.frombuffer(memory, dtype=torch.uint8))])
 """
 
 
-@pytest.mark.process
 def test_copies_share_no_stream_with_communicators_and_leave_none_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sim: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch hands its pool's streams out in turns: whoever took one shares it with a later communicator."""
-    simulated = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
-    engine = simulated.engine()
-    communicators = [simulated.cuda.Stream() for _ in range(32)]
-    release = [stream.put for stream in communicators]
-    blocked = threading.Event()
-    for put in release:
-        put(lambda: blocked.wait(WAIT_SECS))  # a transfer whose peer is not there yet
+    engine = Simulated(sim).engine()
+    for _ in range(32):
+        sim.hold(sim.Stream())  # a transfer whose peer is not there yet
     target = host_memory(engine, 100)
-    take(engine, [(torch.full((100,), 7, dtype=torch.uint8), target)])
+    take(engine, [(torch.full((100,), 7, dtype=torch.uint8, device="sim"), target)])
     assert target.tolist() == [7] * 100
-    assert len(simulated.cuda.own) == 2, "one to copy, one to drain; the clock needs none"
-    blocked.set()
+    assert sim.settings.own_streams == 2, "one to copy, one to drain; the clock needs none"
     engine.close()
-    assert simulated.cuda.own == {}
+    assert sim.settings.own_streams == 0
     assert caplog.messages == []
 
 
 def test_p6_without_streams_of_the_driver_copies_take_torch_s_and_say_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sim: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    simulated = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
-    monkeypatch.setattr(SimulatedCudaEngine, "_driver", CudaCopyEngine._driver)  # there is none here
-    engine = simulated.engine()
+    def refuse(*_: object) -> None:
+        raise OSError("there is no driver")
+
+    monkeypatch.setattr(SimulatedVendor, "create_stream", refuse)
+    engine = Simulated(sim).engine()
     assert "may wait for copies" in caplog.text
     target = host_memory(engine, 100)
-    take(engine, [(torch.full((100,), 7, dtype=torch.uint8), target)])
+    take(engine, [(torch.full((100,), 7, dtype=torch.uint8, device="sim"), target)])
     assert target.tolist() == [7] * 100
     engine.close()
 
 
 @pytest.mark.parametrize("name", ["cuStreamCreateWithPriority", "hipStreamCreateWithPriority"])
-def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_stream(name: str) -> None:
+def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_stream(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[int, int]] = []
 
     def create(made: Any, flags: int, priority: int) -> int:
@@ -392,12 +386,16 @@ def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_strea
         made._obj.value = 0xABC000
         return 0 if len(calls) == 1 else 2
 
-    library = SimpleNamespace(**{name: create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int})
-    driver = Driver.of(library)
-    assert driver.create() == 0xABC000
+    driver = SimpleNamespace(**{name: create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int})
+    monkeypatch.setattr(Cuda, "library", lambda self: driver)
+    of_torch = SimpleNamespace(
+        set_device=lambda device: None, ExternalStream=lambda address, device: (address, device)
+    )
+    monkeypatch.setattr(Cuda, "module", of_torch)
+    assert Cuda().create_stream(torch.device("cpu"))[0] == (0xABC000, torch.device("cpu"))
     assert calls == [(1, 0)]  # non-blocking, the priority of the default stream
     with pytest.raises(RuntimeError, match="error 2"):
-        driver.create()
+        Cuda().create_stream(torch.device("cpu"))
 
 
 @pytest.mark.process

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from reft.config import Variant
 from reft.errors import TransferError
@@ -19,12 +17,9 @@ from reft.naming import Label
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.gate import HostGate
-from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.worker import SnapshotRequest
-from reft.state.catalogue import SectionImage
-from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
+from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of_one, make_worker
 
 
 class SlowToPin(CpuCopyEngine):
@@ -41,26 +36,14 @@ class SlowToPin(CpuCopyEngine):
         super().register(data)
 
 
-class Alone:
-    """A job of one rank, which takes versions of a tensor."""
+class Alone(Rank):
+    """A job of one rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self.engine, self.gate = SlowToPin(), HostGate()
+    def __init__(self, root: Path) -> None:
+        self.engine, pacer = SlowToPin(), Pacer()
+        self.gate = pacer.gate
         self.gate.patience_secs = 10 * WAIT_SECS
-        pacer: Any = SimpleNamespace(plan=None, gate=self.gate, version_done=lambda sections, chunks: None)
-        self.worker = make_worker(folder, Copier(self.engine, 65536), pacer)
-        self.images = LiveImages(SectionImage([("state", torch.ones(100_000))]), SectionImage([]), "layout")
-
-    def submit(self, step: int, **options: Any) -> SnapshotRequest:
-        self.worker.fence()
-        request = SnapshotRequest(Label(1, step), self.images, b"host", **options)
-        self.worker.submit(request)
-        return request
-
-    def take(self, step: int) -> SnapshotRequest:
-        request = self.submit(step, must=True)
-        assert request.done.wait(WAIT_SECS), "nothing became of the version"
-        return request
+        super().__init__(0, root, ALONE, Copier(self.engine, 65536), pacer)
 
 
 @pytest.fixture
@@ -71,15 +54,15 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
         job.worker.close(10)
 
 
-def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone, tmp_path: Path) -> None:
+def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone) -> None:
     """Training waits where a window closes for whoever has the permit. Somebody has removed the file that the
     next version goes to: it is made, touched and pinned anew, by nobody who has it."""
-    assert alone.take(1).committed
-    for path in tmp_path.glob("*.arena"):
+    assert alone.take(1)
+    for path in alone.job_dir.glob("*.arena"):
         path.unlink()
     alone.engine.pinning.clear()
     alone.engine.pinned.clear()
-    second = alone.submit(2, variant=Variant.HAS)
+    second = alone.begin(2, variant=Variant.HAS)
     alone.gate.open(0, 64, None)
     try:
         assert alone.engine.pinning.wait(WAIT_SECS), "no arena was made"
@@ -90,25 +73,24 @@ def test_p6_no_window_waits_while_an_arena_is_made(alone: Alone, tmp_path: Path)
     finally:
         alone.engine.pinned.set()
     alone.worker.fence()
-    assert second.done.wait(WAIT_SECS)
-    assert second.committed
+    assert alone.wait_for(second)
 
 
-def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone, tmp_path: Path) -> None:
+def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone) -> None:
     """As for one that a daemon writes to storage: it lets go at the end, or the version is given up."""
-    assert alone.take(1).committed
-    assert alone.take(2).committed
-    readers = [arena for _, arena in scan(tmp_path, SECRET) if isinstance(arena, Arena)]
+    assert alone.take(1)
+    assert alone.take(2)
+    readers = [arena for _, arena in scan(alone.job_dir, SECRET) if isinstance(arena, Arena)]
     assert all(reader.lock_shared() for reader in readers)
     alone.worker.arenas.pin_secs = 0.1
-    refused = alone.take(3)
+    refused = alone.begin(3, must=True)
+    assert not alone.wait_for(refused)
     assert "all slots are in use" in str(refused.given_up)
     alone.worker.arenas.pin_secs = WAIT_SECS
-    waiting = alone.submit(4, must=True)
+    waiting = alone.begin(4, must=True)
     for reader in readers:
         reader.close()
-    assert waiting.done.wait(WAIT_SECS)
-    assert waiting.committed
+    assert alone.wait_for(waiting)
 
 
 def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_path: Path) -> None:

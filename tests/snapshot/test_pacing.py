@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from reft.snapshot.copying.engine import ComputeClock
-from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.copying.engine import ComputeClock, Mark
+from reft.snapshot.copying.gate import Gate, HostGate
 from reft.snapshot.copying.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter, waits, window_kind
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.trace import ChunkRecord
@@ -25,7 +25,7 @@ def stream(stage: int) -> list[str]:
 def observed(
     names: list[str], waits: dict[int, tuple[float, float]], end: float, at: float = 100.0
 ) -> Observed:
-    seen = [Wait(p, at + a, at + b, 0.0, True) for p, (a, b) in waits.items()]
+    seen = [Wait(p, at + a, at + b, 0.0, 0) for p, (a, b) in waits.items()]
     return Observed("key", names, (at, at + end), seen)
 
 
@@ -212,3 +212,71 @@ def test_queued_transfers_wait_where_they_are_carried_out() -> None:
     assert [p for p, (may_wait, _) in enumerate(found) if may_wait] == [1, 6, 9, 10]
     assert [p for p, (_, receives) in enumerate(found) if receives] == [1, 6]
     assert [window_kind(names, p) for p in (1, 6, 9)] == [WindowKind.FILL, WindowKind.MID, WindowKind.DRAIN]
+
+
+class Link(Gate):
+    """A device whose copies are queued: each window's begin where it opens, as fast as the link lets them, and
+    run on after it. What is left at the fence follows."""
+
+    def __init__(self, clock: Clock, bytes_per_sec: float) -> None:
+        self.clock, self.rate = clock, bytes_per_sec
+        self.wanted = True
+        self.queued: list[tuple[int | None, int, float]] = []
+
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        self.queued.append((window, nbytes, self.clock.now))
+
+    def copy(self, nbytes: int, chunk_bytes: int, fence_secs: float) -> list[ChunkRecord]:
+        records, free = [], 0.0
+        for window, budget, opened in [*self.queued, (None, nbytes, fence_secs)]:
+            begun, tier = 0, 0 if window is None else 1
+            while begun < min(budget, nbytes):
+                part = min(chunk_bytes, nbytes - begun)
+                begin = max(free, opened)
+                free = begin + part / self.rate
+                records.append(ChunkRecord(tier, part, begin, free, window, "replicated"))
+                begun += part
+            nbytes -= begun
+        self.queued.clear()
+        return records
+
+
+@pytest.mark.parametrize("first_guess", [0.05, 1.0, 8.0])
+@pytest.mark.parametrize("gigabytes", [0.4, 2.0, 4.0])
+@pytest.mark.parametrize("late", [False, True], ids=["", "known a version later"])
+def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guessed(
+    gigabytes: float, first_guess: float, late: bool
+) -> None:
+    """Within 20 versions, at 25 GB/s, with two windows of 20 ms in a step of 200 ms, for which the link has 5 GB."""
+    rate, nbytes, clock = 25e9, int(gigabytes * 1e9), Clock()
+    gate = Link(clock, rate)
+    limits = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
+    pacer = Pacer(gate, PaceOptions("profiled", limits, 1, 2, 2), lambda: Mark(0), clock)
+    pacer.model.window = pacer.model.compute = first_guess * rate
+    names = ["RecvActivation", "ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
+    for _ in range(20):
+        pacer.begin_step("step")
+        for position, secs in ((0, 0.02), (2, 0.02)):
+            pacer.open(position, receives=True)
+            clock.now += secs
+            pacer.close()
+            clock.now += 0.07
+        fence_secs = clock.now
+        pacer.begin_optimizer()
+        clock.now += 0.02
+        pacer.end_optimizer()
+        chunks = gate.copy(nbytes, 2**24, fence_secs)
+        if late:  # the version was committed before the step was over
+            pacer.version_done({"replicated": nbytes}, chunks)
+        pacer.end_step("step", names)
+        if not late:
+            pacer.version_done({"replicated": nbytes}, chunks)
+    plan = pacer.plan
+    assert plan is not None
+    assert plan.fits
+    assert plan.advised_interval_steps == 1
+    held = rate * 0.02
+    for window in plan.windows:
+        assert window.capacity_bytes == pytest.approx(held, rel=0.1)
+    if nbytes > 2 * held:
+        assert pacer.model.compute == pytest.approx(rate, rel=0.1)

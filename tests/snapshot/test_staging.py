@@ -86,11 +86,12 @@ def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngin
 
 
 def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: CopyEngine) -> None:
-    if not isinstance(device, Simulated):
+    if type(device) is not Simulated:
         pytest.skip("only the simulated device can be made full")
-    device.cuda.free_bytes, device.cuda.total_bytes = 2 * 2**30, 80 * 2**30
+    settings = device.torch.settings
+    settings.total_bytes, settings.others_bytes = 80 * 2**30, 78 * 2**30 - settings.reserved_bytes
     assert engine.free_bytes == 0  # 5 % of the device are more than that
-    device.cuda.total_bytes = 4 * 2**30
+    settings.total_bytes, settings.others_bytes = 4 * 2**30, 2 * 2**30 - settings.reserved_bytes
     assert engine.free_bytes == 2 * 2**30 - 512 * 2**20
     with pytest.raises(StagingMemoryError, match="1537 MiB are wanted"):
         engine.staging_buffer(1537 * 2**20)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+import time
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from reft.cli.protect import describe
+from reft.config import FaultConfig, FaultPoint
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, scan
+from reft.memory.jobdir import write_json
 from reft.node.protection import (
+    REQUEST_FILE,
+    Order,
     ProtectionRecord,
     parse_order,
     read_order,
@@ -25,17 +32,94 @@ from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
-from reft.snapshot.committing.switching import Room, agree_on_room
-from tests.machine import free_port
-from tests.snapshot.one_rank import SECRET
-from tests.snapshot.test_worker import launch, versions_in
-from tests.snapshot.worker_job import TOPOLOGY, run
-from tests.spawn import RankError, spawn
+from reft.snapshot.committing.switching import Keeping, Room, agree_on_room
+from tests.snapshot.ranks import FOUR, SECRET, Rank, Results
+from tests.snapshot.test_worker import versions_in
+from tests.spawn import RankError
+
+
+def order(me: Rank, scheme: str) -> None:
+    try:
+        write_order([me.job_dir], scheme)
+    except ConfigError:
+        # Whoever wrote it knew less of the job than this node: the ranks have to see to it.
+        given = Order(time.time_ns() // 1_000_000, scheme)
+        write_json(me.job_dir / REQUEST_FILE, asdict(given))
+
+
+def arenas_found(me: Rank) -> dict[str, tuple[int, str, int]]:
+    """Step, scheme and memory of every arena file; step 0 for an empty one."""
+    found = {}
+    for path, arena in scan(me.job_dir, SECRET):
+        assert isinstance(arena, Arena), arena
+        with arena:
+            header = arena.header()
+            step, scheme = (header.label.step, header.scheme) if header is not None else (0, "")
+            found[path.name] = (step, scheme, arena.file_bytes)
+    return found
+
+
+def switch(rank: int, root: Path) -> dict[str, Any]:
+    """Schemes ordered on one node each, some of which nobody can follow."""
+    me = Rank(rank, root, FOUR)
+    orders = {2: (3, "aec"), 4: (0, "none"), 6: (1, "arc"), 8: (2, "rs:2"), 9: (1, "arc+aor"), 10: (3, "aec")}
+    outcome, found = {}, {}
+    for step in range(1, 13):
+        who, scheme = orders.get(step, (None, ""))
+        if who == rank:
+            order(me, scheme)
+        if step == 6 and rank == 2:
+            me.arenas.limit_bytes = 2 * max(size for _, _, size in arenas_found(me).values())
+        dist.barrier()
+        outcome[step] = me.take(step)
+        found[step] = sorted(arenas_found(me).values())
+        if step == 9 and rank == 2:
+            me.arenas.limit_bytes = None
+    me.worker.close(10)
+    return {
+        "outcome": outcome,
+        "found": found,
+        "records": [record.to_json() for record in me.records],
+        "stats": me.stats.to_json(),
+    }
+
+
+def switch_killed(rank: int, root: Path) -> dict[str, Any]:
+    """The job's fault kills a rank while it switches, or at the first version under the new scheme."""
+    point, step = (root / "fault").read_text().split()
+    me = Rank(rank, root, FOUR, faults=(FaultConfig(point=FaultPoint(point), step=int(step), pp=1, dp=1),))
+    for number in range(1, 6):
+        if number == 3 and rank == 0:
+            order(me, "aec")
+        dist.barrier()
+        me.take(number)
+    raise AssertionError("the fault did not strike")
+
+
+def pressure(rank: int, root: Path) -> dict[str, Any]:
+    """One rank's memory is too short at the start; then there is enough, then less, still less, and enough."""
+    me = Rank(rank, root, FOUR, keeping=Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
+    limits: dict[int, int | None] = {1: 1_200_000, 4: None}
+    outcome, found, files = {}, {}, {}
+    for step in range(1, 41):
+        if step == 15:
+            whole = sum(size for _, _, size in arenas_found(me).values())
+            limits = {16: whole - 1, 20: whole // 2, 26: None}
+        if rank == 2 and step in limits:
+            me.arenas.limit_bytes = limits[step]
+        time.sleep(0.06)
+        dist.barrier()
+        outcome[step] = me.take(step)
+        found[step] = sorted(arenas_found(me).values())
+        files[step] = sorted(path.stat().st_ino for path in me.job_dir.glob("*.arena"))
+    me.worker.close(10)
+    records = [record.to_json() for record in me.records]
+    return {"outcome": outcome, "found": found, "files": files, "records": records}
 
 
 @pytest.mark.process
 def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
-    results = launch(tmp_path, "switch")
+    results = Results(tmp_path, switch, world=4).of(switch)
     assert all(result["records"] == results[0]["records"] for result in results)
     for rank, result in enumerate(results):
         assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
@@ -49,7 +133,7 @@ def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(
         assert max(size for _, _, size in found[5]) < min(sizes)
         assert [scheme for _, scheme, _ in found[9]] == ["none", "none"], "refused orders change nothing"
         assert [scheme for _, scheme, _ in found[12]] == ["aec", "aec"]
-        _check_content_of_parity(tmp_path, rank)
+        _check_content_of_parity(tmp_path / "switch", rank)
     records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
     assert [r.scheme for r in records] == ["aec", "none", "none", "none", "none", "aec"]
     assert [r.tolerance for r in records] == [1, 0, 0, 0, 0, 1]
@@ -77,23 +161,25 @@ def _check_content_of_parity(root: Path, rank: int) -> None:
 def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme(
     tmp_path: Path, fault: str
 ) -> None:
-    (tmp_path / "fault").write_text(fault)
+    root = tmp_path / "switch_killed"
+    root.mkdir()
+    (root / "fault").write_text(fault)
     with pytest.raises(RankError, match="SIGKILL"):
-        spawn(run, str(tmp_path), free_port(), "switch_killed", nprocs=4)
-    inventories = [take_inventory(tmp_path / f"node{r}", TOPOLOGY.nodes[r], SECRET) for r in range(4)]
+        Results(tmp_path, switch_killed, world=4)
+    inventories = [take_inventory(root / f"node{r}", FOUR.nodes[r], SECRET) for r in range(4)]
     for lost in (None, 0, 1, 2, 3):
         present = [inventory for r, inventory in enumerate(inventories) if r != lost]
-        plan = plan_recovery(present, TOPOLOGY, job_id="job")
+        plan = plan_recovery(present, FOUR, job_id="job")
         assert isinstance(plan, RecoveryPlan), f"with node {lost} lost: {plan}"
         # Version 3 was committed before the switch; version 4 may be whole, and then is aec's everywhere.
         assert plan.label.step >= 3
-    records = [record for r in range(4) if (record := read_record(tmp_path / f"node{r}"))]
+    records = [record for r in range(4) if (record := read_record(root / f"node{r}"))]
     begun = resume(records, "arc")
     assert begun == resume(list(reversed(records)), "arc")
     if fault.endswith("4"):
         assert begun.scheme == "aec"
     for rank in range(4):
-        for _, arena in scan(tmp_path / f"node{rank}", SECRET):
+        for _, arena in scan(root / f"node{rank}", SECRET):
             if not isinstance(arena, Arena):
                 assert "no record" in arena, "a rank is killed, with the first, while it makes a slot anew"
                 continue
@@ -137,7 +223,7 @@ def test_the_block_counts_again_once_it_is_edited() -> None:
 
 @pytest.mark.process
 def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_path: Path) -> None:
-    results = launch(tmp_path, "pressure")
+    results = Results(tmp_path, pressure, world=4).of(pressure)
     assert all(result["records"] == results[0]["records"] for result in results)
     records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
     assert {r.scheme for r in records} == {"arc"}

@@ -2,25 +2,169 @@
 
 from __future__ import annotations
 
-import json
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from reft.config import FaultConfig, FaultPoint, Variant
 from reft.memory.arena import Arena, ArenaState, scan
+from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
-from tests.machine import free_port
-from tests.snapshot.one_rank import SECRET
-from tests.snapshot.worker_job import TOPOLOGY, host_blob, run
-from tests.spawn import spawn
+from reft.snapshot.committing.version import Cause
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
+from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.scheduling.has import Overflow
+from reft.snapshot.worker import SnapshotRequest
+from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
 
 pytestmark = pytest.mark.process
 
 
-def launch(root: Path, scenario: str) -> list[dict]:
-    spawn(run, str(root), free_port(), scenario, nprocs=4)
-    return [json.loads((root / f"result-{r}.json").read_text()) for r in range(4)]
+def protocol(rank: int, root: Path) -> dict[str, Any]:
+    """Good versions, one that a rank cannot take, one that breaks off while a rank copies it, one that
+    a rank cannot seal."""
+    faults = (
+        FaultConfig(point=FaultPoint.DURING_COPY, step=4, pp=1, dp=1, action="raise"),
+        FaultConfig(point=FaultPoint.AFTER_SEAL, step=5, pp=0, dp=1, action="raise"),
+    )
+    (root / f"node{rank}").mkdir(mode=0o700)
+    (root / f"node{rank}" / "rank0-slot5.arena").touch()  # left by a run that kept more versions
+    me = Rank(rank, root, FOUR, faults=faults)
+    outcome: dict[int, bool] = {}
+    for step in range(1, 8):
+        # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
+        outcome[step] = me.take(step, cause=Cause("nothing to show") if step == 3 and rank == 2 else None)
+    assert me.worker.drain(60)
+    me.worker.close(10)
+    return {"outcome": outcome, "stats": me.stats.to_json(), "skips": me.skips}
+
+
+def memory(rank: int, root: Path) -> dict[str, Any]:
+    """One rank has no memory for a while."""
+    me = Rank(rank, root, FOUR)
+    if rank == 3:
+        me.arenas.limit_bytes = 1000
+    outcome, stale = {}, None
+    for step in range(1, 12):
+        if step == 4:
+            me.arenas.limit_bytes = None
+        outcome[step] = me.wait_for(me.begin(step))
+        stale = me.stats.stale_since_step if step == 3 else stale
+    me.worker.close(10)
+    return {"outcome": outcome, "stale_at_3": stale, "stats": me.stats.to_json(), "skips": me.skips}
+
+
+def fence(rank: int, root: Path) -> dict[str, Any]:
+    """P2: a copy under way holds the optimizer step up, one that has not started is dropped."""
+    me = Rank(rank, root, FOUR)
+    me.take(1)
+    gate, entered = threading.Event(), threading.Event()
+
+    class Held(CpuCopyEngine):
+        def copy_hashed(self, *args: Any, **kwargs: Any) -> int:
+            entered.set()
+            gate.wait(60)
+            return super().copy_hashed(*args, **kwargs)
+
+    me.step(2)
+    me.worker.copier.engine = Held()
+    held = me.snapshot(2)
+    assert entered.wait(60)
+    late = me.snapshot(3)  # cannot start: the worker is busy with version 2
+    me.worker.approach()  # does not wait
+    approached = late.given_up is not None and not held.copied.is_set()
+    fenced = threading.Event()
+    thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
+    thread.start()
+    while late.given_up is None:
+        time.sleep(0.001)
+    waited = not fenced.wait(0.2)
+    gate.set()
+    thread.join(60)
+    result = {
+        "approached": approached,
+        "waited": waited,
+        "held": me.wait_for(held),
+        "late": me.wait_for(late),
+        "copied": fenced.is_set(),
+    }
+    me.worker.close(10)
+    return result
+
+
+def wants(rank: int, root: Path) -> dict[str, Any]:
+    """Every rank has a request of its own for how often versions are taken, and how often they go to storage."""
+    pacer = Pacer()
+    to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
+    wanted, taken = [0], []
+    me = Rank(rank, root, FOUR, pacer=pacer, wanted_persist_interval=lambda: wanted[0])
+    for step in range(1, 11):
+        wanted[0] = to_storage.get(step, wanted[0])
+        if rank == 2 and step == 3:  # what does not fit before its optimizer step makes versions rarer on all
+            pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
+        me.step(step)
+        if step % me.worker.votes.interval_steps(step) == 0:
+            request = me.snapshot(step)
+            taken.append(step)
+        else:
+            request = SnapshotRequest(Label(1, step), None, b"", idle=True)
+            me.worker.submit(request)
+        me.wait_for(request)
+    me.worker.close(10)
+    return {"taken": taken, "agreed": me.agreed}
+
+
+def staging(rank: int, root: Path) -> dict[str, Any]:
+    """One rank has to stage: all commit later, and all know that votes are late."""
+    pacer = Pacer()
+    me = Rank(rank, root, FOUR, pacer=pacer if rank == 2 else None)
+    me.take(1)
+    gate, engine, release = pacer.gate, me.worker.copier.engine, threading.Event()
+    if rank == 2:
+        gate.patience_secs = 600  # without a window nothing is copied
+        me.worker.copier.staging = StagingArea(engine)
+        assert me.worker.copier.staging.reserve(2**20)
+        drain = engine.drain
+
+        def held(staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+            assert release.wait(60)
+            return drain(staged, after)
+
+        engine.drain = held  # type: ignore[method-assign]
+    second = me.begin(2, variant=Variant.HAS)
+    while not second.started:
+        time.sleep(0.001)
+    me.step(3)  # the fence: one rank stages everything
+    while me.worker.votes.voted_step < 2:
+        time.sleep(0.001)
+    result: dict[str, Any] = {"late": me.worker.votes.late, "staged": me.stats.staged}
+    third = me.snapshot(3, variant=Variant.HAS)
+    gate.open(0, 0, None)
+    me.step(4)  # nobody waits for the drain
+    me.worker.votes.stop_proposal = 4 if rank == 0 else 0  # too soon for ranks that have passed step 4
+    fourth = me.snapshot(4, variant=Variant.HAS)
+    dist.barrier()
+    result["early"] = second.done.is_set()
+    dist.barrier()  # all have looked
+    release.set()
+    result["outcome"] = [me.wait_for(request) for request in (second, third, fourth)]
+    result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
+    me.worker.close(10)
+    return result
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("worker")
+    return Results(root, protocol, memory, fence, wants, staging, world=4)
 
 
 def versions_in(root: Path, rank: int) -> dict[int, Arena]:
@@ -33,25 +177,17 @@ def versions_in(root: Path, rank: int) -> dict[int, Arena]:
     return found
 
 
-def test_p3_a_version_is_committed_by_all_ranks_or_by_none(tmp_path: Path) -> None:
-    results = launch(tmp_path, "protocol")
-    for result in results:
-        assert result["outcome"] == {
-            "1": True,
-            "2": True,
-            "3": False,
-            "4": False,
-            "5": False,
-            "6": True,
-            "7": True,
-        }
+def test_p3_a_version_is_committed_by_all_ranks_or_by_none(results: Results) -> None:
+    found = results.of(protocol)
+    for result in found:
+        assert result["outcome"] == {str(step): step not in (3, 4, 5) for step in range(1, 8)}
         assert result["stats"]["committed_step"] == 7
         assert result["stats"]["stale_since_step"] is None
         assert result["stats"]["taken"] == 5  # version 5 was copied by all, sealed by all but one
     for rank in range(4):
-        versions = versions_in(tmp_path, rank)
+        versions = versions_in(results.root / "protocol", rank)
         assert set(versions) == {6, 7}
-        assert not (tmp_path / f"node{rank}" / "rank0-slot5.arena").exists()
+        assert not (results.root / "protocol" / f"node{rank}" / "rank0-slot5.arena").exists()
         _check_content(versions[7], rank, 7)
 
 
@@ -59,8 +195,8 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
     """Own and redundant blocks hold exactly the bytes of that step, the peer's included (P5)."""
     header = arena.header()
     assert header is not None
-    at = TOPOLOGY.coordinates[rank]
-    peer = TOPOLOGY.group(at.pp, at.tp)[1 - at.dp]
+    at = FOUR.coordinates[rank]
+    peer = FOUR.group(at.pp, at.tp)[1 - at.dp]
     seen = set()
     for entry in header.entries:
         assert arena.verify(entry)
@@ -79,32 +215,32 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
     assert seen == {(s, m) for s in STATE_SECTIONS for m in (0, 1)}
 
 
-def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> None:
-    results = launch(tmp_path, "memory")
-    for result in results:
+def test_p6_a_rank_without_memory_is_counted_and_recovers(results: Results) -> None:
+    found = results.of(memory)
+    for result in found:
         outcome = result["outcome"]
         assert not any(outcome[s] for s in ("1", "2", "3"))
         assert outcome["11"], "snapshots must come back when the cause is gone"
         assert result["stale_at_3"] == 1
         assert result["stats"]["stale_since_step"] is None
-    assert any("OutOfMemoryError" in cause for _, cause in results[3]["skips"])
+    assert any("OutOfMemoryError" in cause for _, cause in found[3]["skips"])
 
 
-def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
-    for result in launch(tmp_path, "fence"):
+def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(results: Results) -> None:
+    for result in results.of(fence):
         assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}
 
 
-def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(tmp_path: Path) -> None:
+def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(results: Results) -> None:
     """The largest request wins, and every rank finds the same for the same version."""
-    for result in launch(tmp_path, "wants"):
+    for result in results.of(wants):
         # Step 3 carries the request; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
         assert result["agreed"] == [[1, 13], [2, 13], [3, 13], [4, 30], [6, 7], [9, 7]]
 
 
-def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(tmp_path: Path) -> None:
-    for rank, result in enumerate(launch(tmp_path, "staging")):
+def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(results: Results) -> None:
+    for rank, result in enumerate(results.of(staging)):
         assert result == {
             "late": True,  # on every rank: votes may lag behind training
             "staged": int(rank == 2),
@@ -114,7 +250,7 @@ def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(t
             "stop": 6,
             "late_at_last": False,
         }
-        versions = versions_in(tmp_path, rank)
+        versions = versions_in(results.root / "staging", rank)
         assert set(versions) == {2, 4}
         _check_content(versions[2], rank, 2)
         _check_content(versions[4], rank, 4)

@@ -22,8 +22,7 @@ from reft.state.deepspeed_format import (
 from reft.state.template import same_value
 from reft.storage.persist import persist_label
 from reft.storage.persisted import job_directory
-from tests.persist import verify_persisted
-from tests.persist.job_memory import Memory, RankImages
+from tests.storage.job_memory import JOB, Memory, verify_persisted
 
 CLIENT = {"epoch": 3, "nested": {"list": [1, 2.5, ("a", b"b")]}}
 
@@ -72,15 +71,16 @@ def persisted_from(
     """The same version from arenas, by the daemons' code: the ranks of the first stage act for their nodes."""
     memory = Memory(root, copies=0)
     blob = {"manifest": snap["manifest"], "template": encoded, "state": snap["host"]}
-    mine = RankImages(*(bytes(i.numpy().tobytes()) for i in snap["images"]), codec.encode(blob))
+    replicated, owned = (bytes(i.numpy().tobytes()) for i in snap["images"])
+    mine = {Section.REPLICATED: replicated, Section.OWNED: owned, Section.HOST: codec.encode(blob)}
     label = Label(1, int(saved.name.removeprefix("global_step")))
-    memory.write_arena(at, label, [mine, mine])
+    memory.write(label, dict.fromkeys(memory.topology.coordinates, mine), only=[at])
     torch.distributed.barrier()
     if at.pp == 0:
-        job = memory.job_dir(memory.node_of(at))
+        job = memory.job_dir(memory.topology.node_of(at))
         persist_label(job, label, memory.config(root / "checkpoints"))
     torch.distributed.barrier()
-    directory = job_directory(root / "checkpoints", memory.job_id)
+    directory = job_directory(root / "checkpoints", JOB)
     assert verify_persisted(directory) == []
     assert (directory / "zero_to_fp32.py").is_file()
     return compared(saved, directory / saved.name, Template.decode(encoded))

@@ -94,6 +94,7 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 SETTLED_STEPS = 2
 """Steps that are seen before the first plan: what is made at first use takes long and never again."""
 _MEMORY = 0.3
+_CLOCK_SECS = 0.0001  # by which two of a device's times, told by the host's clock, may be apart
 _SHARE_OF_A_STEP = 2.0
 
 
@@ -104,7 +105,7 @@ class Wait(NamedTuple):
     begin_secs: Any
     end_secs: Any
     overrun_secs: float  # how long training then waited for a chunk
-    open: bool  # whether copies were let in
+    window: int | None  # with which number copies were let in; None: they were not
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,7 @@ class Pacer:
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
+        self._queued: Sequence[ChunkRecord] = ()  # the chunks of the newest version
         self._staging_room = staging_room
         self._falls_back = False
         self._told_of_formulas = False
@@ -294,8 +296,8 @@ class Pacer:
         self._opened = None
         overrun = self.gate.close() if opened is not None else 0.0
         # What runs beside communication says nothing about windows.
-        in_window = opened is not None and opened[0] is not None
-        self._waits.append(Wait(position, began, self.stamp(), overrun, in_window))
+        window = None if opened is None else opened[0]
+        self._waits.append(Wait(position, began, self.stamp(), overrun, window))
 
     def begin_optimizer(self) -> None:
         """The optimizer step begins, in which copies end."""
@@ -331,6 +333,8 @@ class Pacer:
         """A version of so many bytes by section was copied by these chunks: learn from it, plan the next
         ones."""
         self._learn(chunks)
+        # A version may be committed before its step is over: that one is judged with the next.
+        queued, self._queued = [*self._queued, *chunks], chunks
         last: Observed | None = None
         for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind
             last = self._observed.popleft().timed(self._clock)
@@ -338,7 +342,10 @@ class Pacer:
             if meter is None or len(meter.names) != len(last.names):
                 meter = self._meters[last.key] = WindowMeter(last.names)
             meter.see(last)
-            self._judge(last, chunks)
+            if self._mark is None:
+                self._judge(last, chunks)
+            else:
+                self._judge_queued(last, queued)
         if last is None:
             return
         meter = self._meters[last.key]
@@ -372,7 +379,8 @@ class Pacer:
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)
-        for tier in (1, 2, 3):
+        # Where copies are queued, how much of them was in a window is known when their step is.
+        for tier in (2, 3) if in_windows and self._mark is not None else (1, 2, 3):
             # Without windows, what training waits for is copied as it would be in one.
             mine = [c for c in chunks if c.tier == tier or (tier == 1 and c.tier == 0 and not in_windows)]
             secs = sum(c.end_secs - c.begin_secs for c in mine)
@@ -384,13 +392,37 @@ class Pacer:
             return
         ended = chunks[-1].end_secs
         for wait in step.waits:
-            if wait.open:
+            if wait.window is not None:
                 self.model.observe_window(
                     wait.position,
                     open_secs=wait.end_secs - wait.begin_secs - wait.overrun_secs,
                     overrun_secs=wait.overrun_secs,
                     full=wait.overrun_secs == 0.0 or ended < wait.begin_secs,
                 )
+
+    def _judge_queued(self, step: Observed, chunks: Sequence[ChunkRecord]) -> None:
+        """The same where copies are queued on a device, and run on after the window that they began in. Their
+        own times tell how much of them was within it, and how fast they are on either side of its end."""
+        behind_bytes = behind_secs = 0.0
+        last_secs = step.whole[1] - _CLOCK_SECS
+        for wait in (w for w in step.waits if w.window is not None):
+            begin, end = wait.begin_secs - _CLOCK_SECS, wait.end_secs
+            mine = [c for c in chunks if c.window == wait.window and begin <= c.begin_secs < last_secs]
+            if not mine:
+                continue
+            nbytes = secs = 0.0
+            for chunk in mine:
+                length = chunk.end_secs - chunk.begin_secs
+                within = min(length, max(0.0, end - chunk.begin_secs))
+                part = within / length if length > 0 else 1.0
+                nbytes += part * chunk.nbytes
+                secs += within
+                behind_bytes += (1.0 - part) * chunk.nbytes
+                behind_secs += length - within
+            self.model.observe_copy(1, int(nbytes), secs)
+            used_secs = secs + max(0.0, end - mine[-1].end_secs)
+            self.model.observe_used(wait.position, used_secs / max(used_secs, end - wait.begin_secs))
+        self.model.observe_copy(2, int(behind_bytes), behind_secs)
 
     def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
         windows = self._windows(meter)

@@ -305,7 +305,12 @@ class BandwidthModel:
             wanted = self.HIGHEST
         else:
             return
-        new = old + self.smoothing * (wanted - old)
+        self.observe_used(position, wanted)
+
+    def observe_used(self, position: int, part: float) -> None:
+        """Copies could use so much of one window's time."""
+        old = self.factor(position)
+        new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
 
     def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:

@@ -10,15 +10,14 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
+from tests.versions import Versions
 
 STEPS = 8
+VERSIONS = Versions()
 
 
 def make(config: str) -> Any:
     torch.set_num_threads(1)
-    avoid_build_at_start()
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8))
@@ -30,8 +29,9 @@ def batch(step: int) -> torch.Tensor:
 
 
 def note(engine: Any, loss: torch.Tensor) -> None:
-    """Keep the loss; a version of the step is committed when this returns."""
+    """Keep the loss; when this returns, a version of the step is committed, and one of every second step lies in
+    the directory TEST_PERSISTED, where the environment has it."""
     with Path(os.environ["TEST_OUT"], "losses").open("a") as file:
         file.write(f"{engine.global_steps} {float(loss).hex()}\n")
-    if (session := session_of(engine)) is not None:
-        session.worker.drain(120)
+    awaited = os.environ.get("TEST_PERSISTED") if engine.global_steps % 2 == 0 else None
+    VERSIONS.wait(engine.global_steps, Path(awaited) if awaited else None)

@@ -1,5 +1,6 @@
-"""P3 on shared storage: whoever was stopped in the middle of writing a checkpoint, and goes on after a later start
-of the job has written its own, changes nothing that is read afterwards."""
+"""P3 on shared storage: at every instant of writing a checkpoint ``latest`` names one that is whole, and whoever was
+stopped in the middle, and goes on after a later start of the job has written its own, changes nothing that is read
+afterwards."""
 
 from __future__ import annotations
 
@@ -8,19 +9,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from reft.naming import Label
 from reft.storage import fence
-from reft.storage.persisted import latest_tag, list_persisted
+from reft.storage.persisted import check_files, latest_tag, list_persisted
 from reft.storage.publish import publish, remove_debris
 from reft.storage.staging import WorkDir
-from tests.persist import verify_persisted
 
-from .test_publish import JOB, prepare
+from .test_publish import JOB, names, prepare
 
 EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
 """Beginnings of the audit events by which the interpreter tells of everything that touches a file system."""
@@ -81,47 +81,29 @@ def state(directory: Path) -> tuple[Label, str | None]:
     return max(i.label for i in list_persisted(directory, JOB)), latest_tag(directory)
 
 
-def is_whole(directory: Path) -> bool:
-    """Whether every checkpoint, and what ``latest`` names, is as it was written."""
+def whole(directory: Path) -> set[str]:
+    """The checkpoints, if all are as they were written."""
     found = list_persisted(directory, JOB)
-    named = latest_tag(directory)
-    return named in {i.tag for i in found} and not any(verify_persisted(directory, i.tag) for i in found)
+    return set() if any(check_files(i.path, i.files) for i in found) else {i.tag for i in found}
 
 
-@dataclass(frozen=True)
-class Case:
-    """Steps of the first and of the newest start; whether that one has written; how directories are replaced."""
-
-    first: int
-    newer: int
-    publishes: bool
-    exchange: bool
-
-    def __str__(self) -> str:
-        done = "has written" if self.publishes else "has begun"
-        return f"{self.first}, {self.newer} {done}{'' if self.exchange else ', no exchange'}"
-
-
-QUICK = {Case(4, 12, True, True), Case(4, 8, False, True), Case(8, 4, True, False), Case(8, 8, False, False)}
+QUICK = {(4, 12, True, True), (4, 8, False, True), (8, 4, True, False), (8, 8, False, False)}
 CASES = [
     pytest.param(case, id=str(case), marks=() if case in QUICK else (pytest.mark.nightly,))
-    for case in (
-        Case(first, newer, publishes, exchange)
-        for first, newer in ((4, 12), (4, 8), (8, 4), (8, 8))
-        for publishes in (True, False)
-        for exchange in (True, False)
-    )
+    for case in product((4, 8), (4, 8, 12), (True, False), (True, False))
+    if case[:2] not in ((4, 4), (8, 12))
 ]
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_at_any_operation_the_older_start_changes_nothing(
-    memory_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[int, int, bool, bool]
 ) -> None:
     """Start 1 has written step ``first``, start 2 is stopped while it writes step 8; start 3 claims the
-    directory, and may write step ``newer``. Start 2 goes on."""
-    if not case.exchange:
+    directory, and may write step ``newer``. Start 2 goes on. ``exchange``: how directories are replaced."""
+    first, newer, publishes, exchange = case
+    if not exchange:
         monkeypatch.setattr("reft.storage.publish.exchange", lambda a, b: False)
     wrong = []
     number = 0
@@ -129,20 +111,27 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
         number += 1
         directory = memory_path / str(number)
         directory.mkdir()
-        write(directory, Label(1, case.first))
+        write(directory, Label(1, first))
         pid = stopped_while(lambda at=directory: write(at, Label(2, 8)), number)
         if pid is None:
             break
         try:
+            # As SIGKILL there would leave it. Without an exchange what is replaced has a name aside for an instant.
+            there = whole(directory)
+            assert latest_tag(directory) in there or (there and not exchange), f"stopped at {number}"
             fence.claim(directory, JOB, 3, alone=True)
-            if case.publishes:
-                write(directory, Label(3, case.newer))
-                assert latest_tag(directory) == f"global_step{case.newer}"
+            if publishes:
+                write(directory, Label(3, newer))
+                assert latest_tag(directory) == f"global_step{newer}"
             before = state(directory)
         finally:
             go_on(pid)
         after = state(directory)
-        if before != after or not is_whole(directory):
-            wrong.append(f"stopped at {number}: {before} has become {after}, whole: {is_whole(directory)}")
+        if before != after or latest_tag(directory) not in whole(directory):
+            wrong.append(f"stopped at {number}: {before} has become {after}, whole: {whole(directory)}")
+        # The next one cleans up.
+        write(directory, Label(4, 16))
+        debris = [name for name in names(directory) if name.startswith(".")]
+        assert (latest_tag(directory), debris) == ("global_step16", []), f"stopped at {number}"
     assert number > 30
     assert wrong == []

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,9 +20,9 @@ from reft.storage.persisted import (
     list_persisted,
     tag_of,
 )
-from reft.storage.publish import publish, remove_debris
+from reft.storage.publish import publish
 from reft.storage.staging import WorkDir
-from tests.persist import latest_persisted, verify_persisted
+from tests.storage.job_memory import latest_persisted, verify_persisted
 
 JOB = "job-a"
 
@@ -44,15 +40,8 @@ def prepare(directory: Path, label: Label, job_id: str = JOB) -> tuple[WorkDir, 
     return work, info
 
 
-def write(
-    directory: Path,
-    label: Label,
-    *,
-    keep: int = 2,
-    job_id: str = JOB,
-    reached: Callable[[str], None] = lambda phase: None,
-) -> None:
-    publish(*prepare(directory, label, job_id), keep, reached)
+def write(directory: Path, label: Label, *, keep: int = 2, job_id: str = JOB) -> None:
+    publish(*prepare(directory, label, job_id), keep)
 
 
 def state_of(info: PersistedInfo | None) -> str:
@@ -64,72 +53,6 @@ def state_of(info: PersistedInfo | None) -> str:
 def names(directory: Path) -> list[str]:
     """What lies there beside the claim."""
     return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".incarnation-"))
-
-
-def write_and_die(directory: Path, label: Label, phase: str) -> None:
-    """Publish in a process of its own that is killed (SIGKILL) at ``phase``."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            write(
-                directory,
-                label,
-                keep=1,
-                reached=lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == phase else None,
-            )
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-def test_what_was_published_is_found_and_verified(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    info = latest_persisted(tmp_path)
-    assert state_of(info) == "state of step 4 (incarnation 1) of job-a"
-    assert info is not None
-    assert (info.label, info.tag, latest_tag(tmp_path)) == (Label(1, 4), "global_step4", "global_step4")
-    assert sorted(p.name for p in info.path.iterdir()) == ["mp_rank_00_model_states.pt", "reft.json"]
-    assert names(tmp_path) == ["global_step4", "latest", "zero_to_fp32.py"]
-    marker = json.loads((info.path / "reft.json").read_text())
-    assert (marker["job_id"], marker["incarnation"], marker["step"]) == (JOB, 1, 4)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
-def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Path, phase: str) -> None:
-    write(tmp_path, Label(1, 4), keep=1)
-    write_and_die(tmp_path, Label(1, 8), phase)
-    named = latest_tag(tmp_path)
-    assert named == ("global_step8" if phase == "latest" else "global_step4")
-    assert verify_persisted(tmp_path, named) == []
-    newest = "step 4" if phase == "renaming" else "step 8"
-    assert newest in state_of(latest_persisted(tmp_path))
-    # The next attempt cleans up and goes on.
-    work = WorkDir.of(tmp_path, JOB, Label(1, 12))
-    remove_debris(work)
-    write(tmp_path, Label(1, 12), keep=1)
-    assert names(tmp_path) == ["global_step12", "latest", "zero_to_fp32.py"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
-def test_killed_while_a_later_incarnation_replaces_the_same_step(tmp_path: Path, phase: str) -> None:
-    write(tmp_path, Label(1, 4), keep=1)
-    write_and_die(tmp_path, Label(2, 4), phase)
-    assert latest_tag(tmp_path) == "global_step4"
-    expected = "incarnation 1" if phase == "renaming" else "incarnation 2"
-    assert expected in state_of(latest_persisted(tmp_path))
-    assert verify_persisted(tmp_path, "global_step4") == []
-
-
-def test_where_directories_cannot_be_exchanged_the_one_set_aside_is_found(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    work, info = prepare(tmp_path, Label(2, 4))
-    # Killed between the two renames that replace the exchange.
-    (tmp_path / "global_step4").rename(tmp_path / ".global_step4.1234.replaced")
-    assert "incarnation 1" in state_of(latest_persisted(tmp_path))
-    publish(work, info, 2)
-    assert "incarnation 2" in state_of(latest_persisted(tmp_path))
 
 
 def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
@@ -201,19 +124,23 @@ def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id
         job_directory(tmp_path, job_id)
 
 
-def test_p5_a_marker_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, Label(1, 4))
-    marker = tmp_path / "global_step4" / "reft.json"
-    marker.write_text(marker.read_text().replace("mp_rank_00_model_states.pt", "../global_step4/reft.json"))
-    assert find_markers(tmp_path)[0] == []
-    assert "is not a file of the checkpoint" in find_markers(tmp_path)[1][0]
-
-
-def test_p6_a_torn_marker_is_a_problem_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"mp_rank_00_model_states.pt", b"../global_step4/reft.json", "is not a file of the checkpoint"),
+        (b'"format": 1', b'"format": 1, \xff\xfe', "is not a marker"),
+        (b"}", b"", "is not a marker"),
+    ],
+    ids=["files elsewhere", "no text", "torn"],
+)
+def test_p5_p6_a_wrong_marker_is_a_problem_and_no_more(
+    tmp_path: Path, old: bytes, new: bytes, said: str
+) -> None:
     write(tmp_path, Label(1, 4))
     write(tmp_path, Label(1, 8))
-    (tmp_path / "global_step8" / "reft.json").write_bytes(b'{"format": 1, \xff\xfe')
+    marker = tmp_path / "global_step8" / "reft.json"
+    marker.write_bytes(marker.read_bytes().replace(old, new))
     found, problems = find_markers(tmp_path, JOB)
     assert [i.label for i in found] == [Label(1, 4)]
-    assert "is not a marker" in problems[0]
+    assert said in problems[0]
     assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]

@@ -1,150 +1,47 @@
-"""Two ranks (DP2) that drive the real snapshot worker over gloo, without DeepSpeed, for attacks on it."""
+"""Failures on one rank's snapshot worker: peers hear of them at once, and versions come back (P6).
+
+Two data-parallel ranks, of which rank 1 fails.
+"""
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from reft.control.control import ControlGroup
-from reft.engine.memory import JobRecord, noted_commit
-from reft.errors import ArenaError, TransferError
-from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena, SlotFiles, scan
+from reft.errors import ArenaError
+from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
-from reft.naming import Label
 from reft.node.protection import write_order
 from reft.protect.blocks import Section
 from reft.snapshot import worker
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.exchange import RingExchange
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.copying import engine
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
-from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
-from reft.state.catalogue import SectionImage
-from tests.machine import free_port
-from tests.snapshot.one_rank import SECRET, make_worker
-from tests.spawn import spawn
+from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results
 
-DEGREES = Degrees(1, 2, 1)
-TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B"))
-DEADLINE_SECS = 90.0
+pytestmark = pytest.mark.integration
 
 
-class Rank:
-    """One rank with a small state that is a function of (step, rank). ``rank``: this one. ``root``: directory
-    for the memory of both. ``together``: both ranks' arenas lie in one directory, as on one node.
-    ``frozen``: slots that hold what is being recovered."""
-
-    def __init__(
-        self,
-        rank: int,
-        root: Path,
-        *,
-        together: bool = False,
-        frozen: dict[int, Label] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.incarnation = 1
-        self.at = 0
-        self.replicated = [torch.zeros(50_003), torch.zeros(7)]
-        self.owned = [torch.zeros(20_001)]
-        self.shape = 0
-        self.skips: list[tuple[int, str]] = []
-        self.commits: list[int] = []
-        self.job_dir = root / ("node" if together else f"node{rank}")
-        self.make_job_dir()
-        self.arenas = ArenaSet(
-            SlotFiles(self.job_dir, rank if together else 0, 2, SECRET, 2 if together else 1),
-            ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, TOPOLOGY.coordinates[rank]),
-            frozen=frozen or {},
-            limit_bytes=None,
-            remake=self.make_job_dir,
-        )
-        self.worker = make_worker(
-            self.job_dir,
-            Copier(CpuCopyEngine(), 2**18),
-            topology=TOPOLOGY,
-            rank=rank,
-            arenas=self.arenas,
-            scheme="arc",
-            keeping=Keeping(look_secs=0.0),
-            on_commit=lambda label: self.commits.append(label.step),
-            on_skip=lambda step, cause: self.skips.append((step, cause)),
-        )
-        self.stats = self.worker.watchers.stats
-
-    def make_job_dir(self) -> None:
-        self.job_dir.mkdir(mode=0o700, exist_ok=True)
-
-    def step(self, step: int) -> None:
-        """The optimizer step: fence, then change every tensor."""
-        self.worker.fence()
-        for i, tensor in enumerate(self.replicated):
-            tensor.fill_(10 * step + i)
-        self.owned[0].fill_(1000 * (1 + self.rank) + step)
-
-    def snapshot(self, step: int, **options: Any) -> SnapshotRequest:
-        images = LiveImages(
-            SectionImage([(f"r{i}", t) for i, t in enumerate(self.replicated)]),
-            SectionImage([("o", self.owned[0])]),
-            ("layout", self.shape),
-        )
-        options = {"must": True, **options}
-        request = SnapshotRequest(
-            Label(self.incarnation, step), images, f"host of {self.rank} at {step}".encode(), **options
-        )
-        self.worker.submit(request)
-        return request
-
-    def take(self, step: int, **options: Any) -> bool:
-        """One step and its version; whether it was committed."""
-        self.step(step)
-        request = self.snapshot(step, **options)
-        assert request.done.wait(DEADLINE_SECS), f"nothing became of version {step}"
-        return request.committed
-
-    def take_next(self, number: int) -> list[bool]:
-        """So many steps further, each with its version; which were committed."""
-        taken = []
-        for _ in range(number):
-            self.at += 1
-            taken.append(self.take(self.at))
-        return taken
-
-    def newest_in_files(self) -> dict[str, int]:
-        """Step of the newest whole version that the files in memory hold, by coordinate."""
-        return {at: label.step for at, label in self.newest_labels().items()}
-
-    def newest_labels(self) -> dict[str, Label]:
-        """The same with its incarnation."""
-        found: dict[str, Label] = {}
-        for _, arena in scan(self.job_dir, SECRET):
-            if isinstance(arena, Arena):
-                with arena:
-                    header = arena.header()
-                    if header is not None and header.state.whole:
-                        assert all(arena.verify(entry) for entry in header.entries)
-                        at = str(header.coordinate)
-                        found[at] = max(found.get(at, header.label), header.label)
-        return found
+def pair(rank: int, root: Path) -> Rank:
+    """One of two ranks, which looks after memory with every version."""
+    return Rank(rank, root, PAIR, keeping=Keeping(look_secs=0.0))
 
 
 def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
@@ -152,7 +49,7 @@ def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
 
 
 def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECS
+    deadline = time.monotonic() + WAIT_SECS
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -240,13 +137,13 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
 
 def failures(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails at one place of a version's life after another, once each."""
-    me, found = Rank(rank, root), {}
+    me, found = pair(rank, root), {}
     for place, patch in FAILURES.items():
         dist.barrier()
         with _on_rank_1(me, patch):
             (during,) = me.take_next(1)
         after = me.take_next(3)  # while the ranks come together again, versions are given up
-        found[place] = {"during": during, "after": after, "in_files": me.newest_in_files(), "step": me.at}
+        found[place] = {"during": during, "after": after, "in_files": me.steps_in_files(), "step": me.now}
     found["skips"] = me.skips
     me.worker.close(10)
     return found
@@ -254,25 +151,25 @@ def failures(rank: int, root: Path) -> dict[str, Any]:
 
 def went_back(rank: int, root: Path) -> dict[str, Any]:
     """A version broke off; later the script goes back to an older checkpoint, by its tag."""
-    me = Rank(rank, root)
+    me = pair(rank, root)
     before = me.take_next(4)
     with _on_rank_1(me, _once(Votes, "cast", _LOST)):
         before += me.take_next(1)
     before += me.take_next(3)
-    assert me.worker.drain(DEADLINE_SECS)
+    assert me.worker.drain(WAIT_SECS)
     me.incarnation += 1
     committed = [me.take(step) for step in (3, 4)]
     me.worker.close(10)
     return {
         "before": before,
         "committed": committed,
-        "in_files": [str(label) for label in me.newest_labels().values()],
+        "in_files": [str(label) for label in me.newest_in_files().values()],
     }
 
 
 def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
     """The job goes back while a rate is agreed for steps to come; later one rank alone hears of a rate."""
-    me = Rank(rank, root)
+    me = pair(rank, root)
     assert me.take(100)
     rarely = mock.patch.object(me.worker.watchers, "wanted_interval", return_value=3)
     with rarely:
@@ -296,18 +193,37 @@ def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
 
 
 def astray(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 1 is a step further than rank 0: what they vote on is not the same version."""
-    me = Rank(rank, root)
+    """What the ranks vote on is not the same version: rank 1 is a step further, or of a later start."""
+    me = pair(rank, root)
     assert me.take(1)
-    during = me.take(2 + rank)
-    after = [me.take(step) for step in range(4, 8)]
+    during = [me.take(2 + rank)]
+    after = [[me.take(step) for step in range(4, 8)]]
+    me.incarnation += rank
+    during.append(me.take(8))
+    me.incarnation = 2
+    after.append([me.take(step) for step in range(9, 13)])
     me.worker.close(10)
-    return {"during": during, "after": after, "in_files": me.newest_in_files()}
+    return {"during": during, "after": after, "in_files": me.steps_in_files()}
+
+
+def complains(rank: int, root: Path) -> dict[str, Any]:
+    """Something fails on rank 1 that costs no version."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reft").addHandler(handler)
+    me = pair(rank, root)
+    if rank == 1:
+        me.worker.watchers.complaints.tell("a rate cannot be computed", _LOST)
+    committed = me.take_next(3)
+    me.worker.close(10)
+    logging.getLogger("reft").removeHandler(handler)
+    return {"committed": committed, "heard": [line for line in lines if line.startswith("rank")]}
 
 
 def layouts(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
-    me, found = Rank(rank, root), {}
+    me, found = pair(rank, root), {}
     places = {
         "layout, at its begin": _once(SnapshotWorker, "_renew_layout", _LOST),
         "layout, before memory is counted": _once(SchemeSwitch, "fit", _LOST),
@@ -324,7 +240,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
                 write_order([me.job_dir], scheme)
         else:
             me.shape += 1
-            me.owned = [torch.zeros(20_001 + 64 * me.shape)]
+            me.owned = torch.zeros(20_001 + 64 * me.shape)
         dist.barrier()
         with _on_rank_1(me, patch):
             (during,) = me.take_next(1)
@@ -336,7 +252,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
 
 def dead(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1's worker ends for good. Training goes on, on both; closing takes no time worth speaking of."""
-    me = Rank(rank, root)
+    me = pair(rank, root)
     assert me.take(1)
     me.worker.control.timeout_secs = 1.0  # that the other one is waited for
     if rank == 1:
@@ -354,84 +270,56 @@ def dead(rank: int, root: Path) -> dict[str, Any]:
 
 def slow(rank: int, root: Path) -> dict[str, Any]:
     """An exchange that takes as long as it likes: no step waits for its vote more than once."""
-    me = Rank(rank, root)
+    me = pair(rank, root)
     assert me.take(1)
     release, facts = threading.Event(), RingExchange.facts
 
     def held(self: RingExchange, filling: Filling) -> None:
-        assert release.wait(DEADLINE_SECS)
+        assert release.wait(WAIT_SECS)
         facts(self, filling)
 
     waits = []
     with mock.patch.object(RingExchange, "facts", held):
-        me.step(2)
-        me.snapshot(2)
+        me.begin(2, must=True)
         for step in range(3, 9):
-            me.step(step)
-            me.snapshot(step, must=False)
+            me.begin(step)
             with mock.patch.object(
                 SnapshotWorker, "_wait_for", autospec=True, side_effect=SnapshotWorker._wait_for
             ) as wait:
                 me.worker.await_vote(step - 1, 0.05)
                 waits.append(wait.call_count)
         release.set()
-        drained = me.worker.drain(DEADLINE_SECS)
+        drained = me.worker.drain(WAIT_SECS)
     committed = [me.take(step) for step in (9, 10)]
     me.worker.close(10)
     return {"waits": waits, "drained": drained, "committed": committed}
 
 
-def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
-    """P2: a copy that does not end costs its version, not the job; what it copied is never committed."""
-    me = Rank(rank, root)
-    assert me.take(1)
-    entered, release, copy = threading.Event(), threading.Event(), Copier.copy
-
-    def held(self: Copier, *args: Any, **options: Any) -> Any:
-        entered.set()
-        assert release.wait(DEADLINE_SECS)
-        return copy(self, *args, **options)
-
-    with _on_rank_1(me, lambda me: mock.patch.object(Copier, "copy", held)):
-        me.step(2)
-        request = me.snapshot(2)
-        if rank == 1:
-            assert entered.wait(DEADLINE_SECS)
-        with mock.patch.object(worker, "FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
-            me.step(3)
-        release.set()
-        assert request.done.wait(DEADLINE_SECS)
-    committed = [request.committed, me.take(4)]
-    me.worker.close(10)
-    return {"committed": committed, "overrun": request.given_up == OVERRUN, "in_files": me.newest_in_files()}
-
-
-def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
-    """P6: a call of the engine that does not return holds up neither an optimizer step nor the end; nothing
-    else is written to its slot meanwhile."""
-    me = Rank(rank, root)
+def stuck(rank: int, root: Path) -> dict[str, Any]:
+    """A copy that does not end holds up neither an optimizer step nor the end of the job (P6), and is never
+    committed (P2); nothing else is written to its slot meanwhile."""
+    me = pair(rank, root)
     assert me.take(1)
     entered, release, copy = threading.Event(), threading.Event(), HashingCopier.copy_chunks
     found: dict[str, Any] = {"went on": [True, True], "slots": [True], "closed": True}
 
     def held(self: HashingCopier, *args: Any, **options: Any) -> Any:
         entered.set()
-        assert release.wait(3 * DEADLINE_SECS)
+        assert release.wait(3 * WAIT_SECS)
         return copy(self, *args, **options)
 
     def returns(act: Callable[[], object]) -> bool:
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        thread.join(DEADLINE_SECS / 3)
+        thread.join(WAIT_SECS / 3)
         return not thread.is_alive()
 
     def hold(step: int) -> SnapshotRequest:
         entered.clear()
         release.clear()
-        me.step(step)
-        request = me.snapshot(step)
+        request = me.begin(step, must=True)
         if rank == 1:
-            assert entered.wait(DEADLINE_SECS)
+            assert entered.wait(WAIT_SECS)
         return request
 
     bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(worker, "FENCE_SECS", 0.2)
@@ -441,18 +329,18 @@ def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
             with bounds[0], bounds[1]:
                 slots = me.arenas.slots
                 found["went on"] = [returns(lambda: me.step(3))]
-                late = me.snapshot(3, must=False)
+                late = me.snapshot(3)
                 found["went on"].append(found["went on"][0] and returns(lambda: me.step(4)))
                 found["slots"] = [me.arenas.slots == slots]
         else:
-            me.step(3)
-            late = me.snapshot(3, must=False)
+            late = me.begin(3)
             me.step(4)
         release.set()
-        assert request.done.wait(DEADLINE_SECS)
-        assert late.done.wait(DEADLINE_SECS)
+        assert request.done.wait(WAIT_SECS)
+        assert late.done.wait(WAIT_SECS)
         found["committed"] = [request.committed, late.committed, me.take(5)]
-        found["in_files"] = me.newest_in_files()
+        found["overrun"] = request.given_up == OVERRUN
+        found["in_files"] = me.steps_in_files()
         dist.barrier()
         if rank == 1:
             hold(6)
@@ -464,43 +352,100 @@ def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
     return found
 
 
-def noted(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 0 asks the rendezvous store what the job had committed: once it fails, once it says."""
-    control, store = ControlGroup(DEADLINE_SECS), mock.Mock()
-    record = JobRecord(store, "job")
-    store.check.side_effect = RuntimeError("Connection reset by peer")
-    error = ""
-    try:
-        noted_commit(record, control, "job")
-    except TransferError as lost:
-        error = str(lost)
-    store.check.side_effect = None
-    store.get.return_value = b"3:7"
-    return {"error": error, "note": noted_commit(record, control, "job")}
+# Places where the version is good, whatever fails there.
+_COMMITTED = {
+    "look at free memory",
+    "request a rate",
+    "note the commit",
+    "after the commit",
+    "tell of the commit",
+    "reserve behind the commit",
+    "switch",
+}
 
 
-def run(rank: int, root: str, port: int, scenarios: Sequence[tuple[str, str]]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    for module, name in scenarios:
-        directory = Path(root) / name
-        directory.mkdir(exist_ok=True)
-        result = getattr(import_module(module), name)(rank, directory)
-        (directory / f"result-{rank}.json").write_text(json.dumps(result))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("workers")
+    return Results(root, failures, went_back, rates_agreed, astray, complains, layouts, slow, stuck, dead)
 
 
-Scenario = Callable[[int, Path], dict[str, Any]]
+def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
+    found_by = results.of(failures)
+    for rank, result in enumerate(found_by):
+        for place in FAILURES:
+            found = result[place]
+            assert found["during"] == (place in _COMMITTED), (rank, place)
+            assert found["after"][-1], (rank, place, "versions must come back")
+            assert set(found["in_files"]) == {found["step"]}, (rank, place)
+    assert found_by[1]["skips"], "what is given up is counted"
+    for place in FAILURES:
+        assert found_by[0][place]["after"] == found_by[1][place]["after"], place
 
 
-class Results:
-    """Of several scenarios, one after the other in the same processes, which take seconds to start."""
+def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(results: Results) -> None:
+    for result in results.of(went_back):
+        assert not result["before"][4]
+        assert result["before"][-1]
+        assert result["committed"] == [True, True]
+        assert set(result["in_files"]) == {"step 4 (incarnation 2)"}
 
-    def __init__(self, root: Path, *scenarios: Scenario) -> None:
-        self._root = root
-        spawn(run, str(root), free_port(), [(s.__module__, s.__name__) for s in scenarios], nprocs=2)
 
-    def of(self, scenario: Scenario) -> list[dict[str, Any]]:
-        """What each rank says of a scenario."""
-        directory = self._root / scenario.__name__
-        return [json.loads((directory / f"result-{r}.json").read_text()) for r in range(2)]
+def test_p6_a_rate_is_the_same_everywhere_after_going_back_and_after_coming_together(
+    results: Results,
+) -> None:
+    first, second = results.of(rates_agreed)
+    assert first == second
+    assert first["back"] == 3
+
+
+def test_p3_ranks_that_vote_on_different_versions_commit_neither_and_come_together_again(
+    results: Results,
+) -> None:
+    for result in results.of(astray):
+        assert result["during"] == [False, False]
+        assert [taken[-1] for taken in result["after"]] == [True, True]
+        assert set(result["in_files"]) == {12}
+
+
+def test_p6_peers_hear_with_the_next_vote_what_has_failed_on_a_rank(results: Results) -> None:
+    first, second = results.of(complains)
+    assert first["committed"] == second["committed"] == [True] * 3
+    (said,) = first["heard"]
+    assert said.startswith("rank 1 ")
+    assert "a rate cannot be computed: KeyError" in said
+    assert second["heard"] == []
+
+
+def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:
+    first, second = results.of(layouts)
+    assert first == second
+    for place, found in first.items():
+        assert found["after"][-1], place
+    assert first["order, between ranks"]["scheme"] == "arc"
+
+
+def test_p6_a_worker_that_ends_for_good_holds_nobody_up(results: Results) -> None:
+    for result in results.of(dead):
+        assert result == {"results": [False, False], "late": False, "broken": True, "drained": False}
+
+
+def test_p6_a_slow_exchange_is_waited_for_once_and_then_no_more(results: Results) -> None:
+    for result in results.of(slow):
+        # The first vote has been cast before the exchange; the second is waited for in vain.
+        assert sum(result["waits"]) <= 2
+        assert result["drained"]
+        assert result["committed"][-1]
+
+
+def test_p2_p6_a_copy_that_does_not_end_costs_its_version_and_neither_a_step_nor_the_end(
+    results: Results,
+) -> None:
+    assert [result["overrun"] for result in results.of(stuck)] == [False, True]
+    for result in results.of(stuck):
+        assert result["went on"] == [True, True]
+        assert result["slots"] == [True], "nothing else is written to a slot that is still written to"
+        assert result["closed"]
+        assert not result["committed"][0]
+        assert result["committed"][-1]
+        assert set(result["in_files"]) == {5}

@@ -1,7 +1,7 @@
 """P2 and P5 where a checksum cannot help: bytes that another stream's memory spoilt before they were hashed.
 
 On a device whose streams run in any order that the events allow and whose allocator hands blocks on
-(:mod:`tests.snapshot.adversarial_device`), what arrives is the state of its step, parities included.
+(:mod:`tests.device.simulated`, by hand), what arrives is the state of its step, parities included.
 """
 
 from __future__ import annotations
@@ -14,54 +14,45 @@ import pytest
 import torch
 
 from reft.protect.placement import place_group
-from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.chunks import ParityEncoder
-from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
+from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.state import catalogue
 from reft.state.catalogue import SectionImage
-from tests.snapshot.adversarial_device import DEVICE, AdversarialCuda, DeviceTensor, adversarial
+from tests.device.simulated import NAME as DEVICE
+from tests.device.simulated import Simulated
 from tests.snapshot.devices import host_memory, parity_of
 
 SIZES = (1000, 64, 4096, 333, 2048)
 """Of the tensors that are the state: shards begin in the midst of one, so that parities gather."""
 CHUNK_BYTES = 512
-VERSIONS = 3
-
-
-class Engine(CudaCopyEngine):
-    def __init__(self) -> None:
-        super().__init__(torch.device("cuda", 0))
-        self.device = DEVICE
-
-    def _driver(self) -> Driver:
-        return Driver(lambda: 1, lambda address: None)
+VERSIONS, OTHER = 3, 1000
 
 
 class Training:
     """Kernels on the compute stream, with memory of its own that comes and goes."""
 
-    def __init__(self, cuda: AdversarialCuda, seed: int) -> None:
-        self.cuda, self.random = cuda, random.Random(seed)
+    def __init__(self, sim: Simulated, seed: int) -> None:
+        self.sim, self.random = sim, random.Random(seed)
         self.state = [torch.empty(n, dtype=torch.uint8, device=DEVICE) for n in SIZES]
+        self.states = {v: [t.to(DEVICE) for t in shadow(v)] for v in (*range(VERSIONS), OTHER)}
         self.kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def update(self, version: int) -> None:
         for number, tensor in enumerate(self.state):
-            tensor.copy_(shadow(version)[number])
+            tensor.copy_(self.states[version][number])
 
     def compute(self) -> None:
         """Activations: written, read again later, given back before the device has come to them."""
         activation = torch.empty(self.random.choice((256, 512, 2048)), dtype=torch.uint8, device=DEVICE)
         value = self.random.randrange(256)
         activation.fill_(value)
-        read = torch.zeros(len(activation), dtype=torch.uint8)
+        read = torch.zeros(len(activation), dtype=torch.uint8).pin_memory()
         read.copy_(activation, non_blocking=True)
         self.kept.append((read, value, activation))
         if self.random.random() < 0.6:
             read, value, _ = self.kept.pop(0)
             self.read = (*getattr(self, "read", ()), (read, value))
-        self.cuda.progress()
+        self.sim.progress()
 
     def check(self) -> None:
         """P1: nothing that training computed was spoilt."""
@@ -75,26 +66,24 @@ def shadow(version: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdversarialCuda]:
-    with adversarial(request.param) as made:
-        monkeypatch.setattr(copy_cuda, "cuda", made)
-        monkeypatch.setattr(catalogue, "check_dense", lambda name, tensor: None)  # of a class of its own
-        yield made
+def seed(request: pytest.FixtureRequest, sim: Simulated) -> Iterator[int]:
+    with sim.by_hand(request.param):
+        yield request.param
 
 
-@pytest.mark.parametrize("cuda", range(12), indirect=True)
+@pytest.mark.parametrize("seed", range(12), indirect=True)
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("parities", [1, 2])
 def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
-    cuda: AdversarialCuda, parities: int, staged: bool, request: pytest.FixtureRequest
+    sim: Simulated, seed: int, parities: int, staged: bool
 ) -> None:
-    training = Training(cuda, request.node.callspec.params["cuda"])
+    training = Training(sim, seed)
     image = SectionImage([(str(i), t) for i, t in enumerate(training.state)])
     placement = place_group([f"n{m}" for m in range(4)], 0, parities)
     plan = make_shard_plan(SectionSizes(image.nbytes, (0,) * 4, (64,) * 4), placement, 4096)
     member = plan.members[1]
     blocks = {b.key: b.block for m in plan.members for b in m.own}
-    engine = Engine()
+    engine = copy_engine_for(DEVICE)
     for version in range(VERSIONS):
         training.compute()
         training.update(version)
@@ -120,7 +109,7 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
         del encoder, encoding, chunks
         training.compute()
         engine.fence()
-        training.update(1000 + version)
+        training.update(OTHER)
         if staged:
             engine.drain(pieces)
         training.compute()
@@ -130,6 +119,5 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
             np.testing.assert_array_equal(targets[key].numpy(), expected)
         pieces, buffer = [], None
     engine.close()
-    cuda.finish()
+    sim.synchronize()
     training.check()
-    assert isinstance(training.state[0], DeviceTensor)

@@ -1,12 +1,11 @@
 """The whole worker with a device that runs behind the host: what is committed is the state of its step.
 
-The device is simulated (:mod:`tests.snapshot.simulated_cuda`), all else is real.
+The device is simulated (:mod:`tests.device.simulated`), all else is real.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,8 +17,8 @@ import torch
 from reft.config import Variant
 from reft.memory.arena import Arena, scan
 from reft.naming import Label
-from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
@@ -27,8 +26,9 @@ from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
-from tests.snapshot.one_rank import SECRET, WAIT_SECS, group_of_one, make_worker
-from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
+from tests.device.simulated import NAME as DEVICE
+from tests.device.simulated import Simulated
+from tests.snapshot.ranks import SECRET, WAIT_SECS, group_of_one, make_worker
 
 ELEMENTS = 300_000
 NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
@@ -59,10 +59,11 @@ class ObservedGate(StreamGate):
 class Job:
     """One rank that trains a tensor of as many equal numbers as there were steps."""
 
-    def __init__(self, folder: Path, cuda: SimulatedCuda, limits: Limits) -> None:
-        self.cuda = cuda
-        self.engine = SimulatedCudaEngine(torch.device("cuda", 0))
-        self.engine.simulated = cuda
+    def __init__(self, folder: Path, sim: Simulated, limits: Limits) -> None:
+        self.sim = sim
+        engine = copy_engine_for(DEVICE)
+        assert isinstance(engine, DeviceCopyEngine)
+        self.engine = engine
         self.gate = ObservedGate()
         self.staging = StagingArea(self.engine)
         self.pacer = Pacer(
@@ -73,7 +74,7 @@ class Job:
             self.staging.room,
         )
         self.content: dict[int, set[float]] = {}  # what each version held when it was committed
-        self.state = torch.zeros(ELEMENTS)
+        self.state = torch.zeros(ELEMENTS, device=DEVICE)
         self.folder = folder
         copier = Copier(self.engine, 65536, self.staging)
         self.worker = make_worker(folder, copier, self.pacer, on_commit=self._committed)
@@ -92,7 +93,7 @@ class Job:
         self.pacer.close()
         backward = (self.pacer.stamp(), self.kernel(0.002), self.pacer.stamp())
         self.worker.fence()
-        self.cuda.compute.put(lambda: self.state.fill_(number))
+        self.state.fill_(number)
         self.pacer.end_step("step", NAMES, [forward[::2]], [backward[::2]])
         first = number == 1  # memory is reserved for it, whatever it takes
         request = SnapshotRequest(
@@ -116,7 +117,7 @@ class Job:
     def end(self) -> None:
         """The last fence; the tensors change after it, and every version comes to its end."""
         self.worker.fence()
-        self.cuda.compute.put(lambda: self.state.fill_(-1.0))
+        self.state.fill_(-1.0)
         assert self.worker.drain(WAIT_SECS)
 
     def check(self) -> None:
@@ -125,9 +126,7 @@ class Job:
 
     def await_device(self) -> None:
         """As a script does that prints its loss."""
-        reached = threading.Event()
-        self.cuda.compute.put(reached.set)
-        assert reached.wait(WAIT_SECS)
+        self.sim.current_stream().synchronize()
 
     def train(self, steps: Iterable[int]) -> None:
         """In step with the device, and with a worker that always gets its turn."""
@@ -136,7 +135,7 @@ class Job:
             self.await_device()
 
     def kernel(self, secs: float) -> None:
-        self.cuda.compute.put(lambda: time.sleep(secs))
+        self.sim.sleep(secs)
 
     def committed(self) -> dict[int, set[float]]:
         """Step and values of every arena, whose checksums are right."""
@@ -160,19 +159,21 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
-    monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
-    monkeypatch.setattr(SimulatedCudaEngine, "least_chunk_bytes", 0)
+def job(
+    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Job]:
+    monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
     with group_of_one():
-        made = Job(tmp_path, cuda, getattr(request, "param", Limits()))
+        made = Job(tmp_path, sim, getattr(request, "param", Limits()))
         yield made
         made.worker.close(WAIT_SECS)
-    assert cuda.runtime.registered == {}, "memory stayed pinned"
+    assert sim.registrations == 0, "memory stayed pinned"
+    assert sim.settings.own_streams == 0
 
 
 @pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST_DEVICE, Variant.HOST])
 def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Variant) -> None:
-    job.engine.transfer_secs = 0.002  # more for all chunks than a step takes
+    job.sim.settings.delay_secs = 0.002  # more for all chunks than a step takes
     for number in range(1, STEPS + 1):
         request = job.step(number, variant)
         if number % 3:  # else it is given up
@@ -200,9 +201,10 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     assert {record.window for record in in_windows} == {0}
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, STEPS])
 @pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST])
-def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_the_host_is(
-    job: Job, variant: Variant, monkeypatch: pytest.MonkeyPatch
+def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps_ahead_the_host_is(
+    job: Job, variant: Variant, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every step the worker is busy until the host is at the fence, and free before the device is there."""
     at_fence, fence = threading.Event(), job.worker.fence
@@ -219,10 +221,14 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_
 
     monkeypatch.setattr(job.worker, "fence", come_to_the_fence)
     job.worker.watchers.on_commit = commit
+    ends = []
     for number in range(1, STEPS + 1):
+        if number > ahead + 1:
+            ends[-1 - ahead].synchronize()
         request = job.step(number, variant)
+        ends.append(job.sim.current_stream().record_event())
         # A kernel of the next step: the device is in the middle of it until the worker has turned to the version.
-        job.cuda.compute.put(lambda version=request: job.await_start(version))
+        job.sim.launch(lambda version=request: job.await_start(version))
     job.worker.fence()
     at_fence.set()
     assert job.worker.drain(WAIT_SECS)
@@ -240,7 +246,7 @@ def train(job: Job, steps: int) -> None:
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
 def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job: Job) -> None:
-    job.engine.transfer_secs = 0.002  # more for all chunks than a step takes
+    job.sim.settings.delay_secs = 0.002  # more for all chunks than a step takes
     train(job, 40)
     stats = job.stats
     assert job.pacer.plan is not None
@@ -259,11 +265,10 @@ def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
 def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
-    job.engine.transfer_secs = 0.002
+    job.sim.settings.delay_secs = 0.002
     train(job, 12)
     assert job.staging.capacity_bytes > 0
-    release = threading.Event()
-    job.engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # from here on nothing arrives on the host
+    release = job.sim.hold(job.engine.drain_stream)  # from here on nothing arrives on the host
     staged = job.stats.staged
     last = 12
     while job.stats.staged == staged:
@@ -273,7 +278,7 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
     last += 4
     assert job.worker.votes.late
     job.worker.votes.stop_proposal = last + 1  # somebody wants the job to stop
-    release.set()
+    release()
     assert job.worker.drain(WAIT_SECS)
     assert job.worker.votes.stop_step is not None
     assert job.worker.votes.stop_step > last + 1, "ranks may have passed the step before they heard of it"
@@ -284,8 +289,9 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
 def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job.engine.transfer_secs = 0.002
-    job.cuda.free_bytes = 100 * 2**20  # less than the margin
+    job.sim.settings.delay_secs = 0.002
+    settings = job.sim.settings
+    settings.others_bytes = settings.total_bytes - 2**28  # less than the margin is left
     train(job, 10)
     plan = job.pacer.plan
     assert plan is not None
@@ -294,7 +300,7 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     assert job.stats.staged == 0
     assert "no memory to stage snapshots: has.overflow is 'interval'" in caplog.text
     # It comes back with the memory.
-    job.cuda.free_bytes = 6 * 2**30
+    settings.others_bytes = 0
     job.train(range(11, 40))
     job.worker.fence()
     assert job.worker.drain(WAIT_SECS)
@@ -307,12 +313,11 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What of it is on its way arrives when the link lets it: not in an arena that holds another version by then."""
-    job.engine.transfer_secs = 0.002
+    job.sim.settings.delay_secs = 0.002
     train(job, 12)
     job.content.clear()
     assert job.staging.capacity_bytes > 0
-    release, given_up = threading.Event(), threading.Event()
-    job.engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # the link is slow now
+    release, given_up = job.sim.hold(job.engine.drain_stream), threading.Event()  # the link is slow now
     drain, calls = job.engine.drain, 0
 
     def fail_in_the_middle(staged: object, after: object = None) -> object:
@@ -335,7 +340,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
         job.await_device()
         if release_at is None and given_up.is_set():
             release_at = number + 4
-    release.set()
+    release()
     job.worker.fence()
     assert job.worker.drain(WAIT_SECS)
     number += 1
@@ -358,7 +363,7 @@ def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> No
         job.kernel(0.01)
         job.pacer.begin_optimizer()
         job.worker.fence()
-        job.cuda.compute.put(lambda number=number: job.state.fill_(number))
+        job.state.fill_(number)
         job.pacer.end_optimizer()
         job.pacer.end_step("step", ())
         request = SnapshotRequest(
@@ -391,7 +396,7 @@ def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [BESIDE], indirect=True)
 def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(job: Job) -> None:
-    job.engine.transfer_secs = 0.02  # 19 of them, in steps of 0.01 s
+    job.sim.settings.delay_secs = 0.02  # 19 of them, in steps of 0.01 s
     train_without_windows(job, 6, 3e6)
     plan = job.pacer.plan
     assert plan is not None
@@ -402,7 +407,7 @@ def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken
 
 @pytest.mark.parametrize("job", [replace(BESIDE, overflow=Overflow.STAGING)], indirect=True)
 def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
-    job.engine.transfer_secs = 0.01
+    job.sim.settings.delay_secs = 0.01
     train_without_windows(job, 16, 6e6)
     assert job.pacer.plan is not None
     assert not job.pacer.plan.fits

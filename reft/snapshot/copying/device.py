@@ -1,8 +1,8 @@
-"""Copies from a CUDA or ROCm device into host memory, on a stream of their own.
+"""Copies from a device into host memory, on a stream of their own.
 
 The side stream waits for the compute stream's event, then DMA writes straight into the arena, which
 was registered with the driver once; the fence makes the compute stream wait for the side stream. No
-thread waits for the device but the one in :meth:`CudaCopyEngine.synchronize`.
+thread waits for the device but the one in :meth:`DeviceCopyEngine.synchronize`.
 
 Where registering fails copies go through the driver's own buffers (P6): slower, one more host copy, and the
 copying thread waits.
@@ -13,18 +13,17 @@ memory that nothing has freed is not given to anybody else.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from reft.device import Vendor, vendor_of
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
 from reft.snapshot.copying.cpu import MARGIN_PART, CpuCopyEngine, copy_on_host
 from reft.snapshot.copying.engine import (
@@ -41,14 +40,6 @@ from reft.snapshot.copying.pinning import CHUNK_BYTES, PinnedRanges
 
 logger = logging.getLogger(__name__)
 
-
-cuda: Any = torch.cuda  # Much of it has no types
-
-_NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING`` and ``hipStreamNonBlocking``, as torch's: others wait for the default stream."""
-
-_PORTABLE = 1  # ``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``
-
 _LEAST_MARGIN_BYTES = 512 * 2**20
 """Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
 
@@ -56,7 +47,7 @@ _MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
 
 
 @dataclass(frozen=True)
-class _CudaMark(Mark):
+class _DeviceMark(Mark):
     """A mark and the event behind it."""
 
     event: Any
@@ -65,14 +56,14 @@ class _CudaMark(Mark):
         return bool(self.event.query())
 
 
-class _CudaTicket(CopyTicket):
+class _DeviceTicket(CopyTicket):
     """One copy: events around it on the side stream, and the tensors that it needs."""
 
-    def __init__(self, pieces: Sequence[Piece], *, drains: bool = False) -> None:
+    def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__(sum(target.numel() for _, target in pieces))
         self.drains = drains  # whether it belongs to a version that was fenced
-        self.began = cuda.Event(enable_timing=True)
-        self.ended = cuda.Event(enable_timing=True, blocking=True)
+        self.began = module.Event(enable_timing=True)
+        self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
         self.staged: Sequence[Piece] = ()
         """What was put into a staging buffer, and has its way to host memory before it."""
@@ -88,58 +79,53 @@ class _CudaTicket(CopyTicket):
     def wait(self) -> None:
         self.ended.synchronize()
 
-    def settle(self, anchor: torch.cuda.Event, anchor_secs: float) -> None:
+    def settle(self, anchor: Any, anchor_secs: float) -> None:
         """Take the times, once both events and ``anchor`` (recorded at ``anchor_secs``) have passed."""
         began = anchor_secs - self.began.elapsed_time(anchor) * _MS
         self.secs = (began, began + self.began.elapsed_time(self.ended) * _MS)
         self.keep_alive = ()
 
 
-class CudaCopyEngine(CopyEngine):
-    """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying.engine`. ``device``: the
-    device that trains. ``chunk_bytes``: most bytes registered by one call of the driver."""
+class DeviceCopyEngine(CopyEngine):
+    """The copy engine of devices. See :mod:`reft.snapshot.copying.engine`. ``device``: that trains.
+    ``vendor``: its own. ``chunk_bytes``: most bytes registered by one call of the driver."""
 
     asynchronous = True
     least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
 
-    def __init__(self, device: torch.device, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, device: torch.device, vendor: Vendor, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__()
-        index = cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self.name = "rocm" if torch.version.hip else "cuda"
+        self._vendor, self._module = vendor, vendor.module
+        index = vendor.module.current_device() if device.index is None else device.index
+        self.device = torch.device(vendor.type, index)
+        self.name = vendor.name
         self._warned: set[str] = set()
         self._destroy: list[Callable[[], object]] = []
         self._side = self._own_stream()
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
-        self._staged: torch.cuda.Event | None = None
+        self._staged: Any = None
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
-        self._begun: torch.cuda.Event | None = None
+        self._begun: Any = None
         self._copied_version = 0
-        self._tickets: list[_CudaTicket] = []
+        self._tickets: list[_DeviceTicket] = []
         self._lock = threading.Lock()
 
     # -- streams ---------------------------------------------------------------------------------
 
     def _own_stream(self) -> Any:
-        """A stream that nobody else has: torch hands those of its pool out in turns, to communicators too,
-        whose transfers then wait behind copies. Its priority is that of the default stream."""
+        """A stream that nobody else has, if there is one."""
         try:
-            self._use_device()
-            driver = self._driver()
-            address = driver.create()
+            stream, destroy = self._vendor.create_stream(self.device)
         except (RuntimeError, OSError, AttributeError) as error:
             self._warn_once(
                 "stream",
                 f"{self.device}: reft cannot create a stream of its own: {error}. Snapshots use one from "
                 "torch's pool, so a communicator's transfers may wait for copies",
             )
-            return cuda.Stream(self.device)
-        self._destroy.append(lambda: driver.destroy(address))
-        return cuda.ExternalStream(address, device=self.device)
-
-    def _driver(self) -> Driver:
-        return Driver.of(_loaded_driver())
+            return self._module.Stream(self.device)
+        self._destroy.append(destroy)
+        return stream
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -165,11 +151,11 @@ class CudaCopyEngine(CopyEngine):
             self._pinned.remove(memory)
 
     def _pin(self, address: int, nbytes: int) -> None:
-        _driver_call(self.device, lambda runtime: runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        self._vendor.host_register(self.device, address, nbytes)
 
     def _unpin(self, address: int) -> None:
         try:
-            _driver_call(self.device, lambda runtime: runtime.cudaHostUnregister(address))
+            self._vendor.host_unregister(self.device, address)
         except RuntimeError as error:
             self._warn_once("unregister", f"{self.device}: memory could not be unpinned: {error}")
 
@@ -186,22 +172,22 @@ class CudaCopyEngine(CopyEngine):
         self._begun = event
 
     def mark(self) -> Mark:
-        return _CudaMark(self._order.mark(), self._record())
+        return _DeviceMark(self._order.mark(), self._record())
 
-    def stamp(self) -> torch.cuda.Event:
+    def stamp(self) -> Any:
         return self._record(timed=True)
 
-    def _record(self, timed: bool = False) -> torch.cuda.Event:
+    def _record(self, timed: bool = False) -> Any:
         """An event at the end of what the calling thread gave the device so far."""
-        event: torch.cuda.Event = cuda.Event(enable_timing=timed, blocking=timed)
-        event.record(cuda.current_stream(self.device))
+        event: Any = self._module.Event(enable_timing=timed, blocking=timed)
+        event.record(self._module.current_stream(self.device))
         return event
 
     def fence(self) -> None:
         if self._order.fence() and self._copied_version:
-            event = cuda.Event()
+            event = self._module.Event()
             event.record(self._side)
-            cuda.current_stream(self.device).wait_event(event)
+            self._module.current_stream(self.device).wait_event(event)
 
     # -- copying thread --------------------------------------------------------------------------
 
@@ -211,7 +197,7 @@ class CudaCopyEngine(CopyEngine):
         after: Mark | None = None,
         encode: Encode | None = None,
         buffer: torch.Tensor | None = None,
-    ) -> _CudaTicket:
+    ) -> _DeviceTicket:
         """See :meth:`CopyEngine.copy`; with ``buffer`` into that, see :meth:`CopyEngine.stage`."""
         views = byte_views(pieces)
         for source, _ in views:
@@ -219,11 +205,11 @@ class CudaCopyEngine(CopyEngine):
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
         with self._order.copying(after) as version:
             self._use_device()
-            ticket = _CudaTicket(views)
+            ticket = _DeviceTicket(self._module, views)
             with self._lock:
                 if version != self._copied_version:
                     self._open(version)
-                if isinstance(after, _CudaMark):
+                if isinstance(after, _DeviceMark):
                     self._side.wait_event(after.event)
             with self._recorded(ticket, self._side):
                 if encode is not None:
@@ -242,7 +228,7 @@ class CudaCopyEngine(CopyEngine):
     @property
     def free_bytes(self) -> int:
         # What torch has reserved is left to training: it was its peak, and will be again.
-        free, total = cuda.mem_get_info(self.device)
+        free, total = self._module.mem_get_info(self.device)
         return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
@@ -253,31 +239,28 @@ class CudaCopyEngine(CopyEngine):
                 f"{self.free_bytes / 2**20:.0f} MiB are free after a margin for training"
             )
         try:
-            with cuda.stream(self._side):
-                return self.device_memory(nbytes)
+            with self._module.stream(self._side):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
         ticket = self.copy(pieces, None, encode, buffer)
-        staged = cuda.Event()
+        staged = self._module.Event()
         staged.record(self._side)
         self._staged = staged
         return ticket.staged
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        ticket = _CudaTicket(staged, drains=True)
+        ticket = _DeviceTicket(self._module, staged, drains=True)
         with self._order.draining():
             self._use_device()
             if self._staged is not None:
                 self.drain_stream.wait_event(self._staged)
                 self._staged = None
-            if isinstance(after, _CudaMark):
+            if isinstance(after, _DeviceMark):
                 self.drain_stream.wait_event(after.event)
             with self._recorded(ticket, self.drain_stream):
                 for source, target in staged:
@@ -285,11 +268,11 @@ class CudaCopyEngine(CopyEngine):
         return ticket
 
     @contextmanager
-    def _recorded(self, ticket: _CudaTicket, stream: Any) -> Iterator[None]:
+    def _recorded(self, ticket: _DeviceTicket, stream: Any) -> Iterator[None]:
         """Queue what belongs to a ticket on a stream; what failed half way is waited for too."""
         ticket.began.record(stream)
         try:
-            with cuda.stream(stream):
+            with self._module.stream(stream):
                 yield
         finally:
             ticket.ended.record(stream)
@@ -301,7 +284,7 @@ class CudaCopyEngine(CopyEngine):
     def _use_device(self) -> None:
         """A new thread starts on device 0; switching back to it would make a context there, some
         hundred MB of its memory for every rank of the node."""
-        cuda.set_device(self.device)
+        self._module.set_device(self.device)
 
     def _open(self, version: int) -> None:
         """The first copy of a version: wait for the point where its state became final."""
@@ -312,36 +295,26 @@ class CudaCopyEngine(CopyEngine):
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
     def _into_buffer(self, views: Sequence[Piece], buffer: torch.Tensor) -> Sequence[Piece]:
-        placed = into_buffer([v for v in views if self._on_device(v[0])], buffer)
+        placed = into_buffer([v for v in views if v[0].device.type != "cpu"], buffer)
         for (source, _), place in placed:
-            self._duplicate(source, place)
+            place.copy_(source, non_blocking=True)
         for source, target in views:
-            if not self._on_device(source):
+            if source.device.type == "cpu":
                 copy_on_host(source, target, self._closed)
         return [(place, target) for (_, target), place in placed]
 
-    def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Queue one copy within the device on the current stream."""
-        place.copy_(source, non_blocking=True)
-
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        if not self._on_device(source):
+        if source.device.type == "cpu":
             copy_on_host(source, target, self._closed)
             return
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
-            self._dma(source[part], target[part])
+            # Queues it, and returns at once where the memory is pinned.
+            target[part].copy_(source[part], non_blocking=True)
             if not pinned:
                 stream.synchronize()
             at += nbytes
-
-    def _on_device(self, source: torch.Tensor) -> bool:
-        return source.device.type != "cpu"
-
-    def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue one transfer on the current stream. Only into pinned memory does it return at once."""
-        target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
@@ -359,16 +332,16 @@ class CudaCopyEngine(CopyEngine):
         busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
         self.bytes_per_sec = bandwidth(sum(t.nbytes for t in linked), busy_secs, self.bytes_per_sec)
 
-    def secs_of(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
         self._use_device()
         for stamp in stamps:
             stamp.synchronize()
         anchor, anchor_secs = self._anchor()
         return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
 
-    def _anchor(self) -> tuple[torch.cuda.Event, float]:
+    def _anchor(self) -> tuple[Any, float]:
         """An event that has passed, and when: what ties the device's clock to the host's."""
-        anchor: torch.cuda.Event = cuda.Event(enable_timing=True)
+        anchor: Any = self._module.Event(enable_timing=True)
         # Whoever copies has waited for all it queued there; behind another thread's copies it is only later.
         anchor.record(self._side)
         anchor.synchronize()
@@ -389,75 +362,13 @@ class CudaCopyEngine(CopyEngine):
             destroy()
 
 
-@dataclass(frozen=True)
-class Driver:
-    """The driver's calls for streams."""
-
-    create: Callable[[], int]  # makes one, and returns its address; raises RuntimeError if it is refused
-    destroy: Callable[[int], object]  # ends the one at an address
-
-    @classmethod
-    def of(cls, library: Any) -> Driver:
-        """Of NVIDIA's library, CUDA's driver, or of AMD's, HIP's runtime: the arguments are the same."""
-        nvidia = hasattr(library, "cuStreamCreateWithPriority")
-        name = "cuStreamCreateWithPriority" if nvidia else "hipStreamCreateWithPriority"
-        call = getattr(library, name)
-        destroy = library.cuStreamDestroy_v2 if nvidia else library.hipStreamDestroy
-
-        def create() -> int:
-            made = ctypes.c_void_p()
-            if error := call(ctypes.byref(made), _NON_BLOCKING, 0):
-                raise RuntimeError(f"{name}: error {error}")
-            return made.value or 0
-
-        return cls(create, lambda address: destroy(ctypes.c_void_p(address)))
-
-
-def _loaded_driver() -> ctypes.CDLL:
-    """The library of the device's vendor that torch has loaded."""
-    name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if name in line:
-            return ctypes.CDLL(line[line.index("/") :])
-    raise OSError(f"found no {name[1:]} in this process")
-
-
-def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
-    """Call the driver for ``device``.
-
-    In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
-    torch would report it there at the next kernel it launches."""
-    refused: list[str] = []
-
-    def run() -> None:
-        try:
-            # Without this the call would go to device 0 and take memory there for a context.
-            cuda.set_device(device)
-            runtime = cuda.cudart()
-            error = call(runtime)
-            if int(error):
-                refused.append(f"{runtime.cudaGetErrorString(error)} (error {int(error)})")
-        except Exception as error:
-            refused.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=run, name="reft-pin")
-    try:
-        thread.start()
-    except RuntimeError:
-        run()  # the interpreter is shutting down
-    else:
-        thread.join()
-    if refused:
-        raise RuntimeError(refused[0])
-
-
 def copy_engine_for(device: torch.device | str) -> CopyEngine:
     """The engine for tensors on ``device``."""
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyEngine()
-    if device.type == "cuda":  # torch's name for ROCm devices too
-        return CudaCopyEngine(device)
+    if vendor := vendor_of(device):
+        return DeviceCopyEngine(device, vendor)
     raise UnsupportedStateError(
         f"no copy engine for tensors on {device}; expected a CPU, CUDA or ROCm device: disable reft"
     )

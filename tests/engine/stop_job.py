@@ -6,21 +6,15 @@ import logging
 import os
 from pathlib import Path
 
-import deepspeed
-import torch
-
 from reft.engine.deepspeed import session_of
-from reft.engine.install import avoid_build_at_start
 from reft.errors import TransferError
+from tests.engine.ranks import join_group
 from tests.engine.traffic_job import make, train
-
-avoid_build_at_start()
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
     logging.basicConfig()
-    deepspeed.init_distributed("gloo", verbose=False)
+    join_group()
     rank = int(os.environ["RANK"])
     os.environ["REFT_NODE_ID"] = f"node{rank}"
     engine = make(0, {"enabled": True, "job_id": "stop", "grace_secs": 4})

@@ -1,0 +1,123 @@
+"""What a device is to reft: one class for each vendor, and nobody else who knows vendors.
+
+torch's modules for its device types (``torch.cuda``, ``torch.xpu``) offer the same: streams, events, free
+memory and random state are asked of :attr:`Vendor.module`. What only a driver does is a method here. Another
+vendor is one more class in :data:`VENDORS`, which passes ``tests/device/test_vendors.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Vendor(ABC):
+    """Devices of one of torch's types. Methods raise RuntimeError, OSError or AttributeError where the driver
+    refuses, or is not there."""
+
+    type: str  # torch's word
+    name: str  # for messages and results
+    module: Any  # torch's module for the type; much of it has no types
+    has_cupy = False  # whether CuPy compiles kernels for it
+
+    @abstractmethod
+    def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
+        """A stream that nobody else has, of the default stream's priority, and what destroys it. torch hands
+        those of its pool out in turns, to communicators too, whose transfers then wait behind copies."""
+
+    @abstractmethod
+    def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
+        """Have a device write straight to host memory: page-lock it for all of the process's devices."""
+
+    @abstractmethod
+    def host_unregister(self, device: torch.device, address: int) -> None:
+        """Undo that for memory registered from ``address`` on."""
+
+
+class Cuda(Vendor):
+    """NVIDIA's devices, and AMD's, which torch calls the same; so are the arguments of their drivers."""
+
+    type = "cuda"
+    name = "rocm" if torch.version.hip else "cuda"
+    module: Any = torch.cuda
+    has_cupy = True
+
+    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default stream.
+    _NON_BLOCKING = 1
+    _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
+
+    def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
+        self.module.set_device(device)
+        library = self.library()
+        nvidia = hasattr(library, "cuStreamCreateWithPriority")
+        name = "cuStreamCreateWithPriority" if nvidia else "hipStreamCreateWithPriority"
+        destroy = library.cuStreamDestroy_v2 if nvidia else library.hipStreamDestroy
+        made = ctypes.c_void_p()
+        if error := getattr(library, name)(ctypes.byref(made), self._NON_BLOCKING, 0):
+            raise RuntimeError(f"{name}: error {error}")
+        stream = self.module.ExternalStream(made.value or 0, device=device)
+        return stream, lambda: destroy(made)
+
+    def library(self) -> Any:
+        """NVIDIA's driver or AMD's runtime, as torch has loaded it."""
+        name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if name in line:
+                return ctypes.CDLL(line[line.index("/") :])
+        raise OSError(f"found no {name[1:]} in this process")
+
+    def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
+        self._call(device, lambda runtime: runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
+
+    def host_unregister(self, device: torch.device, address: int) -> None:
+        self._call(device, lambda runtime: runtime.cudaHostUnregister(address))
+
+    def _call(self, device: torch.device, call: Callable[[Any], Any]) -> None:
+        """In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
+        torch would report it there at the next kernel it launches."""
+        refused: list[str] = []
+
+        def run() -> None:
+            try:
+                # Without this the call would go to device 0 and take memory there for a context.
+                self.module.set_device(device)
+                runtime = self.module.cudart()
+                error = call(runtime)
+                if int(error):
+                    refused.append(f"{runtime.cudaGetErrorString(error)} (error {int(error)})")
+            except Exception as error:
+                refused.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run, name="reft-pin")
+        try:
+            thread.start()
+        except RuntimeError:
+            run()  # the interpreter is shutting down
+        else:
+            thread.join()
+        if refused:
+            raise RuntimeError(refused[0])
+
+
+VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # by torch's device type
+
+
+def vendor_of(device: torch.device) -> Vendor | None:
+    """None for a CPU, whose work is done when a call returns, and for devices that reft does not know."""
+    return VENDORS.get(device.type)
+
+
+def vendor_at_hand() -> Vendor | None:
+    """Of the devices that this process could use; nothing is begun on them."""
+    return next((vendor for vendor in VENDORS.values() if vendor.module.is_available()), None)
+
+
+def vendor_in_use() -> Vendor | None:
+    """Of the device that torch has begun to use."""
+    return next((vendor for vendor in VENDORS.values() if vendor.module.is_initialized()), None)

@@ -1,0 +1,142 @@
+"""One contract for the devices of every vendor: what reft asks of one, its own and torch's."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from reft.device import VENDORS, Vendor, vendor_at_hand, vendor_of
+from reft.snapshot.copying.device import DeviceCopyEngine
+from tests.device.simulated import NAME
+
+HELD_CYCLES = 500_000_000  # Some tenths of a second
+
+
+@pytest.fixture(params=[NAME, "cuda"])
+def vendor(request: pytest.FixtureRequest) -> Vendor:
+    if request.param == NAME:
+        request.getfixturevalue("sim")
+    found = VENDORS[request.param]
+    if not found.module.is_available():
+        pytest.skip(f"needs a device of type {request.param}")
+    return found
+
+
+@pytest.fixture
+def device(vendor: Vendor) -> torch.device:
+    return torch.device(vendor.type, vendor.module.current_device())
+
+
+def hold(vendor: Vendor) -> Callable[[], None]:
+    """Hold the current stream up; what is returned lets it go on."""
+    if vendor.type == NAME:
+        go: Callable[[], None] = vendor.module.hold()
+        return go
+    vendor.module._sleep(HELD_CYCLES)
+    return lambda: None
+
+
+def record(vendor: Vendor, **options: bool) -> Any:
+    event = vendor.module.Event(**options)
+    event.record(vendor.module.current_stream())
+    return event
+
+
+def registered(vendor: Vendor, device: torch.device, nbytes: int) -> torch.Tensor:
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    vendor.host_register(device, memory.data_ptr(), nbytes)
+    return memory
+
+
+def test_it_is_found_by_its_tensors(vendor: Vendor, device: torch.device) -> None:
+    assert vendor_of(torch.zeros(1, device=device).device) is vendor
+    assert vendor_of(torch.device("cpu")) is vendor_of(torch.device("meta")) is None
+    assert vendor_at_hand() is vendor
+    assert vendor.module.is_initialized()
+    assert vendor.module.device_count() >= 1
+    assert isinstance(vendor.module.get_device_name(device), str)
+
+
+def test_events_have_an_order_a_time_and_can_be_waited_for(vendor: Vendor, device: torch.device) -> None:
+    first = record(vendor, enable_timing=True)
+    go = hold(vendor)
+    second = record(vendor, enable_timing=True, blocking=True)
+    assert not second.query()
+    asked = time.perf_counter()
+    go()
+    second.synchronize()
+    assert first.query()
+    assert second.query()
+    assert first.elapsed_time(second) > 0
+    assert vendor.module.Event().query(), "what was never recorded is not waited for"
+    assert time.perf_counter() >= asked
+
+
+def test_its_own_stream_waits_for_events_alone_and_is_nobody_else_s(
+    vendor: Vendor, device: torch.device
+) -> None:
+    stream, destroy = vendor.create_stream(device)
+    state = torch.zeros(10_000, device=device)
+    target = registered(vendor, device, 2**16)[:40_000].view(torch.float32)
+    vendor.module.synchronize()
+    go = hold(vendor)
+    with vendor.module.stream(stream):
+        assert vendor.module.current_stream(device) == stream
+        target.copy_(state, non_blocking=True)
+    stream.synchronize()  # it does not wait for the default stream
+    state.fill_(1)
+    written = record(vendor)
+    with vendor.module.stream(stream):
+        stream.wait_event(written)
+        target.copy_(state, non_blocking=True)
+    assert target.eq(0).all()
+    go()
+    stream.synchronize()
+    assert target.eq(1).all()
+    destroy()
+    vendor.host_unregister(device, target.data_ptr())
+
+
+def test_copies_into_registered_memory_do_not_hold_the_host_up(vendor: Vendor, device: torch.device) -> None:
+    state = torch.ones(2**16, dtype=torch.uint8, device=device)
+    target = registered(vendor, device, 2**16)
+    go = hold(vendor)
+    target.copy_(state, non_blocking=True)
+    done = record(vendor)
+    assert not done.query()
+    go()
+    done.synchronize()
+    assert target.eq(1).all()
+    with pytest.raises(RuntimeError):
+        vendor.host_register(device, target.data_ptr(), 2**16)
+    vendor.host_unregister(device, target.data_ptr())
+    with pytest.raises(RuntimeError):
+        vendor.host_unregister(device, target.data_ptr())
+    torch.ones(1, device=device).add_(1)  # no error of a driver's call is left behind for the next kernel
+    vendor.module.synchronize()
+
+
+def test_memory_and_random_state_are_told(vendor: Vendor, device: torch.device) -> None:
+    free, total = vendor.module.mem_get_info(device)
+    assert 0 < free <= total
+    kept = torch.zeros(2**16, dtype=torch.uint8, device=device)
+    stats = vendor.module.memory_stats_as_nested_dict(device)
+    assert (
+        stats["allocated_bytes"]["all"]["peak"] >= stats["allocated_bytes"]["all"]["current"] >= kept.nbytes
+    )
+    assert stats["reserved_bytes"]["all"]["current"] >= kept.nbytes
+    state = vendor.module.get_rng_state()
+    drawn = torch.rand(10, device=device).cpu()
+    vendor.module.set_rng_state(state)
+    assert torch.equal(torch.rand(10, device=device).cpu(), drawn)
+
+
+def test_the_copy_engine_is_one_for_all(vendor: Vendor, device: torch.device) -> None:
+    engine = DeviceCopyEngine(torch.device(vendor.type), vendor)
+    assert (engine.device, engine.name, engine.asynchronous) == (device, vendor.name, True)
+    engine.close()

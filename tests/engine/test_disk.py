@@ -1,0 +1,84 @@
+"""Which checkpoints on disk a load takes, in which order, and which rank reads which file; what saving survives (P3, P6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from reft.engine.deepspeed import save_with_host_state
+from reft.engine.load.disk import DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.naming import Label
+from reft.storage.persisted import FileRecord
+
+
+def persisted(incarnation: int, step: int) -> DiskCheckpoint:
+    return DiskCheckpoint(Path("/p"), f"global_step{step}", step, Label(incarnation, step), "job", {})
+
+
+def users(step: int, label: Label | None = None) -> DiskCheckpoint:
+    return DiskCheckpoint(Path("/u"), f"global_step{step}", step, label, "job" if label else None)
+
+
+def order(labelled: list[DiskCheckpoint], own: DiskCheckpoint | None = None) -> tuple[list[str], int]:
+    taken, left_out = in_order(labelled, own)
+    return [f"{c.directory.name}{c.step}" for c in taken], len(left_out)
+
+
+def test_checkpoints_are_tried_newest_first() -> None:
+    assert order([persisted(1, 4), persisted(2, 12), persisted(1, 8)]) == (["p12", "p8", "p4"], 0)
+    assert order([]) == ([], 0)
+    assert order([], users(3)) == (["u3"], 0)
+    assert order([persisted(1, 4), persisted(1, 8)], users(6)) == (["p8", "u6", "p4"], 0)
+    assert order([persisted(1, 4), persisted(1, 8)], users(9)) == (["u9", "p8", "p4"], 0)
+    assert order([persisted(1, 4), persisted(1, 8)], users(2)) == (["p8", "p4", "u2"], 0)
+    assert order([persisted(2, 4), persisted(2, 6)], users(5, Label(2, 5))) == (["p6", "u5", "p4"], 0)
+
+
+def test_a_future_that_was_given_up_is_left_out() -> None:
+    # Incarnation 2 went back to 4 and on to 6: what 1 had beyond is another future.
+    assert order([persisted(1, 4), persisted(1, 8), persisted(2, 6)]) == (["p6", "p4"], 1)
+    assert order([persisted(1, 8), persisted(2, 6)], users(9, Label(1, 9))) == (["p6"], 2)
+    # A restart that went on from 8 gave nothing up.
+    assert order([persisted(1, 8), persisted(2, 12)]) == (["p12", "p8"], 0)
+
+
+def test_newer_than_memory() -> None:
+    assert persisted(2, 4).newer_than(Label(1, 9))
+    assert not persisted(1, 9).newer_than(Label(2, 4))
+    assert not persisted(1, 9).newer_than(Label(1, 9))
+    assert users(10).newer_than(Label(2, 9))
+    assert not users(9).newer_than(Label(2, 9))
+
+
+def test_every_file_is_read_by_one_rank() -> None:
+    files = {f"file{i}": FileRecord(100 * (i % 7) + 1, i) for i in range(40)}
+    shares = [share_of(files, rank, 6) for rank in range(6)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    loads = [sum(f.nbytes for f in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= 601
+    assert share_of({}, 0, 2) == {}
+
+
+def test_p6_what_cannot_be_listed_is_told_and_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert find_on_disk(tmp_path / "file", tmp_path / "file", "job").checkpoints == ()
+    assert find_on_disk(None, tmp_path, "..").problems
+    (tmp_path / "job" / "global_step4").mkdir(parents=True)
+    (tmp_path / "job" / "global_step4" / "reft.json").write_text("{")
+    for content in (b"{", b"\xff\xfe", b"[1]", b'{"format": null}'):
+        (tmp_path / "job" / "global_step4" / "reft.json").write_bytes(content)
+        found = find_on_disk(tmp_path / "nothing", tmp_path, "job")
+        assert "is not a marker" in found.problems[0]
+
+
+def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = mock.Mock()
+    session.state.client_state = None
+    session.engine.capture.side_effect = TypeError("the data")
+    saved = save_with_host_state(session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"})
+    assert saved == "saved"
+    assert "without random and data state: TypeError: the data" in caplog.text

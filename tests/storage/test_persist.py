@@ -1,0 +1,246 @@
+"""Versions written from the memory of several nodes: complete and verified, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reft.config import FaultConfig, FaultPoint, ReftConfig
+from reft.errors import OvertakenError, PersistError
+from reft.memory.arena import Arena
+from reft.naming import Label
+from reft.protect.blocks import Section
+from reft.recover.offline import persist_offline
+from reft.state.deepspeed_format import host_file_name, read_host_file
+from reft.state.template import same_value
+from reft.storage import fence
+from reft.storage.persist import PersistProgress, persist_label
+from reft.storage.persisted import job_directory, latest_tag
+from reft.storage.staging import WorkDir
+from tests.job.daemons import wait_for
+from tests.spawn import RankError, spawn
+from tests.storage.job_memory import (
+    DEGREES,
+    JOB,
+    NODES,
+    Memory,
+    expected_files,
+    host_state,
+    latest_persisted,
+    made_up_images,
+    verify_persisted,
+)
+
+V4, V8, V12 = Label(1, 4), Label(1, 8), Label(1, 12)
+LIMIT_SECS = 200
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    """Two nodes of a PP2 x DP2 job that hold step 4."""
+    memory = Memory(tmp_path / "memory")
+    memory.write(V4, made_up_images(4))
+    return memory
+
+
+@pytest.fixture(scope="module")
+def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the checkpoint of step 4, to be copied."""
+    root = tmp_path_factory.mktemp("step4")
+    memory = Memory(root / "memory")
+    memory.write(V4, made_up_images(4))
+    persist_offline([memory.job_dir(n).path for n in NODES], root / "checkpoints")
+    return root / "checkpoints"
+
+
+def persist_on_all(memory: Memory, label: Label, config: ReftConfig) -> dict[str, Any]:
+    """Persist on both nodes at once; the paths, or the exceptions raised."""
+    with ThreadPoolExecutor(len(NODES)) as pool:
+        futures: dict[str, Future[Path]] = {
+            node: pool.submit(persist_label, memory.job_dir(node), label, config) for node in NODES
+        }
+        return {n: f.exception(LIMIT_SECS) or f.result(LIMIT_SECS) for n, f in futures.items()}
+
+
+def persist_or_die(node: int, root: str, step: int, config: str, kill_at: str) -> None:
+    """In a process of a node; the first one kills itself when it reaches the phase ``kill_at``."""
+
+    def progress(at: PersistProgress) -> None:
+        if node == 0 and at.phase == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job_dir = Memory(Path(root)).job_dir(NODES[node])
+    persist_label(job_dir, Label(1, step), ReftConfig.model_validate_json(config), progress=progress)
+
+
+def check_checkpoint(directory: Path, label: Label) -> None:
+    """Every file is what the version holds, and nothing else is left in the directory."""
+    directory = job_directory(directory, JOB)
+    info = latest_persisted(directory)
+    assert info is not None
+    assert (info.label, info.job_id, info.degrees) == (label, JOB, DEGREES)
+    assert latest_tag(directory) == info.tag
+    assert verify_persisted(directory, info.tag) == []
+    names = {"reft.json"}
+    for at in DEGREES.coordinates():
+        for name, expected in expected_files(at, label.step).items():
+            assert same_value(torch.load(info.path / name, weights_only=True), expected), name
+            names.add(name)
+        assert read_host_file(info.path / host_file_name(at)) == host_state(at, label.step)
+        names.add(host_file_name(at))
+    assert {p.name for p in info.path.iterdir()} == names
+
+
+def no_debris(directory: Path) -> bool:
+    return all(p.name.startswith(".incarnation-") for p in directory.glob("**/.*"))
+
+
+@pytest.mark.process
+def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
+    memory: Memory, step_4: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(step_4, tmp_path / "checkpoints"))
+    check_checkpoint(directory, V4)
+    config = memory.config(directory, keep=1)
+    memory.write(V8, made_up_images(8), slot=1)
+    written = directory / JOB / "global_step8"
+    assert persist_on_all(memory, V8, config) == dict.fromkeys(NODES, written)
+    check_checkpoint(directory, V8)
+    assert no_debris(directory)
+    assert not (directory / JOB / "global_step4").exists()
+    # Written again: it is there already.
+    assert persist_label(memory.job_dir("n1"), V8, config) == written
+    with pytest.raises(PersistError, match="older version of the job"):
+        persist_label(memory.job_dir("n0"), V4, config)
+
+
+@pytest.mark.integration
+def test_killed_while_writing_the_previous_checkpoint_stays(
+    memory: Memory, step_4: Path, tmp_path: Path
+) -> None:
+    """SIGKILL in the middle of writing, between writing and assembling, and before the name is given."""
+    directory = Path(shutil.copytree(step_4, tmp_path / "checkpoints"))
+    config = memory.config(directory, keep=1)
+    memory.write(V8, made_up_images(8), slot=1)
+    fault = FaultConfig(point=FaultPoint.DURING_PERSIST, step=8, pp=0, dp=0)
+    faulty = config.model_copy(update={"faults": (fault,)})
+    for phase, of_leader, nodes in (("fault", faulty, 1), ("staged", config, 1), ("assembled", config, 2)):
+        with pytest.raises(RankError, match="rank 0: SIGKILL"):
+            spawn(persist_or_die, str(memory.root), 8, of_leader.model_dump_json(), phase, nprocs=nodes)
+        check_checkpoint(directory, V4)
+    # Another attempt on the same nodes succeeds, over what the killed ones left.
+    assert not no_debris(directory)
+    persist_on_all(memory, V8, config)
+    check_checkpoint(directory, V8)
+    assert no_debris(directory)
+
+
+def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    job = memory.job_dir("n1")
+    with Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True) as found:
+        header = found.header()
+        assert header is not None
+        entry = next(e for e in header.entries if e.key.section is Section.OWNED and e.owner)
+        found.data[entry.arena_offset + entry.nbytes // 2] ^= 4
+    results = persist_on_all(memory, V4, memory.config(directory))
+    assert "owned block 0 of member 1" in str(results["n1"])
+    assert "rank0-slot0.arena does not match the checksum" in str(results["n1"])
+    assert isinstance(results["n0"], PersistError)
+    assert "node n1 gave up: PersistError: owned block 0" in str(results["n0"])
+    assert latest_persisted(directory / JOB) is None
+    assert no_debris(directory)
+
+
+def test_a_missing_peer_is_named_after_the_timeout(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, timeout_secs=0.3)
+    with pytest.raises(PersistError, match=r"the part of pp0\.dp1\.tp0, the part of pp1\.dp1\.tp0; check"):
+        persist_label(memory.job_dir("n0"), V4, config)
+    assert no_debris(directory)
+    with pytest.raises(PersistError, match=r"the part of pp0\.dp0\.tp0"):
+        persist_label(memory.job_dir("n1"), V4, config)
+    # What a node without the leader leaves is cleaned up by the next attempt of the leader.
+    assert not no_debris(directory)
+    memory.write(V8, made_up_images(8), slot=1)
+    with pytest.raises(PersistError):
+        persist_label(memory.job_dir("n0"), V8, config)
+    assert no_debris(directory)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("missing", NODES)
+def test_p6_a_node_whose_memory_went_on_tells_the_others(
+    memory: Memory, tmp_path: Path, missing: str
+) -> None:
+    """They wait for no part of it, whoever comes first, and write what is due next."""
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory)
+    (there,) = set(NODES) - {missing}
+    ranks = [at for at in DEGREES.coordinates() if memory.topology.node_of(at) == there]
+    memory.write(V8, made_up_images(8), slot=1, only=ranks)
+    with pytest.raises(OvertakenError, match="no arena holds step 8"):
+        persist_label(memory.job_dir(missing), V8, config)
+    for _ in range(2):  # it stays told
+        with pytest.raises(OvertakenError, match=f"node {missing} .*no arena holds step 8"):
+            persist_label(memory.job_dir(there), V8, config)
+    memory.write(V12, made_up_images(12), slot=2)
+    persist_on_all(memory, V12, config)
+    check_checkpoint(directory, V12)
+    assert no_debris(directory)
+
+
+def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, config)
+        wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2, "the parts of n0")
+        memory.write(V8, made_up_images(8), only=[DEGREES.coordinates()[-1]])  # one of n1's two trainers
+        with pytest.raises(OvertakenError, match=r"pp1\.dp1\.tp0"):
+            persist_label(memory.job_dir("n1"), V4, config)
+        with pytest.raises(OvertakenError, match=r"node n1 .*pp1\.dp1\.tp0"):
+            waiting.result(LIMIT_SECS)
+
+
+def test_p6_a_node_that_is_cut_off_tells_nothing(memory: Memory, tmp_path: Path) -> None:
+    """Its newer start writes there: what it missed is nobody's business."""
+    directory = tmp_path / "checkpoints"
+    (directory / JOB).mkdir(parents=True)
+    fence.claim(directory / JOB, JOB, 2)
+    with pytest.raises(OvertakenError):
+        persist_label(memory.job_dir("n1"), V8, memory.config(directory))
+    assert no_debris(directory)
+
+
+def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, timeout_secs=0.2)
+    with pytest.raises(PersistError):
+        persist_label(memory.job_dir("n1"), V4, config)
+    part = next(WorkDir.of(directory / JOB, JOB, V4).staging.glob("failed-*.json"))
+    part.write_text(part.read_text().replace("n1", "n7"))
+    with pytest.raises(Exception, match="does not carry the job's secret"):
+        persist_label(memory.job_dir("n0"), V4, config)
+
+
+@pytest.mark.integration
+def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
+    memory: Memory, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "memory" / "n0")
+    seen: list[str] = []
+    directory = tmp_path / "checkpoints"
+    result = persist_offline(
+        [memory.job_dir("n1").path], directory, progress=lambda progress: seen.append(progress.phase)
+    )
+    assert result.corrupt_blocks == 0
+    check_checkpoint(directory, V4)
+    assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
