@@ -133,7 +133,7 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
             ),
             "the newest note",
         )
-        causes = [r for r in caplog.records if "cannot be told" in r.message]
+        causes = [r for r in caplog.records if "cannot be reached" in r.message]
         assert len({r.message for r in causes}) == len(causes)
         assert (job_dir.path / "config.json").exists()
     finally:

@@ -104,7 +104,7 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
     daemon.persister.offer(Label(1, 6))
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert not [r for r in caplog.records if "cannot be persisted" in r.getMessage()]
-    assert len([r for r in caplog.records if "memory went on from step 4" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "memory moved past step 4" in r.getMessage()]) == 1
     # Where no version is left for long enough there are no new checkpoints, and that is told.
     for step in (8, 10):
         daemon.persister.offer(Label(1, step))
