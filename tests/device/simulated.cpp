@@ -39,6 +39,7 @@ using torch::jit::Stack;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 constexpr int POISON = 0xA5;
+constexpr auto LONGEST_WAIT = std::chrono::seconds(50);  // Shorter than pytest's, which cannot interrupt it
 constexpr double CATCH_UP_SECS = 2e-4;  // A thread sleeps a little too long; the link does not idle for it
 
 double now_secs() {
@@ -163,7 +164,8 @@ struct Streams {
       KernelGuards guards;
       while (!over()) TORCH_CHECK(step(lock), "the host waits for the simulated device for ever");
     } else {
-      changed.wait(lock, [&] { return stopping || over(); });
+      bool came = changed.wait_for(lock, LONGEST_WAIT, [&] { return stopping || over(); });
+      TORCH_CHECK(came, "the host has waited too long for the simulated device: a stream is held, or waits for ever");
     }
     if (!error.empty()) {
       std::string said;
@@ -566,10 +568,12 @@ void queue_kernel(const c10::OperatorHandle& op, Stack* stack) {
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
-// Over the link, in two halves: what changes while it is under way arrives torn.
-void transfer(void* target, const void* source, size_t nbytes, bool to_host) {
+// Over the link, in two halves: what changes while it is under way arrives torn. `pinned`: memory of the host that
+// has to stay registered until then.
+void transfer(void* target, const void* source, size_t nbytes, bool to_host, const void* pinned = nullptr) {
   auto half = [=](size_t begin, size_t end, double delay_secs) {
     return [=] {
+      TORCH_CHECK(!pinned || is_registered(uintptr_t(pinned), nbytes), "memory was unregistered under a copy");
       double until = 0.0;
       if (!streams.manual()) {
         std::lock_guard lock(streams.mutex);
@@ -602,8 +606,8 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
     return target;
   }
   const Tensor& host = to_host ? target : plain;
-  bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking && (to_host || plain.is_same(from) || plain.is_alias_of(from));
-  transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host);
+  bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking;
+  transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host, at_once ? host.data_ptr() : nullptr);
   if (!at_once) streams.synchronise(current_id);
   return target;
 }

@@ -297,6 +297,23 @@ def test_memory_may_be_registered_again(device: Cpu, engine: CopyEngine) -> None
     assert engine.register(memoryview(b""))
 
 
+@pytest.mark.parametrize("early", ["unregistered", "freed"])
+def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyEngine, early: str) -> None:
+    live = device.put(random_bytes(100_000))
+    expected, memory = live.cpu().clone(), host_memory(engine, 100_000)
+    if type(device) is Simulated:
+        device.torch.settings.delay_secs = 0.02
+    engine.begin()
+    engine.copy([(live, memory)])
+    if early == "freed":
+        del live
+    else:
+        engine.unregister(memory)
+    engine.fence()
+    engine.synchronize()
+    assert torch.equal(memory, expected)
+
+
 def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
     assert engine.bytes_per_sec is None
     memory = host_memory(engine, 2 * 2**20)
