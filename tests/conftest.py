@@ -60,7 +60,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
         _started.append(event)
     elif event == "subprocess.Popen" and not str(arguments[0]).endswith(
-        ("ldconfig", "gcc", "cc", "c++", "ld", "uname")
+        ("ldconfig", "gcc", "cc", "ld", "uname")
     ):
         _started.append(f"{event} {arguments[0]}")
 
@@ -81,6 +81,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("process")
         if not item.get_closest_marker("process") and not item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The simulated device is compiled here, where nobody counts processes and seconds."""
+    fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if fixtures & {"sim", "vendor", "device", "case"} and not session.config.option.collectonly:
+        from tests.device.simulated import missing
+
+        missing()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from reft.device import Vendor
 
@@ -78,6 +79,16 @@ def library() -> Path:
                 subprocess.run(command, check=True)
                 part.replace(built)
     return built
+
+
+def missing() -> str | None:
+    """Why there is no simulated device here; None: there is."""
+    if torch.cuda.is_available():
+        return "there is a device, and torch has one kind of them in a process"
+    if TorchVersion(torch.__version__) < (2, 13):
+        return "the simulated device takes torch 2.13"
+    library()
+    return None
 
 
 class Simulated:

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from reft.device import VENDORS, Vendor, vendor_at_hand, vendor_of
+from reft.device import Vendor, vendor_at_hand, vendor_of
 from reft.snapshot.copying.device import DeviceCopyEngine
-from tests.device.simulated import NAME
-
-HELD_CYCLES = 500_000_000  # Some tenths of a second
-
-
-@pytest.fixture(params=[NAME, "cuda"])
-def vendor(request: pytest.FixtureRequest) -> Vendor:
-    if request.param == NAME:
-        request.getfixturevalue("sim")
-    found = VENDORS[request.param]
-    if not found.module.is_available():
-        pytest.skip(f"needs a device of type {request.param}")
-    return found
+from tests.device.conftest import hold
 
 
 @pytest.fixture
 def device(vendor: Vendor) -> torch.device:
     return torch.device(vendor.type, vendor.module.current_device())
-
-
-def hold(vendor: Vendor) -> Callable[[], None]:
-    """Hold the current stream up; what is returned lets it go on."""
-    if vendor.type == NAME:
-        go: Callable[[], None] = vendor.module.hold()
-        return go
-    vendor.module._sleep(HELD_CYCLES)
-    return lambda: None
 
 
 def record(vendor: Vendor, **options: bool) -> Any:
