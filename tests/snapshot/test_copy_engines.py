@@ -392,18 +392,22 @@ def test_p6_without_streams_of_the_driver_copies_take_torch_s_and_say_so(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["cuStreamCreateWithPriority", "hipStreamCreateWithPriority"])
-def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_stream(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("vendor", ["cu", "hip"])
+def test_either_vendor_s_streams_do_not_wait_for_the_default_one_nor_its_threads_end_captures(
+    vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, int]] = []
+    modes: list[int] = []
 
     def create(made: Any, flags: int, priority: int) -> int:
         calls.append((flags, priority))
         made._obj.value = 0xABC000
         return 0 if len(calls) == 1 else 2
 
-    driver = SimpleNamespace(**{name: create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int})
+    driver = SimpleNamespace(
+        **{f"{vendor}StreamCreateWithPriority": create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int},
+        **{f"{vendor}ThreadExchangeStreamCaptureMode": lambda mode: modes.append(mode._obj.value)},
+    )
     monkeypatch.setattr(Cuda, "library", lambda self: driver)
     of_torch = SimpleNamespace(
         set_device=lambda device: None, ExternalStream=lambda address, device: (address, device)
@@ -413,6 +417,10 @@ def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_strea
     assert calls == [(1, 0)]  # non-blocking, the priority of the default stream
     with pytest.raises(RuntimeError, match="error 2"):
         Cuda().create_stream(torch.device("cpu"))
+    cuda = Cuda()
+    for _ in range(2):
+        cuda.enter(torch.device("cpu"))
+    assert modes == [1], "once in a thread: others' captures of graphs are none of its business"
 
 
 @pytest.mark.process
