@@ -24,7 +24,7 @@ from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated as Device
-from tests.device.simulated import SimulatedVendor
+from tests.device.simulated import SimulatedVendor, missing
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 
 CLOCK_ERROR_SECS = 0.001
@@ -351,6 +351,10 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pyte
 
 EXIT_SCRIPT = """
 import mmap, sys, torch
+if sys.argv[1] == "sim":
+    from reft.device import VENDORS
+    from tests.device.simulated import SimulatedVendor, simulated
+    VENDORS["sim"] = SimulatedVendor(simulated())
 from reft.snapshot.copying.device import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
@@ -424,10 +428,12 @@ def test_either_vendor_s_streams_do_not_wait_for_the_default_one_nor_its_threads
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["cpu", "sim", "cuda"])
 def test_a_process_that_ends_in_the_middle_ends_cleanly(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    if name == "sim" and (why := missing()):
+        pytest.skip(why)
     done = subprocess.run(
         [sys.executable, "-c", EXIT_SCRIPT, name],
         capture_output=True,
