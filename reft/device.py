@@ -11,6 +11,7 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ class Vendor(ABC):
     name: str  # for messages and results
     module: Any  # torch's module for the type; much of it has no types
     has_cupy = False  # whether CuPy compiles kernels for it
+
+    @abstractmethod
+    def enter(self, device: torch.device) -> None:
+        """Have the calling thread use the device, such that its calls do not end a graph's capture by another
+        thread. A new thread starts on device 0; switching back to it would make a context there, some hundred
+        MB of its memory for every rank of the node."""
 
     @abstractmethod
     def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
@@ -51,6 +58,21 @@ class Cuda(Vendor):
     # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default stream.
     _NON_BLOCKING = 1
     _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
+    _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
+
+    def __init__(self) -> None:
+        self._entered = threading.local()
+
+    def enter(self, device: torch.device) -> None:
+        self.module.set_device(device)
+        if not hasattr(self._entered, "once"):
+            self._entered.once = True
+            # By default a thread's cudaMalloc or cudaEventQuery ends any other's capture of torch.cuda.graph.
+            with suppress(OSError, AttributeError):
+                library = self.library()
+                nvidia = hasattr(library, "cuThreadExchangeStreamCaptureMode")
+                name = f"{'cu' if nvidia else 'hip'}ThreadExchangeStreamCaptureMode"
+                getattr(library, name)(ctypes.byref(ctypes.c_int(self._THREAD_LOCAL)))
 
     def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
         self.module.set_device(device)
@@ -85,8 +107,7 @@ class Cuda(Vendor):
 
         def run() -> None:
             try:
-                # Without this the call would go to device 0 and take memory there for a context.
-                self.module.set_device(device)
+                self.enter(device)
                 runtime = self.module.cudart()
                 error = call(runtime)
                 if int(error):

@@ -60,7 +60,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
         _started.append(event)
     elif event == "subprocess.Popen" and not str(arguments[0]).endswith(
-        ("ldconfig", "gcc", "cc", "c++", "ld", "uname")
+        ("ldconfig", "gcc", "cc", "ld", "uname")
     ):
         _started.append(f"{event} {arguments[0]}")
 
@@ -84,10 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
-        from tests.device.simulated import simulated
+    """The simulated device is compiled here, where nobody counts processes and seconds."""
+    fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if fixtures & {"sim", "vendor", "device", "case"} and not session.config.option.collectonly:
+        from tests.device.simulated import missing
 
-        simulated()  # compiled outside of any test's time, and known to autograd before its threads begin
+        missing()
 
 
 @pytest.hookimpl(wrapper=True)

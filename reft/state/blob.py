@@ -147,7 +147,7 @@ def _queue(
 ) -> Callable[[], torch.Tensor]:
     """Queue the transfer of dense device tensors to host memory on the current stream. The result waits for
     it and returns that memory."""
-    devices = {t.device: vendor.module for t in tensors.values() if (vendor := vendor_of(t.device))}
+    devices = {t.device: vendor for t in tensors.values() if (vendor := vendor_of(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
     if devices:
         # Into memory that is not pinned a transfer holds up the caller, but arrives too (P6).
@@ -157,11 +157,13 @@ def _queue(
         dense = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         host[offset : offset + dense.numel()].copy_(dense, non_blocking=True)
     events: list[Any] = []
-    for device, module in devices.items():
-        events.append(module.Event(blocking=True))
-        events[-1].record(module.current_stream(device))
+    for device, vendor in devices.items():
+        events.append(vendor.module.Event(blocking=True))
+        events[-1].record(vendor.module.current_stream(device))
 
     def land() -> torch.Tensor:
+        for device, vendor in devices.items():
+            vendor.enter(device)
         for event in events:
             event.synchronize()
         return host

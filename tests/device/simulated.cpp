@@ -39,6 +39,7 @@ using torch::jit::Stack;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 constexpr int POISON = 0xA5;
+constexpr auto LONGEST_WAIT = std::chrono::seconds(50);  // Shorter than pytest's, which cannot interrupt it
 constexpr double CATCH_UP_SECS = 2e-4;  // A thread sleeps a little too long; the link does not idle for it
 
 double now_secs() {
@@ -56,8 +57,21 @@ struct Settings {  // The same in simulated.py
   double bytes_per_sec, delay_secs;
   int64_t total_bytes, others_bytes, refuse_registering, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
+  int64_t captures_ended;
   uint64_t rng_seed, rng_offset;
-} settings{INFINITY, 0.0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0};
+} settings{INFINITY, 0.0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+
+// A graph's capture, which calls of other threads end unless they have said that they do not look at it.
+std::atomic<bool> capturing{false};
+thread_local bool looks_away = false;
+
+bool ends_capture() {
+  if (!capturing || looks_away) return false;
+  ++settings.captures_ended;
+  return true;
+}
+
+void check_capture() { TORCH_CHECK(!ends_capture(), "operation not permitted when stream is capturing"); }
 
 struct Point {  // Where an event was recorded
   bool timed;
@@ -163,7 +177,8 @@ struct Streams {
       KernelGuards guards;
       while (!over()) TORCH_CHECK(step(lock), "the host waits for the simulated device for ever");
     } else {
-      changed.wait(lock, [&] { return stopping || over(); });
+      bool came = changed.wait_for(lock, LONGEST_WAIT, [&] { return stopping || over(); });
+      TORCH_CHECK(came, "the host has waited too long for the simulated device: a stream is held, or waits for ever");
     }
     if (!error.empty()) {
       std::string said;
@@ -226,10 +241,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) streams.wait_for(on.id(), point(event));
   }
   bool queryEvent(void* event) const override {
+    check_capture();
     std::lock_guard lock(streams.mutex);
     return event == nullptr || point(event)->reached;
   }
   void synchronizeEvent(void* event) const override {
+    check_capture();
     if (event != nullptr) streams.wait([at = point(event)] { return at->reached; });
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
@@ -284,6 +301,7 @@ struct Memory final : c10::Allocator {
   }
 
   Block* fresh(size_t nbytes) {
+    check_capture();
     auto fits = [&] {
       return settings.reserved_bytes + settings.others_bytes + int64_t(nbytes) <= settings.total_bytes;
     };
@@ -339,7 +357,7 @@ REGISTER_ALLOCATOR(KIND, &memory)
 std::mutex registered_mutex;
 std::map<uintptr_t, size_t> registered;
 
-constexpr int INVALID_VALUE = 1, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713;  // As CUDA's
+constexpr int INVALID_VALUE = 1, CAPTURING = 900, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713;  // As CUDA's
 
 // Whether a range is registered. One that is so in part, or over two registrations, is refused, as by the driver.
 bool is_registered(uintptr_t begin, size_t nbytes) {
@@ -357,6 +375,7 @@ bool is_registered(uintptr_t begin, size_t nbytes) {
 }
 
 int host_register(uintptr_t begin, size_t nbytes) {
+  if (ends_capture()) return CAPTURING;
   std::lock_guard lock(registered_mutex);
   if (settings.refuse_registering || nbytes == 0) return INVALID_VALUE;
   auto next = registered.lower_bound(begin);
@@ -367,6 +386,7 @@ int host_register(uintptr_t begin, size_t nbytes) {
 }
 
 int host_unregister(uintptr_t begin) {
+  if (ends_capture()) return CAPTURING;
   std::lock_guard lock(registered_mutex);
   return registered.erase(begin) ? 0 : NOT_REGISTERED;
 }
@@ -566,10 +586,12 @@ void queue_kernel(const c10::OperatorHandle& op, Stack* stack) {
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
-// Over the link, in two halves: what changes while it is under way arrives torn.
-void transfer(void* target, const void* source, size_t nbytes, bool to_host) {
+// Over the link, in two halves: what changes while it is under way arrives torn. `pinned`: memory of the host that
+// has to stay registered until then.
+void transfer(void* target, const void* source, size_t nbytes, bool to_host, const void* pinned = nullptr) {
   auto half = [=](size_t begin, size_t end, double delay_secs) {
     return [=] {
+      TORCH_CHECK(!pinned || is_registered(uintptr_t(pinned), nbytes), "memory was unregistered under a copy");
       double until = 0.0;
       if (!streams.manual()) {
         std::lock_guard lock(streams.mutex);
@@ -602,8 +624,8 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
     return target;
   }
   const Tensor& host = to_host ? target : plain;
-  bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking && (to_host || plain.is_same(from) || plain.is_alias_of(from));
-  transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host);
+  bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking;
+  transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host, at_once ? host.data_ptr() : nullptr);
   if (!at_once) streams.synchronise(current_id);
   return target;
 }
@@ -708,6 +730,9 @@ void sim_destroy_stream(int64_t id) {
   streams.at(id).ended = true;
   streams.changed.notify_all();
 }
+
+void sim_capture(int64_t begins) { capturing = begins; }
+void sim_look_away() { looks_away = true; }
 
 void sim_sleep(double secs) {
   streams.put(current_id, [secs] { if (!streams.manual()) std::this_thread::sleep_for(std::chrono::duration<double>(secs)); });

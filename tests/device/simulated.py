@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from reft.device import Vendor
 
@@ -51,6 +52,7 @@ class Settings(ctypes.Structure):
         ("reserved_bytes", ctypes.c_int64),
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
+        ("captures_ended", ctypes.c_int64),  # by calls of other threads
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
@@ -80,6 +82,16 @@ def library() -> Path:
     return built
 
 
+def missing() -> str | None:
+    """Why there is no simulated device here; None: there is."""
+    if torch.cuda.is_available():
+        return "there is a device, and torch has one kind of them in a process"
+    if TorchVersion(torch.__version__) < (2, 13):
+        return "the simulated device takes torch 2.13"
+    library()
+    return None
+
+
 class Simulated:
     """The module ``torch.sim``: the part of ``torch.cuda`` that torch, DeepSpeed and reft use, and more."""
 
@@ -91,7 +103,14 @@ class Simulated:
             getattr(calls, name).restype = ctypes.c_int64
         calls.sim_host_register.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         calls.sim_host_unregister.argtypes = (ctypes.c_size_t,)
-        for name in ("sim_destroy_stream", "sim_hold", "sim_release", "sim_set_seed", "sim_progress"):
+        for name in (
+            "sim_destroy_stream",
+            "sim_hold",
+            "sim_release",
+            "sim_set_seed",
+            "sim_progress",
+            "sim_capture",
+        ):
             getattr(calls, name).argtypes = (ctypes.c_int64,)
         calls.sim_sleep.argtypes = (ctypes.c_double,)
         self.settings: Settings = calls.sim_settings().contents
@@ -190,6 +209,10 @@ class Simulated:
     def host_unregister(self, address: int) -> int:
         return int(self._calls.sim_host_unregister(address))
 
+    def look_away(self) -> None:
+        """Calls of this thread do not end a capture by another one."""
+        self._calls.sim_look_away()
+
     @property
     def registrations(self) -> int:
         return int(self._calls.sim_registered())
@@ -206,6 +229,15 @@ class Simulated:
     def sleep(self, secs: float) -> None:
         """A kernel that takes so long."""
         self._calls.sim_sleep(secs)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Training captures a graph meanwhile, in torch's default mode."""
+        self._calls.sim_capture(1)
+        try:
+            yield
+        finally:
+            self._calls.sim_capture(0)
 
     def launch(self, call: Callable[[], object]) -> None:
         """Call a function on the thread of the current stream."""
@@ -241,7 +273,8 @@ class Simulated:
         self._launched.clear()
         self._calls.sim_forget_registered()
         self.empty_cache()
-        self.settings.synchronised = self.settings.own_streams = 0
+        for name in ("synchronised", "own_streams", "captures_ended"):
+            setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes
 
 
@@ -253,15 +286,20 @@ class SimulatedVendor(Vendor):
     def __init__(self, sim: Simulated) -> None:
         self.module = sim
 
+    def enter(self, device: torch.device) -> None:
+        self.module.look_away()
+
     def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
         address = self.module.create_stream()
         return self.module.ExternalStream(address), lambda: self.module.destroy_stream(address)
 
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
+        self.enter(device)
         if error := self.module.host_register(address, nbytes):
             raise RuntimeError(f"simulated error {error}")
 
     def host_unregister(self, device: torch.device, address: int) -> None:
+        self.enter(device)
         if error := self.module.host_unregister(address):
             raise RuntimeError(f"simulated error {error}")
 

@@ -172,9 +172,15 @@ def test_registering_is_as_strict_as_the_driver(sim: Simulated) -> None:
         713,
         0,
     ]
+    assert sim.host_register(at, page) == 0
+    go = sim.hold()
+    memory[:page].copy_(x[:page], non_blocking=True)
+    assert sim.host_unregister(at) == 0
+    go()
+    with pytest.raises(RuntimeError, match="unregistered under a copy"):
+        sim.synchronize()
     sim.settings.refuse_registering = 1
     assert sim.host_register(at, page) == 1
-    sim.synchronize()
 
 
 # -- memory ---------------------------------------------------------------------------------------------

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from reft.device import VENDORS, Vendor, vendor_at_hand, vendor_of
+from reft.device import Vendor, vendor_at_hand, vendor_of
 from reft.snapshot.copying.device import DeviceCopyEngine
+from tests.device.conftest import hold
 from tests.device.simulated import NAME
-
-HELD_CYCLES = 500_000_000  # Some tenths of a second
-
-
-@pytest.fixture(params=[NAME, "cuda"])
-def vendor(request: pytest.FixtureRequest) -> Vendor:
-    if request.param == NAME:
-        request.getfixturevalue("sim")
-    found = VENDORS[request.param]
-    if not found.module.is_available():
-        pytest.skip(f"needs a device of type {request.param}")
-    return found
 
 
 @pytest.fixture
 def device(vendor: Vendor) -> torch.device:
     return torch.device(vendor.type, vendor.module.current_device())
-
-
-def hold(vendor: Vendor) -> Callable[[], None]:
-    """Hold the current stream up; what is returned lets it go on."""
-    if vendor.type == NAME:
-        go: Callable[[], None] = vendor.module.hold()
-        return go
-    vendor.module._sleep(HELD_CYCLES)
-    return lambda: None
 
 
 def record(vendor: Vendor, **options: bool) -> Any:
@@ -136,7 +118,36 @@ def test_memory_and_random_state_are_told(vendor: Vendor, device: torch.device) 
     assert torch.equal(torch.rand(10, device=device).cpu(), drawn)
 
 
-def test_the_copy_engine_is_one_for_all(vendor: Vendor, device: torch.device) -> None:
+@contextmanager
+def captured(vendor: Vendor) -> Iterator[None]:
+    """Training captures a graph meanwhile."""
+    if vendor.type != NAME:
+        with vendor.module.graph(vendor.module.CUDAGraph()):
+            yield
+        return
+    with vendor.module.capture():
+        yield
+    assert vendor.module.settings.captures_ended == 0
+
+
+def test_versions_are_copied_while_training_captures_a_graph(vendor: Vendor, device: torch.device) -> None:
     engine = DeviceCopyEngine(torch.device(vendor.type), vendor)
     assert (engine.device, engine.name, engine.asynchronous) == (device, vendor.name, True)
+    state, memory = torch.ones(2**20, dtype=torch.uint8, device=device), mmap.mmap(-1, 2**20)
+    target = torch.frombuffer(memory, dtype=torch.uint8)
+    engine.begin()
+    stamp = engine.stamp()
+
+    def copy() -> None:
+        """The worker's part, with memory for the arena and on the device that is new."""
+        assert engine.register(memoryview(memory))
+        engine.copy([(state, target)])
+        engine.staging_buffer(2**26)
+        engine.synchronize()
+        engine.secs_of([stamp])
+
+    with captured(vendor), ThreadPoolExecutor(1) as worker:
+        worker.submit(copy).result()
+    assert target.eq(1).all()
+    engine.fence()
     engine.close()

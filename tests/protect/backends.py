@@ -29,6 +29,7 @@ from reft.protect.backend import (
     launch_of,
 )
 from reft.protect.rs import Row
+from tests.device.simulated import NAME as SIMULATED
 
 _SHIM = """
 struct uint4 { unsigned int x, y, z, w; } __attribute__((aligned(16)));
@@ -113,7 +114,7 @@ def _same(data: np.ndarray) -> np.ndarray:
 CASES = {
     "numpy": Case(NumpyBackend, _same, _same),
     "torch": _torch_case("cpu"),
-    "torch-device": _torch_case("cuda"),
+    "torch-device": _torch_case("cuda" if torch.cuda.is_available() else SIMULATED),
     "kernel": Case(HostKernel, _same, _same),
     "cupy": Case(CupyBackend, _torch_case("cuda").put, _torch_case("cuda").get),
 }
@@ -121,8 +122,6 @@ CASES = {
 
 def case_or_skip(name: str) -> Case:
     """The case, or a skip that says what this machine lacks."""
-    if name == "torch-device" and not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device for torch")
     if name == "cupy":
         try:
             CupyBackend()

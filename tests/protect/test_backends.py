@@ -20,12 +20,17 @@ from reft.protect.backend import (
     combine_ragged,
 )
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
+from tests.device.conftest import sim
 from tests.protect.backends import CASES, Case, case_or_skip, has_cupy
 from tests.protect.reference import slow_combine
+
+__all__ = ["sim"]
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.process if n == "kernel" else ()) for n in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
+    if request.param == "torch-device" and not torch.cuda.is_available():
+        request.getfixturevalue("sim")
     return case_or_skip(request.param)
 
 

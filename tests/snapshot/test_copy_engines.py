@@ -24,7 +24,7 @@ from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated as Device
-from tests.device.simulated import SimulatedVendor
+from tests.device.simulated import SimulatedVendor, missing
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 
 CLOCK_ERROR_SECS = 0.001
@@ -297,6 +297,23 @@ def test_memory_may_be_registered_again(device: Cpu, engine: CopyEngine) -> None
     assert engine.register(memoryview(b""))
 
 
+@pytest.mark.parametrize("early", ["unregistered", "freed"])
+def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyEngine, early: str) -> None:
+    live = device.put(random_bytes(100_000))
+    expected, memory = live.cpu().clone(), host_memory(engine, 100_000)
+    if type(device) is Simulated:
+        device.torch.settings.delay_secs = 0.02
+    engine.begin()
+    engine.copy([(live, memory)])
+    if early == "freed":
+        del live
+    else:
+        engine.unregister(memory)
+    engine.fence()
+    engine.synchronize()
+    assert torch.equal(memory, expected)
+
+
 def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
     assert engine.bytes_per_sec is None
     memory = host_memory(engine, 2 * 2**20)
@@ -334,6 +351,10 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pyte
 
 EXIT_SCRIPT = """
 import mmap, sys, torch
+if sys.argv[1] == "sim":
+    from reft.device import VENDORS
+    from tests.device.simulated import SimulatedVendor, simulated
+    VENDORS["sim"] = SimulatedVendor(simulated())
 from reft.snapshot.copying.device import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
@@ -375,18 +396,22 @@ def test_p6_without_streams_of_the_driver_copies_take_torch_s_and_say_so(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["cuStreamCreateWithPriority", "hipStreamCreateWithPriority"])
-def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_stream(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("vendor", ["cu", "hip"])
+def test_either_vendor_s_streams_do_not_wait_for_the_default_one_nor_its_threads_end_captures(
+    vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, int]] = []
+    modes: list[int] = []
 
     def create(made: Any, flags: int, priority: int) -> int:
         calls.append((flags, priority))
         made._obj.value = 0xABC000
         return 0 if len(calls) == 1 else 2
 
-    driver = SimpleNamespace(**{name: create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int})
+    driver = SimpleNamespace(
+        **{f"{vendor}StreamCreateWithPriority": create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int},
+        **{f"{vendor}ThreadExchangeStreamCaptureMode": lambda mode: modes.append(mode._obj.value)},
+    )
     monkeypatch.setattr(Cuda, "library", lambda self: driver)
     of_torch = SimpleNamespace(
         set_device=lambda device: None, ExternalStream=lambda address, device: (address, device)
@@ -396,13 +421,19 @@ def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_strea
     assert calls == [(1, 0)]  # non-blocking, the priority of the default stream
     with pytest.raises(RuntimeError, match="error 2"):
         Cuda().create_stream(torch.device("cpu"))
+    cuda = Cuda()
+    for _ in range(2):
+        cuda.enter(torch.device("cpu"))
+    assert modes == [1], "once in a thread: others' captures of graphs are none of its business"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["cpu", "sim", "cuda"])
 def test_a_process_that_ends_in_the_middle_ends_cleanly(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    if name == "sim" and (why := missing()):
+        pytest.skip(why)
     done = subprocess.run(
         [sys.executable, "-c", EXIT_SCRIPT, name],
         capture_output=True,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reft.state import blob
+from reft.device import Vendor
 from reft.state.blob import DecodedBlob, HostBlob, LateBlob
 from reft.state.catalogue import SectionImage
+from tests.device.conftest import hold, sim, vendor
+
+__all__ = ["sim", "vendor"]
 
 BUFFERS = {
     "scalar": torch.tensor(3, dtype=torch.int64),
@@ -20,7 +23,7 @@ BUFFERS = {
 }
 
 
-def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
+def encode(state: dict) -> bytes | LateBlob:
     images = (SectionImage([]), SectionImage([]))
     rest = {"rng": None, "adapter": {"layout": [], "state": []}}
     return HostBlob().prepare(lambda *_: b"", images, "signature", {**rest, **state})()
@@ -32,10 +35,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("on_device", [set(), {"scalar"}, {"nan", "mask", "empty"}, set(BUFFERS)], ids=len)
-def test_late_buffers_come_back_bit_by_bit(on_device: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    live = {name: b.clone() for name, b in BUFFERS.items()}
-    monkeypatch.setattr(blob, "is_late", lambda t: any(t is live[name] for name in on_device))
-    block = encode({"buffers": live, "engine": {"global_steps": 4}}, monkeypatch)
+def test_late_buffers_come_back_bit_by_bit(on_device: set[str], vendor: Vendor) -> None:
+    live = {name: b.to(vendor.type) if name in on_device else b.clone() for name, b in BUFFERS.items()}
+    block = encode({"buffers": live, "engine": {"global_steps": 4}})
     for buffer in live.values():
         buffer.zero_()  # the next forward pass changes them
     if on_device:
@@ -51,21 +53,20 @@ def test_late_buffers_come_back_bit_by_bit(on_device: set[str], monkeypatch: pyt
         assert same_bits(decoded["buffers"][name], value), name
 
 
-def test_without_buffers_on_a_device_the_block_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(encode({"buffers": {"a": torch.ones(2)}}, monkeypatch)) is bytes
+def test_without_buffers_on_a_device_the_block_is_as_ever() -> None:
+    assert type(encode({"buffers": {"a": torch.ones(2)}})) is bytes
 
 
-def test_values_of_a_gpu_are_those_of_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA or ROCm device; torch finds none")
-    buffer = torch.zeros(1000, device="cuda")
-    torch.cuda._sleep(500_000_000)
+def test_values_of_a_device_are_those_of_the_boundary_and_nobody_waits_for_it(vendor: Vendor) -> None:
+    buffer = torch.zeros(1000, device=vendor.type)
+    vendor.module.synchronize()
+    go = hold(vendor)
     buffer.fill_(1.0)
-    before = torch.cuda.Event()
-    before.record()
-    block = encode({"buffers": {"b": buffer}}, monkeypatch)
+    before = vendor.module.current_stream().record_event()
+    block = encode({"buffers": {"b": buffer}})
     assert isinstance(block, LateBlob)
     assert not before.query(), "capturing waited for the device"
     buffer.fill_(2.0)
+    go()
     block.settle()
     assert torch.equal(DecodedBlob(bytes(block)).state["buffers"]["b"], torch.ones(1000))

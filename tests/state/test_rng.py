@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from reft.device import Vendor
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state import codec
 from reft.state.rng import capture_rng, restore_rng
+from tests.device.conftest import sim, vendor
+
+__all__ = ["sim", "vendor"]
 
 
 def draw() -> tuple[Any, ...]:
@@ -99,3 +103,12 @@ def test_another_device_is_an_error() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(LayoutError, match="cuda"):
             restore_rng(state)
+
+
+def test_a_device_s_generator_goes_on_where_it_was(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "deepspeed.accelerator", raising=False)  # which knows none
+    torch.rand(3, device=vendor.type)
+    state = codec.decode(codec.encode(capture_rng()))
+    drawn = torch.rand(3, device=vendor.type).cpu()
+    restore_rng(state)
+    assert torch.equal(torch.rand(3, device=vendor.type).cpu(), drawn)

@@ -145,7 +145,7 @@ class DeviceCopyEngine(CopyEngine):
 
     def unregister(self, memory: memoryview | torch.Tensor) -> None:
         if not self._order.closed:
-            self._use_device()
+            self._vendor.enter(self.device)
             self._side.synchronize()
             self.drain_stream.synchronize()
             self._pinned.remove(memory)
@@ -204,7 +204,7 @@ class DeviceCopyEngine(CopyEngine):
             if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
         with self._order.copying(after) as version:
-            self._use_device()
+            self._vendor.enter(self.device)
             ticket = _DeviceTicket(self._module, views)
             with self._lock:
                 if version != self._copied_version:
@@ -232,7 +232,7 @@ class DeviceCopyEngine(CopyEngine):
         return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        self._use_device()
+        self._vendor.enter(self.device)
         if nbytes > self.free_bytes:
             raise StagingMemoryError(
                 f"{self.device}: {nbytes / 2**20:.0f} MiB are wanted to stage snapshots, "
@@ -256,7 +256,7 @@ class DeviceCopyEngine(CopyEngine):
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         ticket = _DeviceTicket(self._module, staged, drains=True)
         with self._order.draining():
-            self._use_device()
+            self._vendor.enter(self.device)
             if self._staged is not None:
                 self.drain_stream.wait_event(self._staged)
                 self._staged = None
@@ -280,11 +280,6 @@ class DeviceCopyEngine(CopyEngine):
                 self._tickets.append(ticket)
 
     # -- inside a copy ---------------------------------------------------------------------------
-
-    def _use_device(self) -> None:
-        """A new thread starts on device 0; switching back to it would make a context there, some
-        hundred MB of its memory for every rank of the node."""
-        self._module.set_device(self.device)
 
     def _open(self, version: int) -> None:
         """The first copy of a version: wait for the point where its state became final."""
@@ -322,7 +317,7 @@ class DeviceCopyEngine(CopyEngine):
             tickets, self._tickets = self._tickets, []
         if not tickets:
             return
-        self._use_device()
+        self._vendor.enter(self.device)
         for ticket in tickets:
             ticket.wait()
         anchor, anchor_secs = self._anchor()
@@ -333,7 +328,7 @@ class DeviceCopyEngine(CopyEngine):
         self.bytes_per_sec = bandwidth(sum(t.nbytes for t in linked), busy_secs, self.bytes_per_sec)
 
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        self._use_device()
+        self._vendor.enter(self.device)
         for stamp in stamps:
             stamp.synchronize()
         anchor, anchor_secs = self._anchor()
@@ -351,7 +346,7 @@ class DeviceCopyEngine(CopyEngine):
         if not self._order.close():
             return
         try:
-            self._use_device()
+            self._vendor.enter(self.device)
             self._side.synchronize()
             self.drain_stream.synchronize()
         except RuntimeError as error:
