@@ -82,8 +82,8 @@ class PersistConfig(Block):
     def _check(self) -> PersistConfig:
         if self.fixed_steps < 0:
             raise ValueError(
-                f"persist.interval_steps is {self.fixed_steps}; write a number of steps, "
-                f'0 to write only when the job is told to stop, or "auto"'
+                f"persist.interval_steps is {self.fixed_steps}; write a number of steps, 0 to write only "
+                'when the job is asked to stop, or "auto"'
             )
         keys = ("max_overhead", "max_lost_steps", "node_mtbf_days", "survival")
         given = [k for k in keys if getattr(self, k) != PersistConfig.model_fields[k].default]

@@ -99,7 +99,7 @@ class PeerOptimizers:
             return
         self._in_vain = True
         logger.warning(
-            "recomputing has no use at step %d: the partition of member %d was copied from its owner %d "
+            "recomputing gains nothing at step %d: the partition of member %d was copied from its owner %d "
             'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different kernels '
             "from this host, train with reft.ExactAdam",
             filling.label.step,

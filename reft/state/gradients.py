@@ -175,10 +175,10 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
     known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
     if known == ["allreduce_gradients", "backward_epilogue"]:
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not average the "
-            f"gradients of the last micro-batch: every rank has others, and aor cannot know its peer's. "
-            f'Write "bf16": {{"enabled": true, "immediate_grad_update": true}}, use DeepSpeed 0.19.8 or '
-            f'later, or leave "+aor" out of reft.protection'
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not average "
+            "the gradients of the last micro-batch: every rank has different ones, and aor cannot know its "
+            'peer\'s. Write "bf16": {"enabled": true, "immediate_grad_update": true}, use DeepSpeed '
+            '0.19.8 or later, or leave "+aor" out of reft.protection'
         )
 
 
@@ -197,10 +197,10 @@ def _check_zero(wrapper: Any) -> None:
     sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
     if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that averages no gradients "
-            f'on this device with "contiguous_gradients": false: every rank has others, and aor cannot know '
-            f"its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
-            f'"data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that averages no "
+            'gradients on this device with "contiguous_gradients": false: every rank has different ones, '
+            'and aor cannot know its peer\'s. Use DeepSpeed 0.19.8 or later, or bf16 with "data_types": '
+            '{"grad_accum_dtype": "fp32"}, or leave "+aor" out of reft.protection'
         )
 
 

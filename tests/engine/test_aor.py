@@ -163,7 +163,7 @@ def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_sai
         # The first replica is made when version 2 is; every one behind it is off.
         assert r["exact"]["resynced"] == {FIRST: 1, "it is not what its owner has": 3 * SHORT_STEPS - 2}
         (warning,) = r["exact"]["warnings"]
-        assert "recomputing has no use" in warning
+        assert "recomputing gains nothing" in warning
         assert "reft.ExactAdam" in warning
 
 
