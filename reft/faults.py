@@ -73,12 +73,16 @@ def kill_this_node(job_dir: Path) -> None:
     somebody else's and is left alone.
     """
     me = psutil.Process()
-    if os.environ.get(ENV_NODE_ID):
-        launcher = me.parent()
-        victims = [launcher, *launcher.children(recursive=True)] if launcher else []
-        for process in victims:
-            if process is not None and process.pid != me.pid:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+    launcher = me.parent()
+    if os.environ.get(ENV_NODE_ID) and launcher is not None:
+        with suppress(psutil.NoSuchProcess):
+            # Stopped it starts nothing anew. Its end comes last: the kernel ends this process with it.
+            launcher.suspend()
+            for process in launcher.children(recursive=True):
+                if process.pid != me.pid:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
         shutil.rmtree(job_dir, ignore_errors=True)
+        with suppress(psutil.NoSuchProcess):
+            launcher.kill()
     me.kill()
