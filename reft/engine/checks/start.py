@@ -148,7 +148,7 @@ def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | No
 
 def group_timeout_secs() -> float | None:
     """After how long the collectives of training fail; None where that is not known."""
-    with suppress(AttributeError, RuntimeError, ValueError, TypeError):
+    with suppress(AttributeError, RuntimeError, ValueError, TypeError, StopIteration):
         group: Any = torch.distributed.group.WORLD
         device = next(iter(group._device_types))
         return float(group._get_backend(device).options._timeout.total_seconds())
