@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("integration"):
             item.add_marker("process")
-        if not item.get_closest_marker("process") and not item.get_closest_marker("nightly"):
+        if not any(map(item.get_closest_marker, ("process", "nightly", "timeout"))):
             item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
 
 

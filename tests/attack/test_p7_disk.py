@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.ranks import run_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("disk_job.py")
 

@@ -133,7 +133,8 @@ def launch(folder: Path, *arguments: str, env: Mapping[str, str]) -> Iterator[li
 
 def trains(folder: Path, attempt: int, number: int, launchers: list[Any]) -> bool:
     """Whether so many trainers of an attempt have begun; no launcher has ended."""
-    assert [launcher.poll() for launcher in launchers] == [None] * len(launchers)
+    said = "\n".join(path.read_text()[-4000:] for path in folder.glob("out*") if path.is_file())
+    assert [launcher.poll() for launcher in launchers] == [None] * len(launchers), said
     written = [path.read_text() for path in (folder / "events").glob("worker-*")]
     return sum(f'"attempt": {attempt}' in text for text in written) >= number
 

@@ -162,6 +162,7 @@ def explored(rules: Rules, groups: int = 3, members: int = 4) -> Explorer:
     return explorer
 
 
+@pytest.mark.timeout(300)  # the largest of the models
 def test_p2_p3_p6_hold_for_3_groups_of_4_ranks_whatever_fails_wherever() -> None:
     explorer = explored(Rules())
     assert explorer.deepest_commit == 3
