@@ -84,7 +84,8 @@ def fence(rank: int, root: Path) -> dict[str, Any]:
     fenced = threading.Event()
     thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
     thread.start()
-    while late.given_up is None:
+    deadline = time.monotonic() + 30
+    while late.given_up is None and time.monotonic() < deadline:
         time.sleep(0.001)
     waited = not fenced.wait(0.2)
     gate.set()
