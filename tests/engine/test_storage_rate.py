@@ -92,22 +92,22 @@ def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> Non
     assert job.overheads[-1] <= 0.035
 
 
-def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None:
-    job = SimulatedJob(mtbf_secs=inf, max_lost_steps=90)
+@pytest.mark.parametrize(
+    ("goals", "interval", "why"),
+    [
+        ({"max_lost_steps": 90}, 45, "bounded by max_lost_steps"),
+        # Memory alone carries the job with 0.999 for 70 steps of a second.
+        ({"survival": 0.999}, 70, "wanted probability"),
+    ],
+)
+def test_where_memory_never_fails_nothing_but_the_goals_make_it_write(
+    goals: dict[str, float], interval: int, why: str
+) -> None:
+    job = SimulatedJob(mtbf_secs=inf, carried_secs=lambda wanted: 70.0 if wanted == 0.999 else inf, **goals)
     job.run(400)
-    assert job.rate.wanted_interval() == 45
-    assert job.rate.to_json()["most_lost_steps"] == 90
-    assert "bounded by max_lost_steps" in job.rate.to_json()["why"]
-
-
-def test_the_wished_survival_makes_it_write_where_failures_do_not() -> None:
-    """Memory alone carries the job with 0.999 for 70 steps of a second."""
-    job = SimulatedJob(
-        mtbf_secs=inf, survival=0.999, carried_secs=lambda wanted: 70.0 if wanted == 0.999 else inf
-    )
-    job.run(400)
-    assert job.rate.wanted_interval() == 70
-    assert "wanted probability" in job.rate.to_json()["why"]
+    assert job.rate.wanted_interval() == interval
+    assert job.rate.to_json()["most_lost_steps"] == 2 * interval
+    assert why in job.rate.to_json()["why"]
 
 
 def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +12,18 @@ from typing import Any
 import pytest
 
 from reft.cli import main
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
 from reft.node.observe import NodeObserver
 from reft.node.progress import ProgressPage
 from reft.node.report import Board, Signal, read_board
+from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
 
 from .cluster import cluster
 from .test_resizing import CONFIG, OPTIONS, trains
-
-SECRET = b"k" * 32
 
 
 @pytest.mark.nightly
@@ -94,13 +91,6 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
 
 
 # -- one board among others, over a real store ----------------------------------------------------------
-
-
-@pytest.fixture
-def server() -> Iterator[KeyValueServer]:
-    served = KeyValueServer(listen("127.0.0.1", 0), SECRET)
-    yield served
-    served.close()
 
 
 def board_of(server: KeyValueServer, root: Path, node: str) -> StatusBoard:

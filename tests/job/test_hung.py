@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.exits import Cause, Failure
 from reft.job.launch import Hangs
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
+from tests.job.conftest import SECRET
 
-SECRET = b"h" * 32
 PIDS = (4_000_001, 4_000_002)  # of no process
 SEEN = Seen(0, 0, PIDS[0], Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
 
 
 @pytest.fixture
-def table() -> Iterator[Any]:
-    server = KeyValueServer(listen("127.0.0.1", 0), SECRET)
-    yield KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
-    server.close()
+def table(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
 
 
 def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ trainers are the same start. Afterwards nothing happens any more, and the job ha
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -38,6 +40,18 @@ def settled(world: World, nodes: int) -> None:
     assert sum(len(n.rounds) for n in world.nodes) == rounds, (again, vars(world.shared()))
 
 
+@contextmanager
+def gathered(world: World, nodes: int, *, started: int | None = None) -> Iterator[None]:
+    """So many nodes train, of as many, or more, that were started."""
+    with world.patched():
+        for _ in range(started or nodes):
+            world.start()
+            world.run(1.0)
+        world.run(30.0)
+        settled(world, nodes)
+        yield
+
+
 def check_starts(world: World) -> None:
     """P2: trainers of one start are one group."""
     groups: dict[int, set[tuple[str, ...]]] = {}
@@ -50,11 +64,7 @@ def check_starts(world: World) -> None:
 @STORES
 def test_nodes_gather_and_spares_wait(store: type[Connection]) -> None:
     world = World(1, 2, 3, store)
-    with world.patched():
-        for _ in range(4):
-            world.start()
-        world.run(30.0)
-        settled(world, 3)
+    with gathered(world, 3, started=4):
         world.kill(next(n for n in world.alive if n.trains))
         world.run(30.0)
         settled(world, 3)
@@ -65,11 +75,7 @@ def test_nodes_that_are_left_say_what_they_wait_for(
     store: type[Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(1, 3, 3, store)
-    with world.patched():
-        for _ in range(3):
-            world.start()
-        world.run(30.0)
-        settled(world, 3)
+    with gathered(world, 3):
         world.kill(world.alive[0])
         world.run(30.0)
     said = [r.getMessage() for r in caplog.records if "nodes are here; waiting" in r.getMessage()]
@@ -113,12 +119,7 @@ def test_p3_a_spare_takes_no_place_of_a_node_whose_trainers_are_started_again(
     seed: int, store: type[Connection]
 ) -> None:
     world = World(seed, 3, 3, store)
-    with world.patched():
-        for _ in range(5):
-            world.start()
-            world.run(1.0)
-        world.run(20.0)
-        settled(world, 3)
+    with gathered(world, 3, started=5):
         before = set(members(world))
         next(n for n in world.alive if n.trains).fails = True
         world.run(20.0)
@@ -134,11 +135,7 @@ def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
 ) -> None:
     """Its memory may be needed until then."""
     world = World(seed, 1, 3, store)
-    with world.patched():
-        for _ in range(3):
-            world.start()
-        world.run(20.0)
-        settled(world, 3)
+    with gathered(world, 3):
         world.scale(2)
         world.run(1.0)
         world.commits = False
@@ -193,11 +190,7 @@ def test_p3_a_batch_that_seven_nodes_cannot_share_is_shared_by_four_that_have_al
     seed: int, store: type[Connection]
 ) -> None:
     world = of_sizes(seed, (1, 2, 4, 8), store)
-    with world.patched():
-        for _ in range(8):
-            world.start()
-        world.run(30.0)
-        settled(world, 8)
+    with gathered(world, 8):
         ranks = {name: rank for rank, name in enumerate(members(world))}
         world.run(5.0)
         lost = world.random.choice(world.alive)
@@ -221,11 +214,7 @@ def test_p3_a_path_that_lost_a_stage_waits_whole_and_grows_back_with_the_node_th
     seed: int, store: type[Connection]
 ) -> None:
     world = of_sizes(seed, (2, 4), store, stages=2)
-    with world.patched():
-        for _ in range(4):
-            world.start()
-        world.run(30.0)
-        settled(world, 4)
+    with gathered(world, 4):
         trained = members(world)
         world.run(5.0)
         lost = world.random.choice(world.alive)
@@ -250,11 +239,7 @@ def test_p3_a_path_that_lost_a_stage_waits_whole_and_grows_back_with_the_node_th
 def test_p3_below_the_least_number_that_fits_nodes_wait_for_another(store: type[Connection]) -> None:
     world = of_sizes(3, (3, 4), store)
     world.least = 1
-    with world.patched():
-        for _ in range(4):
-            world.start()
-        world.run(30.0)
-        settled(world, 4)
+    with gathered(world, 4):
         world.run(5.0)
         for node in world.alive[:2]:
             world.kill(node)

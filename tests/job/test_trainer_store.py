@@ -16,16 +16,14 @@ from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
 from reft.errors import AuthenticationError
 from reft.job.trainer_store import TrainerStore
+from tests.job.conftest import SECRET
 
-SECRET = b"s" * 32
 WAIT_SECS = 60.0
 
 
 @pytest.fixture
-def table() -> Iterator[KeyValueStore]:
-    server = KeyValueServer(listen("127.0.0.1", 0), SECRET)
-    yield KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
-    server.close()
+def table(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
 
 
 @pytest.fixture

@@ -30,6 +30,12 @@ SEEN = Seen(
 )
 
 
+def named(*waiting: Waiting) -> tuple[int, ...] | None:
+    """The ranks; none of them where all wait, and None where nobody is accused."""
+    verdict = name_culprit(list(waiting))
+    return None if verdict is None else verdict.ranks
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
     seen = replace(SEEN, phase=phase)
@@ -49,10 +55,8 @@ def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
     # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
     behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
     ahead = replace(SEEN, step=2, instruction="Backward")
-    assert name_culprit([Waiting(ahead, 9.0), Waiting(behind, 9.0)]) is None
-    verdict = name_culprit([Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)])
-    assert verdict is not None
-    assert verdict.ranks == (1,)
+    assert named(Waiting(ahead, 9.0), Waiting(behind, 9.0)) is None
+    assert named(Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)) == (1,)
 
 
 def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
@@ -102,42 +106,30 @@ def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
 def test_who_is_named_in_every_combination(ranks: int) -> None:
     for combination in product(AT, repeat=ranks):
         waiting = [rank_at(rank, what, STEP_LIMIT + 1) for rank, what in enumerate(combination)]
-        verdict = name_culprit(waiting)
         stopped, gone, computing = (
             tuple(rank for rank, what in enumerate(combination) if what == wanted)
             for wanted in ("stopped", "gone", "computes")
         )
-        if stopped or gone or computing:
-            assert verdict is not None
-            assert verdict.ranks == (stopped or gone or computing), combination
-        elif set(combination) == {"waits"}:
-            assert verdict is not None
-            assert verdict.ranks == ()
-        else:
-            assert verdict is None, f"{combination}: who takes its time may"
+        nobody = () if set(combination) == {"waits"} else None  # who takes its time may
+        assert named(*waiting) == (stopped or gone or computing or nobody), combination
 
 
 def test_nobody_is_named_while_a_rank_goes_on_or_before_the_limit() -> None:
     for what in AT:
-        waiting = [rank_at(0, "waits", STEP_LIMIT + 1), rank_at(1, what, 0.1)]
-        assert name_culprit(waiting) is None, what
-        assert name_culprit([rank_at(0, "waits", 1.0), rank_at(1, what, STEP_LIMIT - 1)]) is None, what
+        assert named(rank_at(0, "waits", STEP_LIMIT + 1), rank_at(1, what, 0.1)) is None, what
+        assert named(rank_at(0, "waits", 1.0), rank_at(1, what, STEP_LIMIT - 1)) is None, what
 
 
 def test_what_takes_too_long_at_anything_is_named() -> None:
     for what in ("loads", "between", "saves", "evaluates", "first"):
-        verdict = name_culprit([rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)])
-        assert verdict is not None
-        assert verdict.ranks == (1,), what
-    assert name_culprit([rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)]) is None
+        assert named(rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)) == (1,), what
+    assert named(rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)) is None
 
 
 def test_what_all_ranks_do_between_two_steps_may_last() -> None:
     """The last step may have been the last."""
-    assert name_culprit([rank_at(0, "between", 1e6), rank_at(1, "between", 1e6)]) is None
-    verdict = name_culprit([rank_at(0, "between", 1e6), rank_at(1, "stopped", STEP_LIMIT + 1)])
-    assert verdict is not None
-    assert verdict.ranks == (1,)
+    assert named(rank_at(0, "between", 1e6), rank_at(1, "between", 1e6)) is None
+    assert named(rank_at(0, "between", 1e6), rank_at(1, "stopped", STEP_LIMIT + 1)) == (1,)
 
 
 def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,27 +59,32 @@ def test_p4_what_is_left_counts_who_is_gone(scheme: str, whole: int) -> None:
         assert tolerance_now(rows) == max(-1, whole - gone)
 
 
-def test_p4_nodes_of_one_host_are_lost_together() -> None:
-    rows = [row("a", (0, 0, 0), domain="h"), row("b", (0, 1, 0), domain="h"), row("c", (0, 2, 0))]
-    assert tolerance_now(rows) == 0
-    assert tolerance_now(three()) == 1
+TWO_STAGES: Any = {"degrees": (2, 2, 1)}
+TWO: Any = {"degrees": (1, 2, 1), "label": (2, 9)}
 
 
-def test_p4_the_smallest_group_counts() -> None:
-    """Of two stages one has lost a member."""
-    degrees = (2, 2, 1)
-    rows = [
-        row("a", (0, 0, 0), degrees=degrees),
-        row("b", (0, 1, 0), degrees=degrees),
-        row("c", (1, 0, 0), degrees=degrees),
-        row("d", (1, 1, 0), degrees=degrees, gone=1.0),
-    ]
-    assert tolerance_now(rows) == 0
-
-
-def test_p4_a_rank_of_which_nobody_has_told_is_lost() -> None:
-    assert tolerance_now(three()[:2]) == 0
-    assert tolerance_now(three()[:1]) == -1
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        ([row("a", (0, 0, 0), domain="h"), row("b", (0, 1, 0), domain="h"), row("c", (0, 2, 0))], 0),
+        # Of two stages one has lost a member.
+        (
+            [
+                *(row(node, at, **TWO_STAGES) for node, at in (("a", (0, 0, 0)), ("b", (0, 1, 0)))),
+                *(row("c", (1, 0, 0), **TWO_STAGES), row("d", (1, 1, 0), gone=1.0, **TWO_STAGES)),
+            ],
+            0,
+        ),
+        # Ranks of which nobody has told.
+        (three()[:2], 0),
+        (three()[:1], -1),
+        # A job of another degree has its own placement.
+        ([row("n0", (0, 0, 0), **TWO), row("n1", (0, 1, 0), **TWO), row("n2", (0, 2, 0), gone=1.0)], 1),
+    ],
+    ids=["one host", "smallest group", "one unknown", "two unknown", "another degree"],
+)
+def test_p4_what_is_left_is_that_of_the_weakest_group(rows: list[Row], left: int) -> None:
+    assert tolerance_now(rows) == left
 
 
 def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
@@ -92,11 +98,6 @@ def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
         "n0": True, "n1": False, "n1.1": True, "n2": True,
     }  # fmt: skip
     assert is_well(told), "a node that was replaced is nobody's trouble"
-
-
-def test_p4_a_job_of_another_degree_has_its_own_placement() -> None:
-    fewer = [row(f"n{d}", (0, d, 0), degrees=(1, 2, 1), label=(2, 9)) for d in range(2)]
-    assert tolerance_now([*fewer, row("n2", (0, 2, 0), gone=1.0)]) == 1
 
 
 @pytest.mark.parametrize("scheme", ["", "raid5", "rs:9"])

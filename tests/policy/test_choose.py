@@ -15,7 +15,6 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.scheduling.has import Bandwidth
-from reft.snapshot.scheduling.windows import Window, WindowKind
 from reft.tools.planning.pace import StageWindows, WindowPace
 from tests.protect.reference import schemes_for
 
@@ -240,37 +239,3 @@ def test_the_choice_says_what_the_step_will_cost() -> None:
     expected = choice.chosen.busiest.to_host_bytes / 1e9
     assert choice.chosen.fit.overhead == pytest.approx(expected)
     assert "of a step (analytic)" in choice.reason
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    situations,
-    st.integers(0, 3),
-    st.booleans(),
-    st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.01, 0.5)), min_size=2, max_size=2),
-    st.sampled_from([1e7, 1e8, 1e9, 1e11]),
-)
-def test_no_windows_would_have_another_scheme_disturb_less(
-    situation: Situation, wanted: int, aor: bool, lengths: list[tuple[float, float]], rate: float
-) -> None:
-    """What moves least fits best into any windows: so the choice can be made before they are measured.
-
-    Windows are for copies to the host; a scheme that sends more may copy less, and yet move more.
-    """
-    stages = {
-        p: StageWindows(
-            [Window(WindowKind.MID, begin, begin + length, 3)] if length > 0.02 else [],
-            Bandwidth(window=rate, compute=rate),
-            step_secs=1.0,
-        )
-        for p, (begin, length) in enumerate(lengths)
-    }
-    choice = choose(situation, wanted, recompute=aor, pace=WindowPace(stages, "profiled"))
-    chosen = choice.chosen
-    assert chosen.fit is not None
-    for other in choice.alternatives:
-        sends_more = other.busiest.sent_bytes > chosen.busiest.sent_bytes
-        if other.available and other.fits_memory and other.tolerance >= chosen.tolerance and not sends_more:
-            assert other.fit is not None
-            assert chosen.fit.left_over_secs <= other.fit.left_over_secs + 1e-9
-            assert chosen.fit.in_windows >= other.fit.in_windows - 1e-9

@@ -36,17 +36,13 @@ def test_every_level_costs_less_and_promises_no_more(members: int) -> None:
         ("arc", 2, 2, ["arc", "none"]),
         ("arc:2", 2, 8, ["arc:2", "arc+aec", "rs:2", "aec", "none"]),
         ("none", 3, 1, ["none", "none"]),
+        # Above the size of the field several parities are no level.
+        ("arc:2", 2, 256, ["arc:2", "arc+aec", "rs:2", "aec", "none"]),
+        ("arc:2", 2, 300, ["arc:2", "arc+aec", "arc", "aec", "none"]),
     ],
 )
 def test_tolerance_is_given_up_last(scheme: str, arenas: int, members: int, expected: list[str]) -> None:
     assert [str(level.scheme) for level in ladder(Scheme.parse(scheme), arenas, members)] == expected
-
-
-def test_above_the_size_of_the_field_several_parities_are_no_level() -> None:
-    assert [str(level.scheme) for level in ladder(Scheme(2), 2, 256)][:3] == ["arc:2", "arc+aec", "rs:2"]
-    assert [str(level.scheme) for level in ladder(Scheme(2), 2, 300)] == [
-        *("arc:2", "arc+aec", "arc", "aec", "none")
-    ]
 
 
 class _Node:

@@ -55,14 +55,6 @@ def test_versions_and_storage_keep_the_bound_while_both_intervals_move(
         assert step - last < most
 
 
-def test_what_was_given_up_was_not_taken() -> None:
-    due = Due(0)
-    taken = [s for s in range(1, 40) if due.is_due(s, 20, given_up=20 if s >= 22 else -1)]
-    assert taken == [20, 22]
-    assert due.is_due(40, 20, given_up=20)
-    assert not due.is_due(41, 20, given_up=39)  # nobody took it
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 5)), min_size=1, max_size=300),
     st.lists(st.integers(0, 9), min_size=300, max_size=300),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import ceil, prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,62 +134,45 @@ def assert_each_makes_each(form: str, olds: list[Degrees], news: list[Degrees]) 
             assert not wrong, (old.degrees, new.degrees, at, wrong)
 
 
-def renamed(layout: Layout) -> Layout:
+def renamed(held: Held) -> Held:
     def name(old: str) -> str:
         return old.replace("1.up", "1.upward")
 
-    held = {
-        at: replace(
-            h,
-            parameters=tuple(p._replace(name=name(p.name)) for p in h.parameters),
-            groups=tuple(tuple(map(name, names)) for names in h.groups),
-        )
-        for at, h in layout.held.items()
-    }
-    return replace(layout, held=held)
+    parameters = tuple(p._replace(name=name(p.name)) for p in held.parameters)
+    return replace(held, parameters=parameters, groups=tuple(tuple(map(name, g)) for g in held.groups))
 
 
-def reshaped(layout: Layout) -> Layout:
-    held = {
-        at: replace(
-            h, parameters=tuple(p._replace(shape=(7,)) if p.name == "0.norm" else p for p in h.parameters)
-        )
-        for at, h in layout.held.items()
-    }
-    return replace(layout, held=held)
+def with_parameter(held: Held, name: str, **changes: Any) -> Held:
+    parameters = tuple(p._replace(**changes) if p.name == name else p for p in held.parameters)
+    return replace(held, parameters=parameters)
 
 
-def regrouped(layout: Layout) -> Layout:
-    held = {at: replace(h, groups=h.groups[::-1]) for at, h in layout.held.items()}
-    return replace(layout, held=held)
-
-
-def other_state(layout: Layout) -> Layout:
-    held = {at: replace(h, kinds=(("master", "momentum"), KINDS)) for at, h in layout.held.items()}
-    return replace(layout, held=held)
-
-
-def split_otherwise(layout: Layout) -> Layout:
-    def other(part: Parameter) -> Parameter:
-        return part._replace(split=1) if part.name == "2.up" else part
-
-    held = {at: replace(h, parameters=tuple(map(other, h.parameters))) for at, h in layout.held.items()}
-    return replace(layout, held=held)
+def changed(layout: Layout, change: Callable[[Held], Held]) -> Layout:
+    return replace(layout, held={at: change(held) for at, held in layout.held.items()})
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (renamed, "the version alone has 1.up"),
-        (reshaped, r"0.norm has the shape \[5\] in the version .* and \[7\]"),
-        (regrouped, "is in the optimizer's group 0 .* and in group 1"),
-        (other_state, "exp_avg, exp_avg_sq, master in the version, and in group 0 with master, momentum"),
+        (
+            lambda held: with_parameter(held, "0.norm", shape=(7,)),
+            r"0.norm has the shape \[5\] in the version .* and \[7\]",
+        ),
+        (
+            lambda held: replace(held, groups=held.groups[::-1]),
+            "is in the optimizer's group 0 .* and in group 1",
+        ),
+        (
+            lambda held: replace(held, kinds=(("master", "momentum"), KINDS)),
+            "exp_avg, exp_avg_sq, master in the version, and in group 0 with master, momentum",
+        ),
     ],
 )
-def test_what_names_do_not_allow_is_refused_by_name(change: Callable[[Layout], Layout], said: str) -> None:
+def test_what_names_do_not_allow_is_refused_by_name(change: Callable[[Held], Held], said: str) -> None:
     old, new = Degrees(2, 1, 1), Degrees(1, 2, 1)
     with pytest.raises(LayoutError, match=said):
-        plan_layout(layout_of(old, "zero1"), change(layout_of(new, "zero1")), Coordinate(0, 0, 0))
+        plan_layout(layout_of(old, "zero1"), changed(layout_of(new, "zero1"), change), Coordinate(0, 0, 0))
 
 
 def test_slices_that_nobody_describes_are_refused_by_name() -> None:
@@ -197,8 +181,9 @@ def test_slices_that_nobody_describes_are_refused_by_name() -> None:
         plan_layout(
             layout_of(old, "zero1", known=False), layout_of(new, "zero1", known=False), Coordinate(0, 0, 0)
         )
+    other = changed(layout_of(new, "zero1"), lambda held: with_parameter(held, "2.up", split=1))
     with pytest.raises(LayoutError, match=r"different dimensions of 2\.up"):
-        plan_layout(layout_of(old, "zero1"), split_otherwise(layout_of(new, "zero1")), Coordinate(0, 0, 0))
+        plan_layout(layout_of(old, "zero1"), other, Coordinate(0, 0, 0))
     # Slices that stay what they are need no description.
     same = layout_of(Degrees(1, 2, 2), "zero1", known=False)
     assert plan_layout(same, layout_of(Degrees(2, 1, 2), "zero1", known=False), Coordinate(0, 0, 1))
@@ -206,6 +191,6 @@ def test_slices_that_nobody_describes_are_refused_by_name() -> None:
 
 def test_partitions_that_are_not_the_whole_are_refused() -> None:
     old = layout_of(Degrees(1, 2, 1), "zero1")
-    short = replace(old, held={at: replace(h, parted=(4, 4)) for at, h in old.held.items()})
+    short = changed(old, lambda held: replace(held, parted=(4, 4)))
     with pytest.raises(LayoutError, match="do not make up the whole"):
         plan_layout(short, layout_of(Degrees(1, 1, 1), "zero1"), Coordinate(0, 0, 0))

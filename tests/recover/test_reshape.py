@@ -176,6 +176,19 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     return plans
 
 
+def found_in(records, topology: Topology, lost: tuple[str, ...] = ()):
+    summaries = [summarize(i.node, i.arenas) for i in inventories(records, lost)]
+    return put_together(summaries, topology, job_id=JOB, any_dp=True)
+
+
+def one_stage(dp: int) -> Topology:
+    degrees = Degrees(1, dp, 1)
+    return Topology(degrees, degrees.coordinates(), tuple(f"n{d}" for d in range(dp)))
+
+
+FOUR, TWO = (Partitioned(place(Degrees(1, dp, 1), "single")) for dp in (4, 2))
+
+
 def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> None:
     """Every block is stored where the plan says, on a node that is left, and the images are covered."""
     stored = {(r.node, r.path, e.key): e for r in records for e in r.header.entries if r.node not in lost}
@@ -234,32 +247,18 @@ def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(old: int, copies
 
 
 def test_p3_the_newest_version_counts_whatever_its_degree() -> None:
-    four = Partitioned(place(Degrees(1, 4, 1), "single"))
-    two = Partitioned(place(Degrees(1, 2, 1), "single"))
-    degrees = Degrees(1, 3, 1)
-    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1", "n2"))
-    for first, second, expected in ((four, two, 2), (two, four, 4)):
+    for first, second, expected in ((FOUR, TWO, 2), (TWO, FOUR, 4)):
         records = [*first.records(OLD), *second.records(NEW, slot=1)]
-        found = inventories(records, ("n3",))
-        findings = put_together(
-            [summarize(i.node, i.arenas) for i in found], topology, job_id=JOB, any_dp=True
-        )
-        assert findings.sizes[NEW] == expected
-        plans = resized(second, records, ("n3",), topology)
+        assert found_in(records, one_stage(3), ("n3",)).sizes[NEW] == expected
+        plans = resized(second, records, ("n3",), one_stage(3))
         assert {plan.label for plan, _ in plans} == {NEW}
         assert {plan.written_dp for plan, _ in plans} == {expected}
 
 
 def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
-    four = Partitioned(place(Degrees(1, 4, 1), "single"))
-    two = Partitioned(place(Degrees(1, 2, 1), "single"))
-    records = [*four.records(NEW), *two.records(NEW, slot=1)]
+    records = [*FOUR.records(NEW), *TWO.records(NEW, slot=1)]
     for dp, expected in ((2, 2), (3, 4), (4, 4)):
-        degrees = Degrees(1, dp, 1)
-        topology = Topology(degrees, degrees.coordinates(), tuple(f"n{d}" for d in range(dp)))
-        found = inventories(records)
-        summaries = [summarize(i.node, i.arenas) for i in found]
-        findings = put_together(summaries, topology, job_id=JOB, any_dp=True)
+        findings = found_in(records, one_stage(dp))
         assert findings.sizes == {NEW: expected}
         assert any("another data-parallel degree under the same name" in note for note in findings.notes)
         (table,) = judge((0, 0), records, findings.sizes).values()
@@ -268,9 +267,7 @@ def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
 
 def test_p7_other_stages_are_refused_by_name() -> None:
     fleet = Partitioned(place(Degrees(2, 2, 1), "single"))
-    degrees = Degrees(1, 4, 1)
-    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1", "n2", "n3"))
-    refused = resized(fleet, fleet.records(NEW), (), topology)
+    refused = resized(fleet, fleet.records(NEW), (), one_stage(4))
     assert isinstance(refused, NotRecoverable)
     assert refused.layout_mismatch
     assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
