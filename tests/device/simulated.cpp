@@ -57,7 +57,7 @@ struct Settings {  // The same in simulated.py
   double bytes_per_sec, delay_secs;
   int64_t total_bytes, others_bytes, refuse_registering, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
-  int64_t captures_ended;
+  int64_t captures_ended, recorded, waits, transfers;
   uint64_t rng_seed, rng_offset;
 } settings{INFINITY, 0.0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
 
@@ -235,9 +235,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &point(event); }
   void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag flag) const override {
     if (*event == nullptr) *event = new std::shared_ptr<Point>;
+    ++settings.recorded;
     point(*event) = streams.record(on.id(), flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& on) const override {
+    ++settings.waits;
     if (event != nullptr) streams.wait_for(on.id(), point(event));
   }
   bool queryEvent(void* event) const override {
@@ -589,6 +591,7 @@ void queue_kernel(const c10::OperatorHandle& op, Stack* stack) {
 // Over the link, in two halves: what changes while it is under way arrives torn. `pinned`: memory of the host that
 // has to stay registered until then.
 void transfer(void* target, const void* source, size_t nbytes, bool to_host, const void* pinned = nullptr) {
+  ++settings.transfers;
   auto half = [=](size_t begin, size_t end, double delay_secs) {
     return [=] {
       TORCH_CHECK(!pinned || is_registered(uintptr_t(pinned), nbytes), "memory was unregistered under a copy");

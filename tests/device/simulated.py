@@ -53,6 +53,12 @@ class Settings(ctypes.Structure):
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
         ("captures_ended", ctypes.c_int64),  # by calls of other threads
+        (
+            "recorded",
+            ctypes.c_int64,
+        ),  # calls of the driver: events recorded, waits of a stream, copies over the link
+        ("waits", ctypes.c_int64),
+        ("transfers", ctypes.c_int64),
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
@@ -273,7 +279,7 @@ class Simulated:
         self._launched.clear()
         self._calls.sim_forget_registered()
         self.empty_cache()
-        for name in ("synchronised", "own_streams", "captures_ended"):
+        for name in ("synchronised", "own_streams", "captures_ended", "recorded", "waits", "transfers"):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes
 

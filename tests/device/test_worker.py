@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from reft.memory.arena import Arena, scan
 from reft.naming import Label
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.staging import StagingArea
@@ -33,6 +34,7 @@ from tests.snapshot.ranks import SECRET, WAIT_SECS, group_of_one, make_worker
 ELEMENTS = 300_000
 NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
 STEPS = 6
+SLOW = 3e7  # bytes per second of a link that takes longer for the state than a step does
 
 
 class ObservedGate(StreamGate):
@@ -173,7 +175,7 @@ def job(
 
 @pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST_DEVICE, Variant.HOST])
 def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Variant) -> None:
-    job.sim.settings.delay_secs = 0.002  # more for all chunks than a step takes
+    job.sim.settings.bytes_per_sec = SLOW  # more for all chunks than a step takes
     for number in range(1, STEPS + 1):
         request = job.step(number, variant)
         if number % 3:  # else it is given up
@@ -246,7 +248,7 @@ def train(job: Job, steps: int) -> None:
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
 def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job: Job) -> None:
-    job.sim.settings.delay_secs = 0.002  # more for all chunks than a step takes
+    job.sim.settings.bytes_per_sec = SLOW  # more for all chunks than a step takes
     train(job, 40)
     stats = job.stats
     assert job.pacer.plan is not None
@@ -265,7 +267,7 @@ def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job
 
 @pytest.mark.parametrize("job", [STAGING], indirect=True)
 def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
-    job.sim.settings.delay_secs = 0.002
+    job.sim.settings.bytes_per_sec = SLOW
     train(job, 12)
     assert job.staging.capacity_bytes > 0
     release = job.sim.hold(job.engine.drain_stream)  # from here on nothing arrives on the host
@@ -289,7 +291,7 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
 def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job.sim.settings.delay_secs = 0.002
+    job.sim.settings.bytes_per_sec = SLOW
     settings = job.sim.settings
     settings.others_bytes = settings.total_bytes - 2**28  # less than the margin is left
     train(job, 10)
@@ -313,20 +315,19 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What of it is on its way arrives when the link lets it: not in an arena that holds another version by then."""
-    job.sim.settings.delay_secs = 0.002
+    job.sim.settings.bytes_per_sec = SLOW
     train(job, 12)
     job.content.clear()
     assert job.staging.capacity_bytes > 0
     release, given_up = job.sim.hold(job.engine.drain_stream), threading.Event()  # the link is slow now
-    drain, calls = job.engine.drain, 0
+    drain = job.engine.drain
 
-    def fail_in_the_middle(staged: object, after: object = None) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            given_up.set()
-            raise RuntimeError("the device refused")
-        return drain(staged, after)
+    def fail_in_the_middle(staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        if given_up.is_set():
+            return drain(staged, after)
+        given_up.set()
+        drain(staged[: len(staged) // 2], after)
+        raise RuntimeError("the device refused")
 
     monkeypatch.setattr(job.engine, "drain", fail_in_the_middle)
     staged, number = job.stats.staged, 12
@@ -356,6 +357,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
 
 def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
     """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
+    job.sim.settings.bytes_per_sec = link_bytes_per_sec
     job.pacer.model.window = job.pacer.model.compute = link_bytes_per_sec  # what it would learn
     job.gate.patience = WAIT_SECS
     job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
@@ -396,7 +398,6 @@ def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [BESIDE], indirect=True)
 def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(job: Job) -> None:
-    job.sim.settings.delay_secs = 0.02  # 19 of them, in steps of 0.01 s
     train_without_windows(job, 6, 3e6)
     plan = job.pacer.plan
     assert plan is not None
@@ -407,7 +408,6 @@ def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken
 
 @pytest.mark.parametrize("job", [replace(BESIDE, overflow=Overflow.STAGING)], indirect=True)
 def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
-    job.sim.settings.delay_secs = 0.01
     train_without_windows(job, 16, 6e6)
     assert job.pacer.plan is not None
     assert not job.pacer.plan.fits

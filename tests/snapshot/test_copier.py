@@ -19,11 +19,13 @@ from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit
+from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit, StreamGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
+from tests.device.simulated import Simulated
 from tests.snapshot.devices import parity_of, random_bytes
 
 
@@ -214,3 +216,45 @@ def test_p1_training_may_still_resize_what_was_copied(tmp_path: Path) -> None:
         check(filling, images)
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
+
+
+class Windows(StreamGate):
+    """Counts its permits."""
+
+    permits = 0
+
+    def admit(self) -> Permit:
+        self.permits += 1
+        return super().admit()
+
+
+@pytest.mark.parametrize(("tensors", "windows"), [(2, 0), (2, 16), (512, 0), (512, 16)])
+def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
+    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch, tensors: int, windows: int
+) -> None:
+    """However small chunks are: 256 of data here, as in a GiB."""
+    monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
+    total, chunk = 2**20, 2**12
+    # The storages of tensors do not touch each other: each is a piece of its own.
+    live = [random_bytes(total // tensors, n).to("sim") for n in range(tensors)]
+    with filling_of(tmp_path, live, copies=1, parities=0, block_bytes=total) as (filling, images):
+        engine = copy_engine_for("sim")
+        engine.register(filling.arena.data)
+        gate, copier = Windows(), Copier(engine, chunk)
+        wanted = sum(b.block.nbytes for b in filling.local_blocks if b.key.section is not Section.HOST)
+        copier.begin()
+        gate.enter()
+        for number in range(windows):
+            gate.open(number, wanted // windows, engine.mark())
+        gate.hurry()
+        settings = sim.settings
+        settings.recorded = settings.waits = settings.transfers = 0
+        records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
+        counted = settings.recorded, settings.waits, settings.transfers
+        copier.fence()
+        copier.close()
+    assert sum(record.nbytes for record in records) == wanted
+    at_once = gate.permits + 1  # the fault point in the middle splits one
+    assert counted[0] <= 2 * at_once + 1, "two events for what is copied at once, one that tells the time"
+    assert counted[1] <= gate.permits + 2, "a mark of each window, and the state's own"
+    assert counted[2] <= tensors + len(filling.local_blocks) + at_once

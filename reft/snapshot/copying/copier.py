@@ -13,7 +13,7 @@ from reft.memory.stream import CutRanges, hashing_copier, ranges_of
 from reft.protect.blocks import Section
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Mark, Piece
+from reft.snapshot.copying.engine import CheckedPieces, CopyEngine, CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
@@ -22,7 +22,8 @@ from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.stats import Kind
 
 _KEPT_CHUNKS = 2**16
-_Queued = list[tuple[Chunk, Permit, CopyTicket]]
+_Batch = Sequence[tuple[int, Chunk]]
+_Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
 
 class Copier:
@@ -101,12 +102,15 @@ class Copier:
         stages = self._stages(chunks, may_stage)
         if self.engine.asynchronous:
 
-            def hand_over(number: int, mark: Mark | None) -> CopyTicket:
-                return self.engine.copy(chunks[number].pieces, mark, chunks[number].encode)
+            def hand_over(batch: _Batch, mark: Mark | None) -> CopyTicket:
+                pieces = CheckedPieces(piece for _, chunk in batch for piece in chunk.pieces)
+                encodes = [chunk.encode for _, chunk in batch if chunk.encode is not None]
+                encode = (lambda: (piece for encode in encodes for piece in encode())) if encodes else None
+                return self.engine.copy(pieces, mark, encode)
 
             queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
-            if len(queued) < len(chunks):
-                self._stage(chunks, len(queued))
+            if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
+                self._stage(chunks, count)
             handed_over()
             self.engine.synchronize()
             records = _settled(queued)
@@ -127,7 +131,7 @@ class Copier:
                 [(item.number, item.chunk) for item in staged],
                 filling,
                 gate,
-                lambda number, mark: self.engine.drain(pieces[number], mark),
+                lambda batch, mark: self.engine.drain([p for n, _ in batch for p in pieces[n]], mark),
                 lambda number, permit: False,
             )
             self.engine.synchronize()
@@ -240,22 +244,34 @@ class Copier:
         chunks: Iterable[tuple[int, Chunk]],
         filling: Filling,
         gate: Gate,
-        hand_over: Callable[[int, Mark | None], CopyTicket],
+        hand_over: Callable[[_Batch, Mark | None], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
         """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited
         for behind the fence."""
         queued: _Queued = []
+        batch: list[tuple[int, Chunk]] = []  # of one permit: what is called for it is paid once
         permit, left = Permit(0), 0
+
+        def flush() -> None:
+            nonlocal batch
+            if batch:
+                queued.append((batch, permit, hand_over(batch, permit.mark)))
+                for _, chunk in batch:
+                    filling.traffic.to_host[chunk.kind] += chunk.nbytes
+                batch = []
+
         for number, chunk in chunks:
+            if left <= 0 or number in self._points:
+                flush()
             self._reach(number)
             while left <= 0:
                 permit, left = _next(gate, left)
             if stages(number, permit):
                 break
-            queued.append((chunk, permit, hand_over(number, permit.mark)))
-            filling.traffic.to_host[chunk.kind] += chunk.nbytes
+            batch.append((number, chunk))
             left -= chunk.nbytes
+        flush()
         return queued
 
     def _reach(self, number: int) -> None:
@@ -272,11 +288,19 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
 
 def _settled(queued: _Queued) -> list[ChunkRecord]:
-    return [
-        ChunkRecord(permit.tier, chunk.nbytes, *ticket.secs, permit.window, chunk.section.value)
-        for chunk, permit, ticket in queued
-        if ticket.secs is not None
-    ]
+    """Chunks that were handed over together share the time that they took by their bytes."""
+    records = []
+    for batch, permit, ticket in queued:
+        if ticket.secs is None:
+            continue
+        begin, end = ticket.secs
+        secs_of_byte = (end - begin) / max(1, sum(chunk.nbytes for _, chunk in batch))
+        for _, chunk in batch:
+            end = begin + chunk.nbytes * secs_of_byte
+            section = chunk.section.value
+            records.append(ChunkRecord(permit.tier, chunk.nbytes, begin, end, permit.window, section))
+            begin = end
+    return records
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 import torch
@@ -149,7 +149,7 @@ class CpuCopyEngine(CopyEngine):
         self.bytes_per_sec = bandwidth(self._bytes, self._secs, self.bytes_per_sec)
 
 
-def _on_host(pieces: Sequence[Piece]) -> CheckedPieces:
+def _on_host(pieces: Iterable[Piece]) -> CheckedPieces:
     checked = CheckedPieces.of(pieces)
     if checked.elsewhere is not None:
         raise CopyError(f"the source is on {checked.elsewhere}; expected the CPU, as the engine was made")

@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from reft.snapshot.copying.engine import (
     Piece,
     bandwidth,
     byte_views,
+    contiguous,
     into_buffer,
 )
 from reft.snapshot.copying.pinning import CHUNK_BYTES, PinnedRanges
@@ -64,14 +66,17 @@ class _DeviceTicket(CopyTicket):
         self.drains = drains  # whether it belongs to a version that was fenced
         self.began = module.Event(enable_timing=True)
         self.ended = module.Event(enable_timing=True, blocking=True)
-        self.keep_alive: Sequence[Piece] = pieces
+        self.keep_alive: list[Piece] = list(pieces)
         self.staged: Sequence[Piece] = ()
         """What was put into a staging buffer, and has its way to host memory before it."""
 
-    def keep(self, pieces: Sequence[Piece]) -> None:
+    def keep(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Count further pieces and hold their tensors."""
-        self.nbytes += sum(target.numel() for _, target in pieces)
-        self.keep_alive = [*self.keep_alive, *pieces]
+        for piece in pieces:
+            for view in byte_views([piece]):
+                self.nbytes += view[1].numel()
+                self.keep_alive.append(view)
+                yield view
 
     def done(self) -> bool:
         return bool(self.ended.query())
@@ -83,7 +88,7 @@ class _DeviceTicket(CopyTicket):
         """Take the times, once both events and ``anchor`` (recorded at ``anchor_secs``) have passed."""
         began = anchor_secs - self.began.elapsed_time(anchor) * _MS
         self.secs = (began, began + self.began.elapsed_time(self.ended) * _MS)
-        self.keep_alive = ()
+        self.keep_alive = []
 
 
 class DeviceCopyEngine(CopyEngine):
@@ -104,7 +109,7 @@ class DeviceCopyEngine(CopyEngine):
         self._side = self._own_stream()
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
-        self._staged: Any = None
+        self._staged: _DeviceTicket | None = None  # the newest one
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
         self._begun: Any = None
         self._copied_version = 0
@@ -199,7 +204,7 @@ class DeviceCopyEngine(CopyEngine):
         buffer: torch.Tensor | None = None,
     ) -> _DeviceTicket:
         """See :meth:`CopyEngine.copy`; with ``buffer`` into that, see :meth:`CopyEngine.stage`."""
-        views = byte_views(pieces)
+        views = contiguous(byte_views(pieces))
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
@@ -212,14 +217,11 @@ class DeviceCopyEngine(CopyEngine):
                 if isinstance(after, _DeviceMark):
                     self._side.wait_event(after.event)
             with self._recorded(ticket, self._side):
-                if encode is not None:
-                    encoded = byte_views(encode())
-                    ticket.keep(encoded)
-                    views += encoded
+                encoded = () if encode is None else ticket.keep(encode())
                 if buffer is not None:
-                    ticket.staged = self._into_buffer(views, buffer)
+                    ticket.staged = self._into_buffer([*views, *encoded], buffer)
                 else:
-                    for source, target in views:
+                    for source, target in chain(views, encoded):
                         self._copy_piece(source, target, self._side)
         return ticket
 
@@ -247,23 +249,21 @@ class DeviceCopyEngine(CopyEngine):
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
-        ticket = self.copy(pieces, None, encode, buffer)
-        staged = self._module.Event()
-        staged.record(self._side)
-        self._staged = staged
-        return ticket.staged
+        self._staged = self.copy(pieces, None, encode, buffer)
+        return self._staged.staged
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        ticket = _DeviceTicket(self._module, staged, drains=True)
+        views = contiguous(staged)
+        ticket = _DeviceTicket(self._module, views, drains=True)
         with self._order.draining():
             self._vendor.enter(self.device)
             if self._staged is not None:
-                self.drain_stream.wait_event(self._staged)
+                self.drain_stream.wait_event(self._staged.ended)
                 self._staged = None
             if isinstance(after, _DeviceMark):
                 self.drain_stream.wait_event(after.event)
             with self._recorded(ticket, self.drain_stream):
-                for source, target in staged:
+                for source, target in views:
                     self._copy_piece(source, target, self.drain_stream)
         return ticket
 

@@ -38,7 +38,7 @@ import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -55,8 +55,9 @@ Piece = tuple[torch.Tensor, torch.Tensor]
 """``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
 1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of an image so."""
 
-Encode = Callable[[], Sequence[Piece]]
-"""Work on the live state whose result is copied: it is done by the fence like a copy is."""
+Encode = Callable[[], Iterable[Piece]]
+"""Work on the live state whose result is copied: it is done by the fence like a copy is. Each piece is handed
+over before the next one is asked for, which may be made in the same memory."""
 
 STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
@@ -158,7 +159,7 @@ class CopyEngine(ABC):
         Args:
             pieces: sources and targets; zero-size ones are fine.
             after: begin no earlier than there.
-            encode: reads the state before the pieces are copied, on the copying stream of a device; the
+            encode: reads the state after the pieces were handed over, on the copying stream of a device; the
                 pieces that it returns are copied too.
 
         Raises:
@@ -217,7 +218,7 @@ class CheckedPieces(tuple[Piece, ...]):
     """Pieces as :func:`byte_views` leaves them: what is copied with every version is checked once."""
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> CheckedPieces:
+    def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
         """Check pieces; raises CopyError as :meth:`CopyEngine.copy` does."""
         return pieces if isinstance(pieces, cls) else cls(byte_views(pieces))
 
@@ -238,7 +239,7 @@ def host_bytes(view: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())).cast("B")
 
 
-def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
+def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
     """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out."""
     if isinstance(pieces, CheckedPieces):
         return list(pieces)
@@ -258,6 +259,31 @@ def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
         if view.numel():
             views.append((view, target))
     return views
+
+
+def contiguous(views: Sequence[Piece]) -> list[Piece]:
+    """Views as :func:`byte_views` makes them, those that go on in memory put together."""
+    runs: list[list[Piece]] = []
+    ends: tuple[int, ...] = ()
+    for view in views:
+        starts = tuple(side.data_ptr() for side in view)
+        # Memory of two storages may touch; a view is of one.
+        if starts == ends and all(map(_share_storage, view, runs[-1][0])):
+            runs[-1].append(view)
+        else:
+            runs.append([view])
+        ends = tuple(start + view[1].numel() for start in starts)
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _joined(run: Sequence[Piece]) -> Piece:
+    nbytes = sum(target.numel() for _, target in run)
+    source, target = (side.as_strided((nbytes,), (1,)) for side in run[0])
+    return source, target
 
 
 def into_buffer(views: Sequence[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
