@@ -6,27 +6,18 @@ import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgpack
 import pytest
 
 from reft.control import links, overlay
-from reft.control.overlay import Overlay, connect, shared_secret
+from reft.control.overlay import Overlay, shared_secret
 from reft.control.transport import Buffers, Limits
 from reft.control.tree import FANOUT, PART_BYTES, Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
-from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, on_all, per_node
-
-
-def join(
-    store: Table, rank: int, ranks: int = 2, node: str = "a", secret: bytes = SECRET, **options: Any
-) -> Overlay:
-    """A rank, which would wait for long."""
-    options = {"timeout_secs": 2 * DEADLINE_SECS, **options}
-    return connect(store, "x", rank=rank, world_size=ranks, node=node, secret=secret, **options)
+from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, join, on_all, per_node
 
 
 def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
@@ -61,7 +52,7 @@ def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
     def one(rank: int) -> BaseException | None:
         secret = b"other" * 6 if rank == world_size - 1 else SECRET
         try:
-            made = join(store, rank, world_size, nodes[rank], secret)
+            made = join(store, rank, world_size, nodes[rank], secret=secret)
         except Exception as error:
             return error
         try:
