@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import os
 import subprocess
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import reft
 from reft import log
 from reft.env import ENV_EVENTS
 
-SOURCES = sorted(Path(reft.__file__).parent.rglob("*.py"))
 SCRIPT = """
 import logging, sys
 from reft import log
@@ -110,13 +107,3 @@ def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
     events.write("odd", value=object())
     said = [record.levelname for record in caplog.records if record.name == "reft.log"]
     assert said == ["WARNING", "WARNING"], "once each"
-
-
-def test_messages_have_no_prefix_of_their_own() -> None:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "logger":
-                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                assert not any(str(t).startswith(("[", "reft: ")) for t in texts), f"{path}:{node.lineno}"

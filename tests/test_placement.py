@@ -161,11 +161,3 @@ def test_p4_what_is_left_is_tight(nodes: list[str], data: st.DataObject) -> None
     for count in range(claimed + 1):
         assert all(recovers(more) for more in combinations(left, count))
     assert not left or not all(recovers(more) for more in combinations(left, claimed + 1))
-
-
-def test_p4_parities_are_used_up_by_losses_far_apart() -> None:
-    """Nobody's own bytes are near their end, but every stripe has lost as much as it can."""
-    nodes = [f"n{d}" for d in range(6)]
-    assert tolerance_left(nodes, place_group(nodes, 0, 2), {0, 3}) == 0
-    assert tolerance_left(nodes, place_group(nodes, 2), {0, 3}) == 1
-    assert tolerance_left(nodes, place_group(nodes, 0, 2), {0, 2, 4}) == -1

@@ -131,8 +131,8 @@ def test_an_event_that_lacks_fields_is_left_out_of_the_history(
 # -- the whole job ------------------------------------------------------------------------------------
 
 
-def ended(tmp_path: Path, name: str = "job", *, reason: str | None = None) -> JobDir:
-    job = JobDir.open_or_create(tmp_path / "memory", name, node="a", secret=b"s" * 32)
+def ended(tmp_path: Path, *, reason: str | None = None) -> JobDir:
+    job = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
     if reason is not None:
         facts = {"nodes": ["a"], "failures": [], "lost": [], "joined": [], "newest_step": -1}
         note(job.path, STARTED, round=1, **facts)

@@ -59,17 +59,16 @@ def failure_of(act: Callable[[], Any]) -> str:
     return ""
 
 
-def connected(nodes: list[str], secret: bytes = SECRET, prefix: str = "x") -> list[Overlay]:
+def join(store: Table, rank: int, ranks: int = 2, node: str = "a", **options: Any) -> Overlay:
+    """A rank, which would wait for long."""
+    options = {"prefix": "x", "secret": SECRET, "timeout_secs": 2 * DEADLINE_SECS, **options}
+    return connect(store, options.pop("prefix"), rank=rank, world_size=ranks, node=node, **options)
+
+
+def connected(nodes: list[str]) -> list[Overlay]:
     """The overlays of ranks that are threads of this process."""
-    store, world_size = Table(), len(nodes)
-
-    def one(rank: int) -> Overlay:
-        return connect(
-            store, prefix, rank=rank, world_size=world_size, node=nodes[rank], secret=secret,
-            timeout_secs=DEADLINE_SECS,
-        )  # fmt: skip
-
-    return on_all(one, world_size)
+    store = Table()
+    return on_all(lambda rank: join(store, rank, len(nodes), nodes[rank]), len(nodes))
 
 
 def per_node(nodes: int, ranks: int) -> list[str]:

@@ -6,38 +6,25 @@ import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgpack
 import pytest
 
 from reft.control import links, overlay
-from reft.control.overlay import Overlay, connect, shared_secret
+from reft.control.overlay import Overlay, shared_secret
 from reft.control.transport import Buffers, Limits
 from reft.control.tree import FANOUT, PART_BYTES, Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
-from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, on_all, per_node
-
-
-def join(store: Table, rank: int) -> Overlay:
-    """One of two ranks of a node, which would wait for long."""
-    return connect(
-        store, "x", rank=rank, world_size=2, node="a", secret=SECRET, timeout_secs=2 * DEADLINE_SECS
-    )
+from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, join, on_all, per_node
 
 
 def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
     asked = []
     for ranks in (4, 12):
         store = Table()
-        made = on_all(
-            lambda r, store=store, n=ranks: connect(
-                store, "x", rank=r, world_size=n, node=f"n{r // 4}", secret=SECRET, timeout_secs=DEADLINE_SECS
-            ),
-            ranks,
-        )
+        made = on_all(lambda r, store=store, n=ranks: join(store, r, n, f"n{r // 4}"), ranks)
         for one in made:
             one.close()
         asked.append(store.asked / ranks)
@@ -46,13 +33,10 @@ def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
 
 def test_p6_who_does_not_come_is_waited_for_only_so_long() -> None:
     with pytest.raises(TransferError, match="only 1 of 2 ranks"):
-        connect(Table(), "x", rank=0, world_size=2, node="a", secret=SECRET, timeout_secs=0.05)
+        join(Table(), 0, timeout_secs=0.05)
     asked = []
     with pytest.raises(TransferError, match="only 1 of 2 ranks"):
-        connect(
-            Table(), "x", rank=0, world_size=2, node="a", secret=SECRET, timeout_secs=DEADLINE_SECS,
-            go_on=lambda: bool(asked.append(1)),
-        )  # fmt: skip
+        join(Table(), 0, go_on=lambda: bool(asked.append(1)))
     assert asked
 
 
@@ -68,10 +52,7 @@ def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
     def one(rank: int) -> BaseException | None:
         secret = b"other" * 6 if rank == world_size - 1 else SECRET
         try:
-            made = connect(
-                store, "x", rank=rank, world_size=world_size, node=nodes[rank], secret=secret,
-                timeout_secs=2 * DEADLINE_SECS,
-            )  # fmt: skip
+            made = join(store, rank, world_size, nodes[rank], secret=secret)
         except Exception as error:
             return error
         try:
@@ -130,15 +111,9 @@ def test_p6_a_rank_that_came_and_does_not_connect_is_waited_for_only_so_long(
 
 def test_p6_a_store_with_an_earlier_incarnations_keys_is_refused() -> None:
     store = Table()
-
-    def come(rank: int) -> Any:
-        return connect(
-            store, "x", rank=rank, world_size=3, node="a", secret=SECRET, timeout_secs=DEADLINE_SECS
-        )
-
-    for one in on_all(come, 3):
+    for one in on_all(lambda rank: join(store, rank, 3), 3):
         one.close()
-    for failure in on_all(lambda rank: failure_of(lambda: come(rank)), 3):
+    for failure in on_all(lambda rank: failure_of(lambda: join(store, rank, 3)), 3):
         assert "expected 3" in failure
 
 

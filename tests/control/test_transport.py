@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from reft.control.mpi import require_threads
-from reft.control.overlay import Overlay, connect
+from reft.control.overlay import Overlay
 from reft.errors import ConfigError
 from tests import mpi
 
 from .contract import CASES, Rank
-from .ranks import DEADLINE_SECS, SECRET, Table, on_all
+from .ranks import DEADLINE_SECS, Table, join, on_all
 
 SIZE = 4
 
@@ -29,10 +29,7 @@ def test_contract_over_sockets(case: str, tmp_path: Path) -> None:
         numbers = itertools.count()
 
         def open_next() -> Overlay:
-            return connect(
-                store, f"x/{next(numbers)}", rank=rank, world_size=SIZE, node=f"node{rank // 2}",
-                secret=SECRET, timeout_secs=DEADLINE_SECS,
-            )  # fmt: skip
+            return join(store, rank, SIZE, f"node{rank // 2}", prefix=f"x/{next(numbers)}")
 
         CASES[case](Rank(rank, SIZE, open_next, tmp_path))
 

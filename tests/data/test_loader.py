@@ -234,8 +234,8 @@ def test_a_seed_belongs_to_a_sample() -> None:
 # -- under an engine --------------------------------------------------------------------------------------
 
 
-def tensors(rank: int = 0, dp: int = 1, **options: Any) -> Any:
-    return reft.data.loader(range(24), 4, shuffle=True, dp_rank=rank, dp_size=dp, name="engine", **options)
+def tensors(**options: Any) -> Any:
+    return reft.data.loader(range(24), 4, shuffle=True, dp_rank=0, dp_size=1, name="engine", **options)
 
 
 @pytest.mark.process

@@ -95,14 +95,6 @@ def restarted(job_dir: Path) -> Any:
 FAILURE = r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)"
 
 
-def test_a_recovery_says_in_a_line_what_failed_and_what_was_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    MemoryRestorer(restarted(tmp_path)).report("memory, step 7", time.perf_counter())
-    (record,) = caplog.records
-    assert re.search(rf"resumed at step 7 from memory, step 7 in \d\.\d\d s, {FAILURE}", record.message)
-
-
 def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

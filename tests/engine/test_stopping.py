@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from reft.engine.stopping import Stopping, stop_alone
+from reft.engine.stopping import Stopping
 from tests.attack.jobs import DEADLINE_SECS, ranks
 
 GRACE_SECS = 25.0
@@ -40,16 +40,6 @@ def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_
     assert label == "the label"
     assert secs < GRACE_SECS - 20.0
     assert session.events.write.call_args.kwargs["committed"]
-
-
-def test_p6_where_votes_do_not_answer_it_ends_within_the_grace() -> None:
-    session = told_to_stop(waited_secs=30.0, committed=False)
-    with pytest.raises(SystemExit), mock.patch("reft.engine.stopping.logger") as logger:
-        stop_alone(session, 7)
-    assert session.worker.drain.call_args.args == (0.0,)
-    assert not session.daemon.persist_now.called
-    (said,) = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
-    assert "without a vote: the other ranks do not answer" in said
 
 
 def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:

@@ -48,14 +48,9 @@ OWN_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", PEER_ERRORS, ids=lambda e: str(e)[:40])
-def test_lost_communication_is_a_peers_fault(error: BaseException) -> None:
-    assert is_peer_failure(error)
-
-
-@pytest.mark.parametrize("error", OWN_ERRORS, ids=lambda e: repr(e)[:40])
-def test_everything_else_is_its_own(error: BaseException) -> None:
-    assert not is_peer_failure(error)
+@pytest.mark.parametrize("error", [*PEER_ERRORS, *OWN_ERRORS], ids=lambda e: repr(e)[:60])
+def test_lost_communication_is_a_peers_fault_and_everything_else_its_own(error: BaseException) -> None:
+    assert is_peer_failure(error) is (error in PEER_ERRORS)
 
 
 def test_what_it_was_raised_from_counts() -> None:

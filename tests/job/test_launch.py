@@ -61,6 +61,8 @@ def test_the_rendezvous_defaults_suit_replacements() -> None:
     assert own.config.rdzv_configs["join_timeout"] == "5"
     assert own.config.rdzv_configs["keep_alive_interval"] == "9"
     assert own.join_timeout_secs == 5.0
+    spares = parse("--nnodes", "4", "--spares", "2", "--rdzv-endpoint", "x").config
+    assert (spares.min_nodes, spares.max_nodes) == (4, 4), "spares never make a job larger"
 
 
 @pytest.mark.parametrize(
@@ -196,11 +198,6 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
     for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
         assert option in done.stdout
-
-
-def test_spares_never_make_a_job_larger() -> None:
-    config = parse("--nnodes", "4", "--spares", "2", "--rdzv-endpoint", "x").config
-    assert (config.min_nodes, config.max_nodes) == (4, 4)
 
 
 # -- one node ------------------------------------------------------------------------------------------

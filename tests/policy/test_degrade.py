@@ -48,8 +48,10 @@ def test_tolerance_is_given_up_last(scheme: str, arenas: int, members: int, expe
 class _Node:
     """A node whose versions take 30 more bytes for every level up, and neighbours that take what they like."""
 
-    def __init__(self, levels: int = 4, margin: int = 20) -> None:
-        self.watch, self.levels = MemoryWatch(margin), levels
+    levels = 4
+
+    def __init__(self) -> None:
+        self.watch = MemoryWatch(20)
         self.level, self.others, self.now = 0, 0, 0.0
         self.changes: list[tuple[float, int]] = []
 

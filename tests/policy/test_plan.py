@@ -19,6 +19,14 @@ from reft.tools.planning.job import Layouting, plan_job
 from reft.tools.planning.plan import make_plan
 from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, Run, gb, write
 
+
+def with_block(path: Path, base: str, **block: Any) -> str:
+    """A configuration whose block differs from another one's."""
+    config = json.loads(Path(base).read_text())
+    config["reft"] |= block
+    return write(path, config)
+
+
 # ---- figures derived from the paper's formulas (REFERENCE 1.10) ----
 
 
@@ -104,21 +112,17 @@ def test_a_plan_is_read_at_80_columns(
 
 
 def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: Path) -> None:
-    config = json.loads(Path(FP16).read_text())
-    config["reft"]["protection"] = "rs:3"
-    path = write(tmp_path / "ds.json", config)
+    path = with_block(tmp_path / "ds.json", FP16, protection="rs:3")
     assert run(path, *SMALL, *QUICK).json["protection"]["planned"] == "rs:3"
     assert run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
     chosen = run(path, *SMALL, *QUICK, "--protection", "auto").json["protection"]
     assert chosen["planned"] == chosen["auto_would_choose"]
-    config = json.loads(Path(BF16_ZERO1).read_text())
-    config["reft"]["protection"] = "rs:2+aor"
-    recomputed = run(write(tmp_path / "aor.json", config), *LARGE, *QUICK)
+    recomputed = run(with_block(tmp_path / "aor.json", BF16_ZERO1, protection="rs:2+aor"), *LARGE, *QUICK)
     assert recomputed.json["protection"]["planned"] == "rs:2+aor"
     assert recomputed.json["protection"]["auto_would_choose"] == "aec+aor"
     assert recomputed.code == cli.EXIT_WELL
-    config["reft"]["protection"] = "auto+aor"
-    chosen = run(write(tmp_path / "auto.json", config), *LARGE, *QUICK).json["protection"]
+    path = with_block(tmp_path / "auto.json", BF16_ZERO1, protection="auto+aor")
+    chosen = run(path, *LARGE, *QUICK).json["protection"]
     assert (chosen["configured"], chosen["planned"]) == ("auto+aor", "aec+aor")
 
 
@@ -139,9 +143,7 @@ def test_host_memory_is_the_clusters_the_blocks_or_the_options(run: Run, tmp_pat
         return run(*arguments, *SMALL, *QUICK).json["alternatives"][0]["node_memory_limit_bytes"]
 
     assert limit(FP16) == 128 * 2**30
-    config = json.loads(Path(FP16).read_text())
-    config["reft"]["memory_limit_bytes"] = 7 * 2**30
-    path = write(tmp_path / "ds.json", config)
+    path = with_block(tmp_path / "ds.json", FP16, memory_limit_bytes=7 * 2**30)
     assert limit(path) == 7 * 2**30
     assert limit(path, "--host-memory-gb", "3.5") == 3_500_000_000
     tight = run(path, *SMALL, "--host-memory-gb", "1.5", *QUICK)
@@ -158,13 +160,11 @@ def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
     assert any("take them less often" in problem for problem in result.json["problems"])
     planned = next(a for a in result.json["alternatives"] if a["planned"])
     assert planned["fits_before_optimizer"] is False
-    config = json.loads(Path(FP16).read_text())
-    config["reft"]["interval_steps"] = 10
-    seldom = run(write(tmp_path / "ds.json", config), *arguments, *QUICK).json["protection"]["overhead"]
+    path = with_block(tmp_path / "ds.json", FP16, interval_steps=10)
+    seldom = run(path, *arguments, *QUICK).json["protection"]["overhead"]
     assert seldom == pytest.approx(result.json["protection"]["overhead"] / 10)
     assert "Algorithm 1 of CheckFreq would choose" in result.json["rate"]["why"]
-    config["reft"]["interval_steps"] = "auto"
-    found = run(write(tmp_path / "auto.json", config), *arguments, *QUICK)
+    found = run(with_block(tmp_path / "auto.json", FP16, interval_steps="auto"), *arguments, *QUICK)
     rate = found.json["rate"]
     assert found.json["protection"]["overhead"] <= rate["max_overhead"]
     assert rate["interval_steps"] == rate["algorithm_1_steps"] == found.json["job"]["interval_steps"] > 1
@@ -173,11 +173,8 @@ def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
 
 
 def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_path: Path) -> None:
-    config = json.loads(Path(BF16_ZERO1).read_text())
-
     def plan(cluster: dict[str, Any] | None = None, **persist: Any) -> dict[str, Any]:
-        config["reft"]["persist"] = persist
-        path = write(tmp_path / "ds.json", config)
+        path = with_block(tmp_path / "ds.json", BF16_ZERO1, persist=persist)
         machines = write(tmp_path / "cluster.json", {"like": "a100", **(cluster or {})})
         found = run(path, *LARGE, "--cluster", machines, *QUICK)
         shown = run(path, *LARGE, "--cluster", machines, *QUICK[:-1])

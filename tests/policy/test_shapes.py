@@ -14,55 +14,27 @@ from reft.errors import ConfigError
 from reft.tools.planning.cluster import H100
 from reft.tools.planning.model import SHAPES, PlannedShape, Training, load_shape, shape_of
 
-
-def config(kind: str, **values: Any) -> dict[str, Any]:
-    names = {
-        "hidden": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv": "num_key_value_heads",
-        "ffn": "intermediate_size",
-        "vocab": "vocab_size",
-        "tied": "tie_word_embeddings",
-        "longest": "max_position_embeddings",
-    }
-    return {"model_type": kind, **{names.get(key, key): value for key, value in values.items()}}
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
+def config(kind: str, *sizes: int, **values: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(SIZES, sizes, strict=False)), **values}
+
+
+SHARED, TIED = {"num_key_value_heads": 8}, {"tie_word_embeddings": True}
 PUBLISHED = {
-    "Llama-2-7b": (6_738_415_616, config("llama", hidden=4096, layers=32, heads=32, ffn=11008, vocab=32000)),
+    "Llama-2-7b": (6_738_415_616, config("llama", 4096, 32, 32, 11008, 32000)),
     "Llama-3-8B": (
         8_030_261_248,
-        config("llama", hidden=4096, layers=32, heads=32, kv=8, ffn=14336, vocab=128256, longest=8192),
+        config("llama", 4096, 32, 32, 14336, 128256, **SHARED, max_position_embeddings=8192),
     ),
     "Llama-3.2-1B": (
         1_235_814_400,
-        config(
-            "llama", hidden=2048, layers=16, heads=32, kv=8, ffn=8192, vocab=128256, tied=True, head_dim=64
-        ),
+        config("llama", 2048, 16, 32, 8192, 128256, **SHARED, **TIED, head_dim=64),
     ),
-    "Mistral-Nemo": (
-        12_247_782_400,
-        config("mistral", hidden=5120, layers=40, heads=32, kv=8, ffn=14336, vocab=131072, head_dim=128),
-    ),
-    "Qwen2-0.5B": (
-        494_032_768,
-        config("qwen2", hidden=896, layers=24, heads=14, kv=2, ffn=4864, vocab=151936, tied=True),
-    ),
-    "Qwen3-8B": (
-        8_190_735_360,
-        config(
-            *("qwen3",),
-            hidden=4096,
-            layers=36,
-            heads=32,
-            kv=8,
-            ffn=12288,
-            vocab=151936,
-            head_dim=128,
-            tied=False,
-        ),
-    ),
+    "Mistral-Nemo": (12_247_782_400, config("mistral", 5120, 40, 32, 14336, 131072, **SHARED, head_dim=128)),
+    "Qwen2-0.5B": (494_032_768, config("qwen2", 896, 24, 14, 4864, 151936, **TIED, num_key_value_heads=2)),
+    "Qwen3-8B": (8_190_735_360, config("qwen3", 4096, 36, 32, 12288, 151936, **SHARED, head_dim=128)),
 }
 """Numbers of parameters as the safetensors of these models have them."""
 
@@ -111,8 +83,11 @@ def test_a_number_of_parameters_is_a_shape_of_about_that_size(parameters: float)
         ({"model_type": "mixtral"}, "known: llama, mistral, qwen2, qwen3. Leave --model out"),
         ({"num_hidden_layers": 3}, "model_type is None"),
         ({"model_type": "llama"}, "hidden_size is None; expected a positive integer"),
-        (config("llama", hidden=64, heads=0), "num_attention_heads is 0"),
-        (config("llama", hidden=64, heads=2, kv="two"), "num_key_value_heads is 'two'"),
+        (config("llama", hidden_size=64, num_attention_heads=0), "num_attention_heads is 0"),
+        (
+            config("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads="two"),
+            "num_key_value_heads is 'two'",
+        ),
     ],
 )
 def test_another_model_file_is_refused(tmp_path: Path, values: Any, says: str) -> None:

@@ -149,24 +149,6 @@ def test_a_scheme_survives_what_it_is_meant_to_and_stores_what_the_formula_says(
         assert all(code.owner_of(b) != m for b, m in held), "no parity beside its own data"
 
 
-def test_naive_arc_and_aec_survive_one_loss_not_two() -> None:
-    for size in range(3, 10):
-        code = code_of("naive:arc+aec", size)
-        assert tolerance(code) == 1
-        first, second = (int(n.removeprefix("member")) for n in fatal_loss(code))
-        assert second - first in (1, size - 1), "ring neighbours"
-        assert tolerance(code_of("arc+aec", size)) == 2
-
-
-def test_two_members_are_a_mirror() -> None:
-    for text in ("aec", "arc"):
-        code = code_of(text, 2)
-        assert code.splits == 1
-        assert all(p.is_data for p in code.pieces)
-        assert sorted(p.terms[0][0] for p in code.pieces_of(0)) == [0, 1]
-        assert tolerance(code) == 1
-
-
 def test_one_member_alone_survives_nothing() -> None:
     code = code_of("none", 1)
     assert tolerance(code) == 0

@@ -18,9 +18,9 @@ NODES = tuple(f"n{dp}" for dp in range(4))
 FLEET = Fleet(place(DEGREES, "replica"))
 
 
-def kept_by_newcomers(fleet: Fleet, lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
+def kept_by_newcomers(lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
     """Whose blocks the member ``lost`` has to keep, once it runs on another node and its own is gone."""
-    records = [r for r in fleet.records(NEW) if r.node != NODES[lost]]
+    records = [r for r in FLEET.records(NEW) if r.node != NODES[lost]]
     sources = judge((0, 0), records, {NEW: DEGREES.dp})[NEW]
     kept = plan_kept((0, 0), sources, records, moved(lost, moved_to))
     return {at: {fetch.key.member for fetch in fetches} for at, fetches in kept.items()}
@@ -31,11 +31,6 @@ def moved(lost: int, to: str) -> Topology:
     return Topology(DEGREES, DEGREES.coordinates(), nodes)
 
 
-@pytest.mark.parametrize("lost", range(4))
-def test_p3_a_member_on_a_new_node_keeps_what_its_predecessor_kept(lost: int) -> None:
-    assert kept_by_newcomers(FLEET, lost, "new") == {Coordinate(0, lost, 0): {(lost + 1) % 4}}
-
-
 @pytest.mark.parametrize(("lost", "other"), [*permutations(range(4), 2)])
 def test_p3_a_version_is_not_completed_where_its_survivors_keep_others_than_the_new_placement_says(
     lost: int, other: int
@@ -44,10 +39,5 @@ def test_p3_a_version_is_not_completed_where_its_survivors_keep_others_than_the_
     tolerance is computed from."""
     before, now = place_group(NODES, 1, 0), place_group(moved(lost, NODES[other]).nodes, 1, 0)
     same = all(set(before.kept_by(m)) == set(now.kept_by(m)) for m in range(4) if m != lost)
-    kept = kept_by_newcomers(FLEET, lost, NODES[other])
+    kept = kept_by_newcomers(lost, NODES[other])
     assert bool(kept) == same
-
-
-def test_p3_a_version_in_parities_or_without_protection_is_not_completed() -> None:
-    for fleet in (Fleet(FLEET.topology, copies=0, parities=1), Fleet(FLEET.topology, copies=1, parities=1)):
-        assert kept_by_newcomers(fleet, 1, "new") == {}

@@ -22,7 +22,7 @@ def whole(image: SectionImage) -> torch.Tensor:
 
 def reference(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The image of contiguous tensors, written down the plain way."""
-    parts = []
+    parts = [torch.empty(0, dtype=torch.uint8)]
     for t in tensors:
         raw = t.detach().reshape(-1).view(torch.uint8)
         parts += [raw, torch.zeros(-len(raw) % ALIGNMENT_BYTES, dtype=torch.uint8)]
@@ -33,7 +33,7 @@ def reference(tensors: list[torch.Tensor]) -> torch.Tensor:
 def sections(draw: st.DrawFn) -> list[torch.Tensor]:
     shapes = st.lists(st.integers(0, 9), max_size=3)
     made = []
-    for shape in draw(st.lists(shapes, min_size=1, max_size=7)):
+    for shape in draw(st.lists(shapes, max_size=7)):
         size = torch.Size(shape)
         raw = torch.randint(0, 2, (size.numel() * 8,), dtype=torch.uint8)
         dtype = draw(st.sampled_from(DTYPES))
@@ -104,15 +104,6 @@ def test_tied_and_shared_memory_is_stored_once() -> None:
     assert [s.name for s in SectionImage([("a", flat), ("b", flat.view(10, 10))]).specs] == ["a"]
 
 
-def test_many_zero_size_tensors_and_an_empty_section() -> None:
-    image = SectionImage([("a", torch.empty(0, 3)), ("b", torch.ones(1)), ("c", torch.empty(2, 0))])
-    assert [s.nbytes for s in image.specs] == [0, 4, 0]
-    assert whole(image)[:4].view(torch.float32).item() == 1
-    empty = SectionImage([])
-    assert empty.nbytes == 0
-    empty.read_into(0, torch.empty(0, dtype=torch.uint8))
-
-
 def test_locate_finds_memory_inside_a_member() -> None:
     a, flat = torch.randn(5, 7), torch.arange(64.0)
     image = SectionImage([("a", a.t()), ("flat", flat)])
@@ -153,17 +144,6 @@ def test_partly_overlapping_tensors_are_refused() -> None:
     flat = torch.ones(10)
     with pytest.raises(UnsupportedStateError, match="a and b share a part"):
         SectionImage([("a", flat[:6]), ("b", flat[4:])])
-
-
-def test_writing_keeps_autograd_and_optimizers_intact() -> None:
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    image = SectionImage(list(model.named_parameters()))
-    image.write_from(0, torch.zeros(image.nbytes, dtype=torch.uint8))
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert model.weight.requires_grad
-    assert torch.equal(model.weight, torch.full((3, 3), -0.1))
 
 
 def manifest(tensors: dict[str, torch.Tensor]) -> Manifest:

@@ -145,14 +145,6 @@ def test_damaged_bytes_are_refused_or_give_a_value_but_nothing_else(
             decode(damaged)
 
 
-def test_bits_of_16_bit_floats() -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
-    for dtype in (torch.bfloat16, torch.float16):
-        back = decode(encode(every.view(dtype)))
-        assert back.dtype is dtype
-        assert torch.equal(back.view(torch.uint16), every)
-
-
 def test_decoded_tensors_alias_nothing() -> None:
     data = bytearray(encode([torch.ones(4), np.ones(4)]))
     tensor, array = decode(data)

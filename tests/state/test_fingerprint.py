@@ -105,14 +105,11 @@ DO_NOT = """
 """
 
 
-@pytest.mark.parametrize("name", DECIDE.split())
-def test_p7_what_decides_the_numbers_counts(name: str) -> None:
-    assert facts_of_arguments([f"--{name}", "7"]) == {f"arguments.{name}": "7"}
-
-
-@pytest.mark.parametrize("name", DO_NOT.split())
-def test_p7_how_long_where_to_and_what_goes_on_around_it_does_not_count(name: str) -> None:
-    assert facts_of_arguments([f"--{name}", "7"]) == {}
+@pytest.mark.parametrize("counts", [True, False])
+def test_p7_what_decides_the_numbers_counts_and_what_goes_on_around_it_does_not(counts: bool) -> None:
+    names = (DECIDE if counts else DO_NOT).split()
+    found = {name: facts_of_arguments([f"--{name}", "7"]) for name in names}
+    assert found == {name: {f"arguments.{name}": "7"} if counts else {} for name in names}
 
 
 def test_p7_a_refusal_for_an_argument_says_how_to_leave_them_all_out() -> None:
