@@ -36,6 +36,11 @@ class Mutation(NamedTuple):
 WORKER, VERSION = "snapshot/worker.py", "snapshot/committing/version.py"
 MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
 KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
+DEVICE = "snapshot/copying/device.py"
+VERSION_ON_DEVICE = (
+    "tests/snapshot/test_copy_engines.py::test_a_version_is_the_state_between_begin_and_fence",
+)
+UNTIL_COPIED = ("tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",)
 LOCAL = ("tests/recover/test_local.py", "tests/recover/test_parity_recovery.py")
 
 MUTATIONS = {
@@ -129,6 +134,45 @@ MUTATIONS = {
     ),
     "p7-lock-on-a-removed-file": Mutation(
         "memory/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
+    ),
+    "device-no-fence": Mutation(
+        DEVICE,
+        "if self._order.fence() and self._copied_version:",
+        "if self._order.fence() and False:",
+        VERSION_ON_DEVICE,
+    ),
+    "device-no-wait-at-begin": Mutation(
+        DEVICE, "self._side.wait_event(self._begun)", "pass", VERSION_ON_DEVICE
+    ),
+    "device-scratch-of-another-stream": Mutation(
+        "snapshot/copying/chunks.py",
+        "return torch.empty(nbytes, dtype=torch.uint8, device=self._device)",
+        "side = torch.accelerator.current_stream()\n"
+        "        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=side.device_type))\n"
+        "        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)\n"
+        "        torch.accelerator.set_stream(side)\n"
+        "        return made",
+        ("tests/device/test_orders.py",),
+    ),
+    "device-unregistered-early": Mutation(
+        DEVICE,
+        "            self._side.synchronize()\n            self.drain_stream.synchronize()\n            self._pinned.remove",
+        "            self._pinned.remove",
+        UNTIL_COPIED,
+    ),
+    "device-block-reused": Mutation(
+        DEVICE,
+        "self.keep_alive: list[Piece] = list(pieces)",
+        "self.keep_alive: list[Piece] = []",
+        UNTIL_COPIED,
+    ),
+    "device-parity-of-the-version-before": Mutation(
+        DEVICE,
+        "                encoded = () if encode is None else ticket.keep(encode())\n",
+        "                with self._module.stream(self.drain_stream):\n"
+        "                    encoded = () if encode is None else list(ticket.keep(encode()))\n"
+        "                self._side.wait_event(self.drain_stream.record_event())\n",
+        ("tests/device/test_orders.py",),
     ),
 }
 

@@ -101,6 +101,8 @@ def test_zero_size_and_zero_dimensional_pieces(device: Cpu, engine: CopyEngine) 
 def test_a_version_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
     live = device.put(torch.zeros(100_000, dtype=torch.uint8))
     memory = host_memory(engine, live.numel())
+    if type(device) is Simulated:
+        device.torch.settings.delay_secs = 0.02  # longer than the next step
     release = device.hold()
     device.write(live, 1)  # the optimizer step, which the device has not begun yet
     engine.begin()
