@@ -92,15 +92,13 @@ def restarted(job_dir: Path) -> Any:
     )
 
 
-FAILURE = r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)"
-
-
 def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
     (record,) = caplog.records
     assert re.search(
-        rf"the job starts from the beginning: nothing was committed and .* on storage, {FAILURE}",
+        r"the job starts from the beginning: nothing was committed and .* on storage, "
+        r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)",
         record.message,
     )

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from reft.memory.jobdir import JobDir
 from reft.node.observe import NodeObserver
 from reft.node.progress import ProgressPage
 from reft.node.report import Board, Signal, read_board
+from tests.clock import Clock
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
@@ -168,15 +168,15 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     assert not os.path.lexists(path), "a job's memory that was removed is not made again by its status"
 
 
-def make_steps(path: Path, rank: int, compute_millis: int, clock: Any) -> ProgressPage:
+def make_steps(path: Path, rank: int, compute_millis: int, clock: Clock) -> ProgressPage:
     page = ProgressPage(path, 0, rank, 10.0, 600.0)
     page.set_place((0, rank, 0))
     for step in range(1, 34):
         page.begin_step()
         page.instruction(page.number_of("ForwardPass"))
-        clock.nanos += compute_millis * 1_000_000
+        clock.sleep(compute_millis / 1000)
         page.instruction(page.number_of("ReduceGrads"))
-        clock.nanos += 60_000_000 - compute_millis * 1_000_000
+        clock.sleep((60 - compute_millis) / 1000)
         page.end_step(step)
     return page
 
@@ -185,7 +185,7 @@ def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     boards = [board_of(server, tmp_path, node) for node in "ab"]
-    clock: Any = SimpleNamespace(nanos=0, monotonic_ns=lambda: clock.nanos)
+    clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr("reft.node.progress.time", clock)
         pages = [make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock) for r, n in enumerate("ab")]

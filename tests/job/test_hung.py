@@ -13,6 +13,7 @@ from reft.job.exits import Cause, Failure
 from reft.job.launch import Hangs
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
+from tests.clock import Clock
 from tests.job.conftest import SECRET
 
 PIDS = (4_000_001, 4_000_002)  # of no process
@@ -28,19 +29,6 @@ def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[dict[str, Any]]:
     return [asdict(Waiting(replace(SEEN, rank=rank, pid=PIDS[rank], **seen), quiet_secs))]
 
 
-class Clock:
-    """Goes on by what it is told."""
-
-    def __init__(self) -> None:
-        self.secs = 100.0
-
-    def monotonic(self) -> float:
-        return self.secs
-
-    def sleep(self, secs: float) -> None:
-        self.secs += secs
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
@@ -53,9 +41,9 @@ def judged(
 ) -> dict[int, Failure]:
     """What the agents hear that ask again and again, for so long: the first word of each."""
     found: dict[int, Failure] = {}
-    until = clock.secs + secs
-    while clock.secs < until:
-        clock.secs += 0.1
+    until = clock.monotonic() + secs
+    while clock.monotonic() < until:
+        clock.sleep(0.1)
         for number, node in enumerate(nodes[:asked]):
             failure = node.judge(table, number, len(nodes), [PIDS[number]], silent=silent)
             if failure is not None:

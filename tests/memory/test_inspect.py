@@ -182,17 +182,18 @@ def test_exit_codes_1_not_well_2_wrong_use(
 ) -> None:
     assert run(capsys, "inspect", "--memory-dir", tmp_path / "nowhere")[0] == 2
     (tmp_path / "bare").mkdir()
-    code, out = run(capsys, "inspect", "--memory-dir", tmp_path / "bare")
-    assert (code, "no job has memory" in out) == (1, True)
-    code, out = run(capsys, "inspect", *options(memory), "--job", "nope")
-    assert (code, "found: job" in out) == (1, True)
     JobDir.open_or_create(memory.memory_dirs[0], "other", "node0")
-    code, out = run(capsys, "inspect", *options(memory))
-    assert (code, "choose one with --job" in out) == (2, True)
-    assert run(capsys, "inspect", *options(memory), "--job", "job")[0] == 0
-    code, out = run(capsys, "inspect", *options(memory), "--job", "other")
-    assert (code, "nothing to restore" in out) == (1, True)
-    assert run(capsys, "inspect", "--nonsense")[0] == 2
+    both = options(memory)
+    for arguments, expected, says in (
+        (["--memory-dir", str(tmp_path / "bare")], 1, "no job has memory"),
+        ([*both, "--job", "nope"], 1, "found: job, other"),
+        (both, 2, "choose one with --job"),
+        ([*both, "--job", "job"], 0, "would restore step 7"),
+        ([*both, "--job", "other"], 1, "nothing to restore"),
+        (["--nonsense"], 2, "Error"),
+    ):
+        code, out = run(capsys, "inspect", *arguments)
+        assert (code, says in out) == (expected, True), out
 
 
 def test_verify_command_names_damaged_blocks(memory: JobMemory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from reft.node.history import RESUMED, STARTED, note
 from reft.node.observe import Accounts
 from reft.node.progress import ProgressPage
 from reft.node.report import Counts
+from tests.clock import Clock
 
 
 def test_every_second_that_is_lost_has_its_cause() -> None:
@@ -44,19 +45,6 @@ def test_a_second_rollback_counts_from_the_last_step_made() -> None:
     assert (counts.newest_step, counts.repeated_steps, counts.repeated_secs) == (100, 11, 5.5)
 
 
-class Clock:
-    """Goes on by what it is told."""
-
-    def __init__(self) -> None:
-        self.secs = 100.0
-
-    def monotonic(self) -> float:
-        return self.secs
-
-    def time(self) -> float:
-        return 10**9 + self.secs
-
-
 def make_steps(path: Path, *steps: int) -> ProgressPage:
     page = ProgressPage(path, 0, 0, 10.0, 600.0)
     page.set_place((0, 0, 0))
@@ -72,7 +60,7 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(observe, "time", clock)
 
     def look(keeper: Accounts, secs: float = 10.0) -> Counts:
-        clock.secs += secs
+        clock.sleep(secs)
         return keeper.look(())
 
     first = Accounts(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from reft.node.progress import Phase, ProgressPage, read_pages, read_times
+from tests.clock import Clock
 
 
 def test_a_page_tells_what_its_trainer_is_at(tmp_path: Path) -> None:
@@ -79,19 +80,6 @@ def test_p6_what_is_no_page_or_cannot_be_made_costs_a_line(
 # -- what a step consisted of ---------------------------------------------------------------------------
 
 
-class Clock:
-    """Goes on by what it is told."""
-
-    def __init__(self) -> None:
-        self.nanos = 10**9
-
-    def monotonic_ns(self) -> int:
-        return self.nanos
-
-    def pass_by(self, millis: float) -> None:
-        self.nanos += round(millis * 1e6)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -101,12 +89,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run_step(page: ProgressPage, clock: Clock, number: int, *instructions: tuple[str, float]) -> None:
     page.begin_step()
-    clock.pass_by(1)
+    clock.sleep(0.001)
     for name, millis in instructions:
         page.instruction(page.number_of(name))
-        clock.pass_by(millis)
+        clock.sleep(millis / 1000)
     page.end_step(number)
-    clock.pass_by(5)
+    clock.sleep(0.005)
 
 
 def test_a_step_is_split_by_its_instructions(tmp_path: Path, clock: Clock) -> None:
@@ -143,15 +131,15 @@ def test_micro_batches_are_parts_of_one_step(tmp_path: Path, clock: Clock) -> No
             assert at.phase is (Phase.FIRST_STEP if step == 8 else Phase.STEP), (step, micro_batch)
             assert (at.step_secs > 0) == (step == 10), "measured is the second step, when it is whole"
             page.instruction(page.number_of("Forward"))
-            clock.pass_by(10)
+            clock.sleep(0.01)
             if micro_batch == 3:
                 page.instruction(page.number_of("Step"))
-                clock.pass_by(60)
+                clock.sleep(0.06)
             page.end_step(step if micro_batch == 3 else step - 1)
             assert read_pages(tmp_path)[0].phase is Phase.BETWEEN
-            clock.pass_by(5)
+            clock.sleep(0.005)
             with page.during(Phase.EVALUATION):
-                clock.pass_by(500)
+                clock.sleep(0.5)
     (seen,) = read_pages(tmp_path)
     assert seen.step == 10
     assert seen.step_secs == pytest.approx(0.100)
@@ -171,11 +159,11 @@ def test_waiting_for_a_core_is_no_computing(
     run_step(page, clock, 1)
     page.begin_step()
     page.instruction(page.number_of("ForwardPass"))
-    clock.pass_by(10)
+    clock.sleep(0.01)
     waited["nanos"] += 4_000_000
     page.instruction(page.number_of("SendActivation"))
     waited["nanos"] += 1_000_000
-    clock.pass_by(1)
+    clock.sleep(0.001)
     page.end_step(2)
     monkeypatch.undo()
     (step,) = read_times(tmp_path)[0].steps

@@ -34,14 +34,10 @@ IN_FILL = [ChunkRecord(1, 2_000_000, 1e-5, 9.1e-4, 0, "replicated")]
 TOO_MUCH = [ChunkRecord(2, 9_000_000, 1e-3 * i, 1e-3 * (i + 1), None, "replicated") for i in range(30)]
 
 
-def printed(result: ProfileResult) -> str:
-    console = Console(width=200, record=True, file=StringIO())
-    show(result, console)
-    return console.export_text()
-
-
 def test_the_table_names_stages_windows_and_what_fits():
-    text = printed(a_profile({0: IN_MID, 1: IN_FILL}))
+    console = Console(width=200, record=True, file=StringIO())
+    show(a_profile({0: IN_MID, 1: IN_FILL}), console)
+    text = console.export_text()
     assert "pp 2 x dp 1 x tp 1: 6 steps" in text
     assert "mid" in text
     assert "fill" in text

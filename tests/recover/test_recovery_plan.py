@@ -175,19 +175,13 @@ def test_foreign_jobs_torn_files_and_other_layouts_are_left_aside_and_named():
 def test_arenas_that_disagree_about_an_image_are_refused():
     fleet = Fleet(place(Degrees(1, 2, 1), "single"))
     for change, said in (
-        (lambda e: replace(e, image_bytes=e.image_bytes + 1), "disagree about its size"),
+        (lambda e: replace(e, image_bytes=e.image_bytes + e.owner), "disagree about its size"),
         (lambda e: replace(e, start_bytes=e.start_bytes + 64) if e.key.index else e, "bytes ["),
     ):
-        records = [
-            replace(
-                r,
-                header=replace(
-                    r.header,
-                    entries=tuple(change(e) if e.owner or said == "bytes [" else e for e in r.header.entries),
-                ),
-            )
-            for r in fleet.records(NEW)
-        ]
+        records = fleet.records(NEW)
+        for at, record in enumerate(records):
+            entries = tuple(map(change, record.header.entries))
+            records[at] = replace(record, header=replace(record.header, entries=entries))
         refused = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
         assert isinstance(refused, NotRecoverable)
         assert said in str(refused)

@@ -111,19 +111,13 @@ def made(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_p3_every_layout_is_made_of_every_other(form: str) -> None:
-    assert_each_makes_each(form, ALL, ALL)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_p3_layouts_of_twelve_ranks_and_of_eight_are_made_of_each_other(form: str) -> None:
-    """Three stages of four layers, and replicas and slices of which neither count divides the other."""
-    assert_each_makes_each(form, OF_TWELVE, OF_TWELVE)
-    assert_each_makes_each(form, OF_TWELVE, OF_EIGHT)
-    assert_each_makes_each(form, OF_EIGHT, OF_TWELVE)
-
-
-def assert_each_makes_each(form: str, olds: list[Degrees], news: list[Degrees]) -> None:
+@pytest.mark.parametrize(
+    ("olds", "news"),
+    # Of twelve: three stages of four layers, and replicas and slices of which neither count divides the other.
+    [(ALL, ALL), (OF_TWELVE, OF_TWELVE), (OF_TWELVE, OF_EIGHT), (OF_EIGHT, OF_TWELVE)],
+    ids=["all", "twelve", "twelve to eight", "eight to twelve"],
+)
+def test_p3_every_layout_is_made_of_every_other(form: str, olds: list[Degrees], news: list[Degrees]) -> None:
     layouts = {degrees: layout_of(degrees, form) for degrees in (*olds, *news)}
     states = {degrees: states_of(layout) for degrees, layout in layouts.items()}
     for before, after in product(olds, news):

@@ -14,12 +14,6 @@ def with_facts(**facts: object) -> Fingerprint:
     return Fingerprint({**ONE.facts, **{name.replace("__", "."): fact for name, fact in facts.items()}})
 
 
-def test_p7_encoding_gives_the_same_facts_again() -> None:
-    again = Fingerprint.decode(ONE.encode())
-    assert changed(ONE, again) == []
-    assert again.encode() == ONE.encode()
-
-
 def test_p7_every_difference_is_named_with_what_was_and_what_is() -> None:
     other = Fingerprint({k: v for k, v in with_facts(layout__dp=4).facts.items() if k != "seed"})
     assert differences(ONE, other) == ["layout.dp: was 2, is 4", "seed: was 7, is not set"]
