@@ -115,6 +115,22 @@ def test_a_stage_does_one_thing_at_a_time_and_no_time_is_lost(drawn):
         assert stage.compute_secs == pytest.approx(work)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 24), st.data())
+def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_batches, data):
+    """Also with unequal stages: the same computations at the same times."""
+    times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(data.draw(times), data.draw(times))
+    deepspeed, ours = train_schedule(stages, micro_batches), one_f_one_b(stages, micro_batches)
+    a, b = simulate(deepspeed, costs), simulate(ours, costs)
+    assert computations(deepspeed, a) == computations(ours, b)
+    assert a.makespan_secs == b.makespan_secs
+    for here, there in zip(a.stages, b.stages, strict=True):
+        assert [(w.kind, w.start_secs, w.stop_secs) for w in here.windows] == [
+            (w.kind, w.start_secs, w.stop_secs) for w in there.windows
+        ]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 3), whole_secs, whole_secs)
 def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
