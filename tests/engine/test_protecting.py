@@ -67,7 +67,9 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
         protection=SimpleNamespace(record=SimpleNamespace(in_force="arc")),
     )
     said = what_is_protected(session)
-    assert said.startswith("the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; arc survives ")
+    assert said.startswith(
+        "the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; protection arc survives "
+    )
     assert survives in said
     assert kept in said
     assert len(said.splitlines()) == 1

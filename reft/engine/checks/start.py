@@ -224,8 +224,8 @@ def what_is_protected(session: Session) -> str:
     kept = f"on storage in {storage.dir} {_interval(storage.adapts, storage.fixed_steps)}"
     return (
         f"the job is protected: {topology.degrees} on {nodes} node(s), incarnation "
-        f"{session.memory.incarnation}; {session.protection.record.in_force} survives "
-        f"{losses if session.tolerance else 'killed trainers, no lost node'}; versions in memory "
+        f"{session.memory.incarnation}; protection {session.protection.record.in_force} survives "
+        f"{losses if session.tolerance else 'killed trainers, but no lost node'}; versions in memory "
         f"{_interval(config.adapts, config.version_steps)}, "
         f"{kept if storage.dir else 'none on storage (persist.dir is not set)'}"
     )
