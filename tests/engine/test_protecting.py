@@ -44,7 +44,7 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
 @pytest.mark.parametrize(
     ("block", "tolerance", "survives", "kept"),
     [
-        ({}, 0, "killed trainers, no lost node", "none on storage (persist.dir is not set)"),
+        ({}, 0, "killed trainers, but no lost node", "none on storage (persist.dir is not set)"),
         (
             {"persist": {"dir": "/p", "interval_steps": 100}},
             1,
