@@ -214,9 +214,12 @@ def test_queued_transfers_wait_where_they_are_carried_out() -> None:
     assert [window_kind(names, p) for p in (1, 6, 9)] == [WindowKind.FILL, WindowKind.MID, WindowKind.DRAIN]
 
 
+WINDOW_SECS, BESIDE = 0.02, 0.8
+
+
 class Link(Gate):
     """A device whose copies are queued: each window's begin where it opens, as fast as the link lets them, and
-    run on after it. What is left at the fence follows."""
+    run on after it, more slowly. What is left at the fence follows."""
 
     def __init__(self, clock: Clock, bytes_per_sec: float) -> None:
         self.clock, self.rate = clock, bytes_per_sec
@@ -233,7 +236,8 @@ class Link(Gate):
             while begun < min(budget, nbytes):
                 part = min(chunk_bytes, nbytes - begun)
                 begin = max(free, opened)
-                free = begin + part / self.rate
+                waiting = any(0 <= begin - at < WINDOW_SECS for _, _, at in self.queued)
+                free = begin + part / (self.rate if waiting else BESIDE * self.rate)
                 records.append(ChunkRecord(tier, part, begin, free, window, "replicated"))
                 begun += part
             nbytes -= begun
@@ -242,12 +246,12 @@ class Link(Gate):
 
 
 @pytest.mark.parametrize("first_guess", [0.05, 1.0, 8.0])
-@pytest.mark.parametrize("gigabytes", [0.4, 2.0, 4.0])
+@pytest.mark.parametrize("gigabytes", [0.4, 2.0, 3.5])
 @pytest.mark.parametrize("late", [False, True], ids=["", "known a version later"])
 def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guessed(
     gigabytes: float, first_guess: float, late: bool
 ) -> None:
-    """Within 20 versions, at 25 GB/s, with two windows of 20 ms in a step of 200 ms, for which the link has 5 GB."""
+    """Within 20 versions, at 25 GB/s, with two windows of 20 ms in a step of 200 ms, for which the link has 4 GB."""
     rate, nbytes, clock = 25e9, int(gigabytes * 1e9), Clock()
     gate = Link(clock, rate)
     limits = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
@@ -256,16 +260,16 @@ def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guess
     names = ["RecvActivation", "ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
     for _ in range(20):
         pacer.begin_step("step")
-        for position, secs in ((0, 0.02), (2, 0.02)):
+        for position in (0, 2):
             pacer.open(position, receives=True)
-            clock.now += secs
+            clock.now += WINDOW_SECS
             pacer.close()
             clock.now += 0.07
         fence_secs = clock.now
         pacer.begin_optimizer()
         clock.now += 0.02
         pacer.end_optimizer()
-        chunks = gate.copy(nbytes, 2**24, fence_secs)
+        chunks = gate.copy(nbytes, 2**25, fence_secs)
         if late:  # the version was committed before the step was over
             pacer.version_done({"replicated": nbytes}, chunks)
         pacer.end_step("step", names)
@@ -275,8 +279,8 @@ def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guess
     assert plan is not None
     assert plan.fits
     assert plan.advised_interval_steps == 1
-    held = rate * 0.02
+    held = rate * WINDOW_SECS
     for window in plan.windows:
         assert window.capacity_bytes == pytest.approx(held, rel=0.1)
     if nbytes > 2 * held:
-        assert pacer.model.compute == pytest.approx(rate, rel=0.1)
+        assert pacer.model.compute == pytest.approx(BESIDE * rate, rel=0.1)

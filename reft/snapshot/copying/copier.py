@@ -22,6 +22,9 @@ from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.stats import Kind
 
 _KEPT_CHUNKS = 2**16
+_BATCH_BYTES = 32 * 2**20
+"""Most that is handed to a device at once, and timed: a millisecond of the link. More would hide that the
+rate is another one behind a window's end."""
 _Batch = Sequence[tuple[int, Chunk]]
 _Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
@@ -250,19 +253,20 @@ class Copier:
         """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited
         for behind the fence."""
         queued: _Queued = []
-        batch: list[tuple[int, Chunk]] = []  # of one permit: what is called for it is paid once
-        permit, left = Permit(0), 0
+        batch: list[tuple[int, Chunk]] = []  # of one permit
+        permit, left, nbytes = Permit(0), 0, 0
 
         def flush() -> None:
-            nonlocal batch
+            nonlocal batch, nbytes
             if batch:
-                queued.append((batch, permit, hand_over(batch, permit.mark)))
+                follows = bool(queued) and queued[-1][1] is permit  # behind what waits for the mark already
+                queued.append((batch, permit, hand_over(batch, None if follows else permit.mark)))
                 for _, chunk in batch:
                     filling.traffic.to_host[chunk.kind] += chunk.nbytes
-                batch = []
+                batch, nbytes = [], 0
 
         for number, chunk in chunks:
-            if left <= 0 or number in self._points:
+            if left <= 0 or nbytes + chunk.nbytes > _BATCH_BYTES or number in self._points:
                 flush()
             self._reach(number)
             while left <= 0:
@@ -271,6 +275,7 @@ class Copier:
                 break
             batch.append((number, chunk))
             left -= chunk.nbytes
+            nbytes += chunk.nbytes
         flush()
         return queued
 
