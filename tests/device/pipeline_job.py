@@ -77,6 +77,7 @@ def live(root: Path) -> dict[str, Any]:
     block = {"enabled": True, "job_id": "sim", "memory_dir": str(root / "memory"), "tolerance": 0}
     engine, begins, losses = train(block, life["until"], resumes=life["resumes"])
     session = session_of(engine)
+    session.close()  # the last version is committed
     return {
         **out,
         **{"begins": begins, "losses": losses, "synchronised": sim.settings.synchronised},

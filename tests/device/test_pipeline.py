@@ -12,7 +12,7 @@ from tests.engine.ranks import run_life
 JOB, STEPS, ENDS = Path(__file__).with_name("pipeline_job.py"), 8, 5
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_p1_p8_a_pipeline_trains_and_resumes_on_a_device_bit_for_bit(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,18 +100,20 @@ def test_zero_size_and_zero_dimensional_pieces(device: Cpu, engine: CopyEngine) 
 def test_a_version_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
     live = device.put(torch.zeros(100_000, dtype=torch.uint8))
     memory = host_memory(engine, live.numel())
-    if type(device) is Simulated:
-        device.torch.settings.delay_secs = 0.02  # longer than the next step
-    release = device.hold()
-    device.write(live, 1)  # the optimizer step, which the device has not begun yet
-    engine.begin()
-    engine.copy([(live[:60_000], memory[:60_000])])
-    engine.copy([(live[60_000:], memory[60_000:])])
-    engine.fence()
-    device.write(live, 2)  # the next one
-    release()
-    engine.synchronize()
-    assert torch.all(memory == 1)
+    # Streams run in an order that the seed draws from those that the events allow.
+    orders = [device.torch.by_hand(seed) for seed in range(16)] if type(device) is Simulated else [None]
+    for number, order in enumerate(orders):
+        with order or nullcontext():
+            release = device.hold() if order is None else lambda: None
+            device.write(live, 2 * number + 1)  # the optimizer step, which the device has not begun yet
+            engine.begin()
+            engine.copy([(live[:60_000], memory[:60_000])])
+            engine.copy([(live[60_000:], memory[60_000:])])
+            engine.fence()
+            device.write(live, 2 * number + 2)  # the next one
+            release()
+            engine.synchronize()
+        assert torch.all(memory == 2 * number + 1)
 
 
 def test_the_host_is_not_held_up_by_the_device(device: Cpu, engine: CopyEngine) -> None:
