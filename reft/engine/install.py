@@ -153,7 +153,7 @@ def _has_block(config: Any) -> bool:
 
 def _prepare() -> None:
     from reft import log
-    from reft.builds import tell_of_abandoned_builds
+    from reft.protect.builds import tell_of_abandoned_builds
     from reft.refusal import end_in_words
 
     log.install()

@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
-from reft.builds import tell_of_abandoned_builds
 from reft.config_read import parse_block
 from reft.env import (
     ENV_CONFIG,
@@ -75,6 +74,7 @@ from reft.node.hangs import (
 from reft.node.observe import CommitWatch
 from reft.node.progress import STACKS_SUFFIX
 from reft.node.report import ENDED_WELL
+from reft.protect.builds import tell_of_abandoned_builds
 
 logger = logging.getLogger("reft.job.launch")
 

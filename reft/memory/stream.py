@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from reft.builds import compiled
+from reft.protect.builds import compiled
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reft.builds import compiled
 from reft.device import vendor_of
 from reft.errors import ConfigError
+from reft.protect.builds import compiled
 from reft.protect.rs import (
     CELL_BYTES,
     GRAIN_BYTES,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.builds import abandoned_locks
 from reft.env import ENV_EXTENSIONS
+from reft.protect.builds import abandoned_locks
 
 from .cluster import cluster
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reft.builds import compiled
 from reft.memory import stream
 from reft.memory.header import checksum
 from reft.memory.stream import CutRanges, HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
+from reft.protect.builds import compiled
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -119,7 +119,7 @@ def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
 
 
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reft.builds.find_spec", lambda name: None)
+    monkeypatch.setattr("reft.protect.builds.find_spec", lambda name: None)
     known = (copier, stream.compiled_hash)
     for function in known:
         function.cache_clear()
