@@ -99,7 +99,7 @@ def attach_megatron(
 
 
 class MegatronProtection:
-    """A training under reft's care. Made by ``reft.attach_megatron``."""
+    """A protected training loop. Made by ``reft.attach_megatron``."""
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session

@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tests.commands import Answer
 
 ROOT = Path(__file__).parents[2]
 FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Answer]
 
 
 def write(path: Path, values: Any) -> str:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from reft.device import Cuda
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.engine import CopyEngine, Piece
+from reft.snapshot.copying.engine import CopyEngine, Piece, contiguous
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated as Device
 from tests.device.simulated import SimulatedVendor, missing
@@ -92,6 +92,21 @@ def test_zero_size_and_zero_dimensional_pieces(device: Cpu, engine: CopyEngine) 
     ticket = engine.copy([(empty, memory[:0])])
     engine.synchronize()
     assert (ticket.done(), ticket.nbytes) == (True, 0)
+
+
+def test_pieces_that_go_on_in_memory_are_one_unless_their_tensors_are_two(
+    device: Cpu, engine: CopyEngine
+) -> None:
+    data = bytearray(random_bytes(200).numpy().tobytes())
+    halves = [torch.frombuffer(data, dtype=torch.uint8, offset=at, count=100) for at in (0, 100)]
+    memory = host_memory(engine, 200)
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for sources, count in ((halves, 2), ((whole[:100], whole[100:]), 1)):
+        pieces = [(source, memory[at : at + 100]) for source, at in zip(sources, (0, 100), strict=True)]
+        assert len(contiguous(pieces)) == count
+        take(engine, pieces)
+        assert bytes(memory.numpy()) == bytes(data)
+        memory.zero_()
 
 
 # --- order (P2) --------------------------------------------------------------------------------------
