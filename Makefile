@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries etcd wheel docs clock demo quick test integration nightly lint bench peers gpu faults storm soak matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd wheel docs clock demo quick test integration nightly lint bench peers paper gpu faults storm soak matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -90,6 +90,9 @@ PEERS := dlrover==0.6.1 nvidia-resiliency-ext==0.4.1 grpcio protobuf defusedxml 
 peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed's checkpoints, in turns: half an hour
 	test -e build/peers/dlrover || $(BIN)/python -m pip install -q --target build/peers --no-deps $(PEERS)
 	$(BIN)/python benchmarks/peers build/peers --json build/peers.json $(ARGS)
+
+paper: venv  ## what the papers behind reft print, beside what follows here: build/paper
+	$(BIN)/python -m benchmarks.simulator paper --out build/paper $(ARGS)
 
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python

@@ -129,6 +129,20 @@ def pipeline_command(
         show_pipeline(simulation, Console())
 
 
+@simulate_app.command("paper", short_help="every published value beside ours, as one report")
+def paper_command(
+    *,
+    out: Annotated[Path, typer.Option(help="folder for paper.md, paper.json and the figures")] = Path(
+        "build/paper"
+    ),
+    micro_batches: MicroBatches = 8,
+) -> None:
+    """What REFT, CheckFreq and Paddle print, beside what is simulated, computed and measured here."""
+    from .paper import write_report
+
+    typer.echo(write_report(out, micro_batches))
+
+
 def _check_figures(*paths: Path | None) -> None:
     from reft.tools.profile.figure import check_figure
 

@@ -1,7 +1,8 @@
 """A checkout of Megatron-DeepSpeed or Megatron-LM, unmodified or with the reader's own fixes for CPUs, loses nodes.
 
-    python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed 0.17.6|0.18.9] [--list]
+    python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed 0.17.6|0.18.9] [--json FILE] [--list]
 
+Cases that begin with ``llama2-`` are the shipped configurations, with fewer and smaller layers, on four nodes of two.
 Every case is trained undisturbed, and with reft while a node is lost and replaced. In a case with ``persisted`` all
 others are killed then, and ``reft persist`` writes a checkpoint of what they hold: it is compared with the one that
 the program itself saves at that iteration, value by value; the program resumes from either without reft, and from
@@ -12,6 +13,7 @@ docs/megatron.md and docs/megatron-core.md say what a checkout needs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -32,14 +35,17 @@ from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import DeepSpeedProgram, Program, judge, lost_node
 
 ITERATIONS, KILLED_AT, VOCABULARY = 12, 6, 120
-_ARGUMENTS = f"""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --attention-dropout 0.1 --hidden-dropout 0.1 --seed 7
-    --micro-batch-size 2 --global-batch-size 8 --split 80,15,5 --num-workers 0
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
+_SMALL = f"""
+    --num-layers 4 --seq-length 32 --max-position-embeddings 32 --global-batch-size 8
+    --seed 7 --split 80,15,5 --num-workers 0
     --eval-interval 5 --eval-iters 2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY}
     --distributed-backend gloo
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
+"""
+_ARGUMENTS = f"""
+    {_SMALL} --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2
+    --attention-dropout 0.1 --hidden-dropout 0.1
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
 """
 _LENGTH = f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr-warmup-iters 2 --log-interval 1"
 
@@ -93,8 +99,10 @@ OF_DEEPSPEED = (
 
 
 def of_deepspeed(name: str, script: Path, scratch: Path) -> Program:
+    if name in SHIPPED:
+        return of_llama2(name, script, scratch)
     layout, zero, precision, *options = name.split("-")
-    tp, pp, nodes, procs_per_node = _LAYOUTS[layout]
+    tp, pp, *_ = _LAYOUTS[layout]
     ramps, stage = "rampup" in options, int(zero.removeprefix("zero"))
     arguments = f"""
         {_ARGUMENTS} {_SAMPLES if ramps else _LENGTH} {" ".join(_OPTIONS.get(o, "") for o in options)}
@@ -108,15 +116,53 @@ def of_deepspeed(name: str, script: Path, scratch: Path) -> Program:
         "zero_optimization": {"stage": stage},
         **_PRECISIONS[precision],
     }
+    return _deepspeed_program(script, arguments.split(), config, layout)
+
+
+def _deepspeed_program(
+    script: Path,
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    layout: str,
+    block: Mapping[str, Any] = {},
+) -> Program:
+    *_, nodes, procs_per_node = _LAYOUTS[layout]
     env = {"PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "REFT_LOGLEVEL": "INFO", "PYTHONPATH": _path()}
     return DeepSpeedProgram(
         script=script,
-        arguments=arguments.split(),
+        arguments=arguments,
         config=config,
         nodes=nodes,
         procs_per_node=procs_per_node,
-        env=env,
+        block=block,
+        env={**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
+
+
+_LLAMA2 = ROOT / "configs" / "llama2"
+SHIPPED = tuple(f"llama2-{path.stem}" for path in sorted(_LLAMA2.glob("*.args")))
+
+
+def of_llama2(name: str, script: Path, scratch: Path) -> Program:
+    """A shipped configuration as it is, but for sizes, degrees, steps, the text, and kernels that CPUs lack."""
+    path = _LLAMA2 / name.removeprefix("llama2-")
+    lines = Path(f"{path}.args").read_text().splitlines()
+    shipped = [word for line in lines if not line.startswith("#") for word in line.split()]
+    heads, groups, width, inner = (
+        int(shipped[shipped.index(f"--{option}") + 1])
+        for option in ("num-attention-heads", "num-key-value-heads", "hidden-size", "ffn-hidden-size")
+    )
+    # Of an option given twice the last counts.
+    smaller = f"""
+        {_SMALL} {_LENGTH} --hidden-size 64 --ffn-hidden-size {64 * inner // width // 2 * 2}
+        --num-attention-heads {2 * heads // groups} --num-key-value-heads 2
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --data-path {_corpus(scratch)}
+    """
+    config = json.loads(Path(f"{path}.json").read_text())
+    block = config.pop("reft")
+    block["persist"]["dir"] = str(scratch / name / "checkpoints")
+    config |= {"train_batch_size": 8, "gradient_accumulation_steps": 4}
+    return _deepspeed_program(script, [*shipped, *smaller.split()], config, "tp2pp2dp2", block)
 
 
 def _corpus(scratch: Path) -> Path:
@@ -202,7 +248,7 @@ def main() -> int:
     parser.add_argument("--deepspeed", choices=("0.17.6", "0.18.9"), default="0.17.6")
     options = parser.parse_args()
     is_lm = (options.directory / "megatron" / "training").is_dir()
-    names = OF_LM if is_lm else OF_DEEPSPEED
+    names = tuple(OF_LM) if is_lm else (*OF_DEEPSPEED, *SHIPPED)
     wanted = [name for name in names if any(fnmatch(name, p) for p in options.cases or ["*"])]
     if options.list or not wanted:
         print("\n".join(names))
@@ -252,7 +298,7 @@ def _passes(name: str, program: Program, scratch: Path) -> bool:
             found = persisted(name, program, directory)
         else:
             undisturbed = program.run(directory / "undisturbed", None)
-            disturbed = program.run(directory / "killed", lost_node(KILLED_AT), lost=1)
+            disturbed = program.run(directory / "killed", {**program.block, **lost_node(KILLED_AT)}, lost=1)
             found = judge(name, undisturbed, disturbed, ["memory"])
     except Exception as error:
         if not isinstance(error, (AssertionError, LocalClusterError)):  # they say themselves what a job did

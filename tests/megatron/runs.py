@@ -49,6 +49,7 @@ class Program:
     nodes: int  # number of nodes
     procs_per_node: int = 1  # ranks on each
     env: Mapping[str, str] = field(default_factory=dict)  # for all processes
+    block: Mapping[str, Any] = field(default_factory=dict)  # of reft's, where the case has one
     secs: float = 600.0  # most that a run may take
 
     def run(self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0) -> Outcome:

@@ -100,6 +100,18 @@ def test_json_is_labelled_and_has_every_variant_and_published_value(capsys):
     assert "published" not in json.dumps(result["bytes_per_device_gb"])
 
 
+def test_the_report_has_what_the_papers_print_beside_labelled_values(capsys, tmp_path):
+    assert run(capsys, "paper", "--out", str(tmp_path))[0] == 0
+    sections = json.loads((tmp_path / "paper.json").read_text())
+    lines = [line for section in sections for line in section["lines"]]
+    assert {line["how"] for line in lines} == {"simulated", "computed", "measured"}
+    told = " ".join(line["published"] for line in lines)
+    for value in ("22 %", "6.63", "17 %", "9.27", "0.84", "0.75", "12.36", "6.32", "6.59", "30.45", "35 %"):
+        assert value in told, value
+    text = (tmp_path / "paper.md").read_text()
+    assert all((tmp_path / name).is_file() and name in text for name in ("overheads.png", "step.png"))
+
+
 def test_figures_are_drawn(capsys, tmp_path):
     overheads, timeline, pipeline = (tmp_path / f"{name}.svg" for name in ("a", "b", "c"))
     assert run(capsys, "has", "--figure", str(overheads))[0] == 0
