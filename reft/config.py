@@ -219,6 +219,28 @@ class MetricsConfig(Block):
     )
 
 
+class VerifyConfig(Block):
+    """What is looked at before a version is committed."""
+
+    peers: Literal["off", "rotate", "full"] = Field(
+        "rotate",
+        description="compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every "
+        "version, so all of it in 61, 'full' all of it with every version",
+    )
+    on_difference: Literal["report", "stop", "rollback"] = Field(
+        "report",
+        description="where peers differ no version is committed; 'report' trains on, 'stop' ends the job, "
+        "'rollback' restarts it from the newest version",
+    )
+    suspects: int = Field(
+        3,
+        ge=0,
+        description="a version with a NaN or an infinity in weights or optimizer state is not committed; "
+        "after so many in a row the job restarts from the newest version, or ends if this start has "
+        "committed none; 0: not looked at",
+    )
+
+
 class ElasticConfig(Block):
     """What launchers change about the nodes of a running job by themselves."""
 
@@ -346,6 +368,7 @@ class ReftConfig(Block):
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="metrics, by each daemon")
+    verify: VerifyConfig = Field(default_factory=VerifyConfig, description="looked at before a commit")
     elastic: ElasticConfig = Field(default_factory=ElasticConfig, description="changing nodes")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 

@@ -35,6 +35,14 @@ class UnrecoverableError(ReftError, RuntimeError):
     """The job made progress, but neither memory nor disk holds a whole version of it."""
 
 
+class CorruptionError(ReftError, RuntimeError):
+    """The state that is trained is not one to go on with; the job restarts from its newest version."""
+
+
+class CorruptJobError(CorruptionError, UnrecoverableError):
+    """The same, and a restart would lead there again."""
+
+
 class NotResumedError(UnrecoverableError):
     """Memory holds a version of the job, but its script trains from the beginning; the message says what to
     write."""

@@ -50,6 +50,8 @@ class Ballot:
     level: int = 0  # how far this rank would degrade the protection for want of memory (result: the farthest)
     # how often versions should go to storage for this rank (result: the largest of all); 0: as the block says
     persist_steps: int = 0
+    not_finite: bool = False  # weights or optimizer state hold a NaN or an infinity here (result: anywhere)
+    differs: bool = False  # what all members must have alike is not (result: in any group)
     complains: bool = False  # something failed here that the peers have not heard of (result: anywhere)
 
 

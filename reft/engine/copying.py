@@ -16,6 +16,7 @@ from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
+from reft.snapshot.copying.peers import PeerCheck
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
 from reft.snapshot.stats import SnapshotStats
@@ -96,6 +97,9 @@ class Copying:
         stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
+        self._peers = None
+        if config.verify.peers != "off":
+            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
         self.pacer = make_pacer(
             config.has,
             self.engine,
@@ -113,7 +117,7 @@ class Copying:
 
     def copier(self) -> Copier:
         """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging)
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers)
 
 
 class OptimizerFence:

@@ -463,6 +463,7 @@ class Session:
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
                 recompute=self.state.recomputing.recipe,
+                verify=self.config.verify,
             ),
             switch=self.protection.switch(control),
             copier=self.copying.copier(),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from reft.errors import CorruptionError, CorruptJobError
 from reft.snapshot.worker import SnapshotWorker
 
 if TYPE_CHECKING:
@@ -103,13 +104,13 @@ class Stopping:
     def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
         """Whether the job stops after the step that has just ended, or this rank does."""
         votes = worker.votes
-        if self.preemption.requested:
+        if self.preemption.requested or votes.halt is not None:
             # The vote that carries this is over when training gets there: all ranks know by then.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
             worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
         if votes.stop_step is not None and step >= votes.stop_step:
-            self._stop = stop_together
+            self._stop = stop_together if votes.halt is None else stop_for_corruption
         # P6: this rank was told to stop, and no vote will say in time after which step all do.
         elif (
             votes.stop_step is None
@@ -140,6 +141,22 @@ def stop_together(session: Session, step: int) -> None:
     )
     if not session.stopping.at_next_step:
         _end(session)
+
+
+def stop_for_corruption(session: Session, step: int) -> None:
+    """Nothing of what was trained since the newest version is kept. Raises CorruptionError, or
+    CorruptJobError."""
+    assert session.worker is not None
+    halt = session.worker.votes.halt
+    assert halt is not None
+    session.events.write("halted", step=step, why=halt.why, restarts=halt.restarts)
+    session.close(_CLOSE_SECS)
+    if halt.restarts:
+        raise CorruptionError(f"{halt.why}; the job goes back to step {session.stats.committed_step}")
+    raise CorruptJobError(
+        f"{halt.why}, and this start has committed nothing: another one would end alike. Look for the cause "
+        f"(data, learning rate, a device), then start from an earlier checkpoint"
+    )
 
 
 def _end(session: Session, *timeout_secs: float) -> None:

@@ -155,6 +155,7 @@ inline void copy_whole_group(uint8_t* target, const uint8_t* source, Sums& sums,
 struct Hash {
   uint64_t sums[8];
   uint64_t total;                           // bytes
+  uint64_t not_finite;                      // not 0: among them was a NaN or an infinity
   uint8_t held[kLineBytes + kBlockBytes];  // the line before what was not taken in, and this
 
   uint8_t* open() { return held + kLineBytes; }
@@ -171,11 +172,30 @@ inline void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
   if (target) std::memcpy(target, source, nbytes);
 }
 
+// Of floating-point numbers, whose bits of the exponent are 1 in ``exponents``, those are not finite in which all of
+// these bits are 1: then adding the lowest one carries into the sign. 0: there are none.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+uint64_t not_finite(const uint8_t* source, size_t nbytes, uint64_t exponents) {
+  const uint64_t lowest = exponents & ~(exponents << 1);
+  uint64_t found = 0;
+  for (; nbytes >= 8; source += 8, nbytes -= 8) {
+    uint64_t word;
+    std::memcpy(&word, source, 8);
+    found |= (word & exponents) + lowest;
+  }
+  uint64_t rest = 0;
+  std::memcpy(&rest, source, nbytes);
+  return (found | ((rest & exponents) + lowest)) & (exponents + lowest);
+}
+
 // ``target`` may be null: then the bytes are hashed only.
-void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nbytes) {
+void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   const size_t open_bytes = hash.open_bytes();
   const size_t head = nbytes < kBlockBytes - open_bytes ? nbytes : kBlockBytes - open_bytes;
-  const auto advance = [&](size_t count) {
+  const auto advance = [&](size_t count) {  // which are in the cache
+    if (exponents) hash.not_finite |= not_finite(source, count, exponents);
     hash.total += count, source += count, nbytes -= count;
     if (target) target += count;
   };
@@ -233,17 +253,19 @@ extern "C" int reft_use_avx2(int wanted) {
 
 extern "C" void reft_hash_reset(Hash* hash) {
   std::memcpy(hash->sums, kStart, sizeof(kStart));
-  hash->total = 0;
+  hash->total = hash->not_finite = 0;
 }
 
 struct Range {
   uint8_t* target;  // null: it is hashed only
   const uint8_t* source;
   size_t nbytes;
+  uint64_t exponents;  // see not_finite
 
   // Whether the other one goes on where this one ends: of a tensor that was cut into chunks.
   bool continues_in(const Range& next) const {
-    return source + nbytes == next.source && (target ? target + nbytes == next.target : !next.target);
+    return source + nbytes == next.source && (target ? target + nbytes == next.target : !next.target) &&
+           exponents == next.exponents;
   }
 };
 
@@ -251,7 +273,7 @@ extern "C" void reft_copy_and_hash(Hash* hash, const Range* ranges, size_t count
   for (size_t i = 0; i < count; ++i) {
     Range range = ranges[i];
     for (; i + 1 < count && range.continues_in(ranges[i + 1]); ++i) range.nbytes += ranges[i + 1].nbytes;
-    copy_and_hash(*hash, range.target, range.source, range.nbytes);
+    copy_and_hash(*hash, range.target, range.source, range.nbytes, range.exponents);
   }
   _mm_sfence();
 }

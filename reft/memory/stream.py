@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Range = tuple[int, int, int]
-"""``(target address, source address, bytes)``. Target 0: the bytes are only hashed. Whoever holds the
-addresses keeps the memory."""
+Range = tuple[int, int, int] | tuple[int, int, int, int]
+"""``(target address, source address, bytes)``, and of floating-point numbers :data:`EXPONENTS`. Target 0: the
+bytes are only hashed. Whoever holds the addresses keeps the memory."""
 Ranges = NDArray[np.uint64]  # Rows of them
+
+EXPONENTS = {
+    "float64": 0x7FF0 << 48,
+    "float32": 0x7F80_0000 * 0x0000_0001_0000_0001,
+    "bfloat16": 0x7F80 * 0x0001_0001_0001_0001,
+    "float16": 0x7C00 * 0x0001_0001_0001_0001,
+}
+"""Exponents' bits in eight bytes of numbers, by dtype. All of one are 1 in a NaN and in an infinity."""
 
 _SHORT_BYTES = 240  # Inputs up to here have other formulas in XXH3; the package computes them
 _LINE_BYTES = 64
@@ -58,7 +66,7 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def ranges_of(rows: Iterable[Range]) -> Ranges:
     """Ranges as :meth:`HashingCopier.copy` takes them."""
-    return np.array([*rows], np.uint64).reshape(-1, 3)
+    return np.array([(*row, 0)[:4] for row in rows], np.uint64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +81,7 @@ class CutRanges:
     def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
         """From the ranges of each chunk, of which none is without any."""
         rows = [[*chunk] for chunk in chunks]
-        sizes = (sum(nbytes for _, _, nbytes in chunk) for chunk in rows)
+        sizes = (sum(row[2] for row in chunk) for chunk in rows)
         return cls(
             ranges_of(row for chunk in rows for row in chunk),
             np.fromiter(accumulate(map(len, rows)), np.uint64),
@@ -91,16 +99,21 @@ class _State(ctypes.Structure):
     _fields_ = (
         ("sums", ctypes.c_uint64 * 8),
         ("total", ctypes.c_uint64),
+        ("not_finite", ctypes.c_uint64),
         ("held", ctypes.c_uint8 * (_LINE_BYTES + 1024)),
     )
 
 
 class HashingCopier:
     """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over them, as
-    they are read: the checksum is that of what was written, whatever the sources become.
+    they are read: the checksum is that of what was written, whatever the sources become. Ranges of numbers
+    begin at a multiple of 8 of what is hashed.
+
 
     For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
     """
+
+    not_finite = False  # whether what was taken last held a NaN or an infinity
 
     def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
         self._state = _State()
@@ -123,7 +136,7 @@ class HashingCopier:
 
     def take(self) -> int:
         """The checksum of what was hashed; begins anew."""
-        total = self._state.total
+        total, self.not_finite = self._state.total, bool(self._state.not_finite)
         if total > _SHORT_BYTES:
             value: int = self._digest(self._at)
         else:
@@ -136,16 +149,18 @@ class PlainHashingCopier(HashingCopier):
     """The same without the compiled loop: one pass copies, the other hashes what is in the cache by then."""
 
     def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
+        self._hash, self._not_finite = xxhash.xxh3_64(), False
 
     def copy(self, ranges: Ranges) -> None:
         copy = copier()
-        for target, source, nbytes in ranges.tolist():
+        for target, source, nbytes, exponents in ranges.tolist():
             for at in range(0, nbytes, _CACHED_BYTES):
                 part = min(_CACHED_BYTES, nbytes - at)
                 if target:
                     copy(target + at, source + at, part)
-                self._hash.update((ctypes.c_ubyte * part).from_address(source + at))
+                data = (ctypes.c_ubyte * part).from_address(source + at)
+                self._hash.update(data)
+                self._not_finite |= bool(exponents) and _not_finite(bytes(data), exponents)
 
     def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
         for chunk in range(first, stop):
@@ -155,9 +170,15 @@ class PlainHashingCopier(HashingCopier):
         return stop - first
 
     def take(self) -> int:
-        value = self._hash.intdigest()
+        value, self.not_finite, self._not_finite = self._hash.intdigest(), self._not_finite, False
         self._hash.reset()
         return value
+
+
+def _not_finite(data: bytes, exponents: int) -> bool:
+    words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), np.uint64)
+    lowest = exponents & ~(exponents << 1)
+    return bool(((words & np.uint64(exponents)) + np.uint64(lowest) & np.uint64(exponents + lowest)).any())
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,7 @@ import torch
 
 from reft.errors import ArenaError, TransferError
 from reft.memory.arena import Arena, checksum
+from reft.memory.stream import HashingCopier, Ranges, hashing_copier
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.protect.coded_blocks import pack_checksums
@@ -29,6 +30,11 @@ class Filling:
     _data: torch.Tensor
     traffic: Traffic = field(default_factory=Traffic)
     checksums: dict[PlacedBlock, int] = field(default_factory=dict)
+    # what is read of blocks that come from a device to hash them: where it has numbers
+    scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
+    not_finite: set[PlacedBlock] = field(
+        default_factory=set
+    )  # blocks with a NaN or an infinity among their numbers
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
 
@@ -60,7 +66,18 @@ class Filling:
 
     def hash(self, placed: PlacedBlock) -> None:
         begin = placed.arena_offset
-        self.checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
+        if placed not in self.scanned:
+            self.checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
+            return
+        hasher = hashing_copier()
+        hasher.copy(self.scanned[placed])
+        self.take(placed, hasher)
+
+    def take(self, placed: PlacedBlock, hasher: HashingCopier) -> None:
+        """Note what was hashed: all of a block."""
+        self.checksums[placed] = hasher.take()
+        if hasher.not_finite:
+            self.not_finite.add(placed)
 
     def hash_rest(self) -> None:
         """Checksum every local block that has none yet."""

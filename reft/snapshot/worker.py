@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgpack
 import torch
 
 from reft.config import FaultPoint, Variant
@@ -31,6 +32,8 @@ from reft.snapshot.committing.exchange import PeerTraffic, RingExchange
 from reft.snapshot.committing.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import (
+    NOT_FINITE,
+    PEERS_DIFFER,
     Abort,
     Begin,
     Broke,
@@ -67,10 +70,11 @@ from reft.snapshot.committing.version import (
     resume_from,
     step,
 )
-from reft.snapshot.committing.votes import Votes
+from reft.snapshot.committing.votes import Halt, Votes
 from reft.snapshot.copying.copier import Copier, bytes_by_tier
 from reft.snapshot.copying.gate import Gate, OpenGate, Permit
 from reft.snapshot.copying.pacing import Pacer
+from reft.snapshot.copying.peers import differing, shortened
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import PeerOptimizers
@@ -131,6 +135,8 @@ class SnapshotWorker:
         self._topology = topology
         self._block_bytes, self._host_bytes = options.block_bytes, options.host_bytes
         self._complaints = watchers.complaints
+        self._verify, self._in_a_row = options.verify, 0  # versions that were not finite
+        self._differs: Cause | None = None
         self._vote_missed = False
         self._broke_off = ""
         self._pacer = pacer
@@ -497,6 +503,7 @@ class SnapshotWorker:
             self.votes.gave_up(label.step)
         self.switch.hear(verdict.order, verdict.level)
         if state.task is Task.VOTE_SEALED:
+            self._judge(verdict, label)
             self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
         return Voted(verdict.ok, verdict.relayout)
 
@@ -507,7 +514,16 @@ class SnapshotWorker:
             order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
             # Memory may be reserved after this version, before the next vote.
             late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
-            return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, level=level)
+            kind = state.head.cause.kind if state.head.cause else ""
+            return Ballot(
+                state.approves,
+                relayout=state.wants_layout,
+                order=order,
+                late=late,
+                level=level,
+                not_finite=kind == NOT_FINITE,
+                differs=kind == PEERS_DIFFER,
+            )
         except Exception as error:
             self._complaints.tell("this rank cannot report its state", error)
             return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
@@ -521,7 +537,7 @@ class SnapshotWorker:
         assert filling is not None  # the version was copied into it
         failure = self._drain(request, filling)
         self.watchers.stats.taken += 1
-        failure = failure or _attempt(filling.hash_rest)
+        failure = failure or _attempt(filling.hash_rest) or self._not_finite(request, filling)
         try:
             arrived = self._exchange(request, filling)
         except TransferError:
@@ -529,24 +545,77 @@ class SnapshotWorker:
         except Exception as error:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
-        failure = failure or _attempt(lambda: self._check(filling, arrived))
+        failure = failure or self._differs or _attempt(lambda: self._check(filling, arrived))
         failure = failure or _attempt(lambda: self._seal_arena(filling))
         return Sealed() if failure is None else SealFailed(failure)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
         arrived, to be checked; see :meth:`RingExchange.blocks`."""
-        images, peers = request.images, self.peer_optimizers
-        if peers is not None and images is not None:
-            peers.recompute(filling, images, request.step)
+        images, optimizers = request.images, self.peer_optimizers
+        if optimizers is not None and images is not None:
+            optimizers.recompute(filling, images, request.step)
         self._ring.facts(filling)
-        if peers is not None and images is not None:
-            peers.compare(filling, images, request.step)
+        if optimizers is not None and images is not None:
+            optimizers.compare(filling, images, request.step)
+        peers = self.copier.peers
+        differs = peers is not None and self._ring.differs(peers.sums)
+        self._differs = Cause(PEERS_DIFFER) if differs else None
         arrived = self._ring.blocks(filling)
         if request.variant is Variant.INTER_NODE:
             peer, nbytes = self._peer_traffic.send(filling.arena.data)
             self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
         return arrived
+
+    def _not_finite(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
+        """A version that would restore a NaN does not take the place of one that would not."""
+        found = sorted(filling.not_finite, key=lambda placed: placed.key)
+        if not found or not self._verify.suspects:
+            return None
+        images, names = request.images, list[str]()
+        assert images is not None
+        for placed in found:
+            begin, owned = placed.block.start_bytes, placed.key.section is Section.OWNED
+            image = images.owned if owned else images.replicated
+            names += [t.name for t in image.tensors_at(begin, begin + placed.block.nbytes)]
+        return Cause(NOT_FINITE, f"NaN or infinity in {shortened(names)}")
+
+    def _judge(self, verdict: Ballot, label: Label) -> None:
+        """What the ranks have seen of a version that they could all copy. Collective if peers differ."""
+        verify, restarts = self._verify, self.watchers.stats.committed > 0
+        self._in_a_row = self._in_a_row + 1 if verdict.not_finite else 0
+        if verdict.not_finite and self._in_a_row == verify.suspects:
+            what = f"weights or optimizer state held NaN or infinity in {self._in_a_row} versions in a row"
+            self.votes.halt = Halt(what, restarts)
+        if verdict.differs:
+            found = self._whose()
+            if found and self._topology.coordinates[self.control.rank].dp == 0:
+                logger.error("step %d is not committed: %s", label.step, found)
+            if verify.on_difference != "report":
+                what = found or "data-parallel peers of another stage hold different values"
+                self.votes.halt = Halt(what, restarts and verify.on_difference == "rollback")
+        elif self.copier.peers is not None and verdict.ok:
+            self.copier.peers.again = frozenset()
+
+    def _whose(self) -> str:
+        """Which blocks differ in this rank's group, and where: in words; empty if none does. Collective."""
+        peers, at = self.copier.peers, self._topology.coordinates[self.control.rank]
+        assert peers is not None
+        assert self._images is not None
+        told = self.control.gather_bytes(msgpack.packb(peers.sums))
+        ranks = self._topology.group(at.pp, at.tp)
+        blocks = differing({d: msgpack.unpackb(told[r], strict_map_key=False) for d, r in enumerate(ranks)})
+        if not blocks:
+            return ""
+        peers.again = frozenset(blocks)
+        members = sorted({m for found in blocks.values() for m in found})
+        where = " and ".join(f"rank {ranks[m]} on {self._topology.nodes[ranks[m]]}" for m in members)
+        others = (
+            "other ranks of its group"
+            if len(members) < len(ranks)
+            else "each other; no majority says whose is wrong"
+        )
+        return f"{peers.names(self._images, sorted(blocks))} of {where} differs from {others}"
 
     def _check(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
         self.watchers.stats.peer_bytes += filling.check_received(arrived)
@@ -676,6 +745,8 @@ class SnapshotWorker:
         gathered = self.control.gather_ints(mine.to_ints())
         agreed = resume_from([Standing.from_ints(values) for values in gathered])
         self.votes.resync(agreed.stop_step)
+        if self.copier.peers is not None:
+            self.copier.peers.again = frozenset()
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version

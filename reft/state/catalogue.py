@@ -146,11 +146,23 @@ class SectionImage:
         # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
         self._parts = [(o, v) for o, v in zip(self.offsets, self._views, strict=True) if v.numel()]
         self._starts = [o for o, _ in self._parts]
+        self._named = [spec for spec, view in zip(self.specs, self._views, strict=True) if view.numel()]
 
     @property
     def device(self) -> torch.device:
         """Where the first tensor lies; the CPU for an empty section."""
         return self._views[0].device if self._views else torch.device("cpu")
+
+    def live(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The live bytes of ``image[start : stop]`` without padding, 1-D uint8 views."""
+        return [v[max(0, start - o) : stop - o] for o, v in self._overlapping(start, stop)]
+
+    def tensors_at(self, start: int, stop: int) -> list[TensorSpec]:
+        """What has bytes in ``image[start : stop]``, in order."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_right(self._starts, stop - 1)
+        parts = zip(self._parts[first:last], self._named[first:last], strict=True)
+        return [spec for (offset, view), spec in parts if offset + view.numel() > start]
 
     def read_into(self, start: int, out: torch.Tensor) -> None:
         """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0.

@@ -8,12 +8,21 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reft.memory import stream
 from reft.memory.header import checksum
-from reft.memory.stream import CutRanges, HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
+from reft.memory.stream import (
+    EXPONENTS,
+    CutRanges,
+    HashingCopier,
+    PlainHashingCopier,
+    copier,
+    hashing_copier,
+    ranges_of,
+)
 from reft.protect.builds import compiled
 
 PAGE = 4096
@@ -116,6 +125,37 @@ def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
         np.testing.assert_array_equal(target[:end], source[:end])
         assert not target[end:].any()
     assert hasher.take() == checksum(source)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]),
+    bits=st.sampled_from(["nan", "inf", "-inf", "largest", "-largest", "0", "ints"]),
+    nbytes=st.integers(1, 5 * PAGE).map(lambda n: 8 * n),
+    places=st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 200).map(lambda n: 8 * n)),
+)
+def test_numbers_that_are_not_finite_are_seen_on_the_way(
+    hasher: HashingCopier, dtype: str, bits: str, nbytes: int, places: tuple[float, int]
+) -> None:
+    """Anywhere, and nothing else is: the largest numbers are none, nor are the same bits of integers."""
+    kind, (at, before) = getattr(torch, dtype), places
+    numbers = (torch.randn(nbytes // 8, dtype=torch.float64) * 1e4).to(kind)
+    value = torch.finfo(kind).max * (-1 if bits[0] == "-" else 1) if "largest" in bits else bits
+    numbers[int(at * len(numbers))] = float("nan" if bits == "ints" else value)
+    source, head = numbers.view(torch.uint8), torch.full((before,), 255, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    rows = [
+        (0, head.data_ptr(), before),
+        (target.data_ptr(), source.data_ptr(), len(source), 0 if bits == "ints" else EXPONENTS[dtype]),
+    ]
+    for _ in range(2):
+        hasher.copy(ranges_of(rows))
+        assert hasher.take() == checksum(torch.cat([head, source]).numpy().data)
+        assert hasher.not_finite == (bits in ("nan", "inf", "-inf"))
+    assert torch.equal(target, source)
+    hasher.copy(ranges_of([(0, source.data_ptr(), len(source))]))
+    hasher.take()
+    assert not hasher.not_finite
 
 
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reft.config import FaultConfig
+from reft.config import FaultConfig, VerifyConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
@@ -68,6 +68,7 @@ def make_worker(
     keeping: Keeping = Keeping(),  # noqa: B008
     on_change: Callable[[ProtectionRecord], None] = lambda record: None,
     faults: tuple[FaultConfig, ...] = (),
+    verify: VerifyConfig = VerifyConfig(),  # noqa: B008
     **watchers: Any,
 ) -> SnapshotWorker:
     """The worker of a rank, whose arenas and orders lie in ``folder``. ``local``: its rank among so many there.
@@ -85,7 +86,7 @@ def make_worker(
             engine=copier.engine,
             remake=remake,
         ),
-        options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+        options=WorkerOptions(block_bytes=65536, host_bytes=4096, verify=verify),
         switch=SchemeSwitch(
             control,
             topology,

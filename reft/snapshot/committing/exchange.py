@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from reft.control.control import WorkerControl
 from reft.grid import Topology
+from reft.memory.header import checksum
 from reft.snapshot.filling import Filling
 from reft.snapshot.stats import Kind
 
@@ -33,6 +35,18 @@ class RingExchange:
             self.count(filling, rank, Counter({Kind.CHECKSUMS: facts.nbytes}))
         for member, peer_facts in incoming.items():
             filling.expect(member, peer_facts)
+
+    def differs(self, sums: Mapping[int, int]) -> bool:
+        """Whether the successor has other sums. Collective in the group."""
+        at = self._topology.coordinates[self._control.rank]
+        ranks = self._topology.group(at.pp, at.tp)
+        before, behind = (ranks[(at.dp + way) % len(ranks)] for way in (-1, 1))
+        if len(ranks) == 1 or not sums:
+            return False
+        mine = torch.tensor([checksum(np.array([*sums.items()]).tobytes()) - 2**63])
+        theirs = torch.empty_like(mine)
+        self._control.exchange({before: [mine]}, {behind: [theirs]})
+        return not torch.equal(mine, theirs)
 
     def blocks(self, filling: Filling) -> dict[int, torch.Tensor]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective. Returns

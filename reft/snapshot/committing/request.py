@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reft.config import Variant
+from reft.config import Variant, VerifyConfig
 from reft.faults import FaultPlan
 from reft.naming import Label
 from reft.protect.host_adam import AdamRecipe
@@ -98,3 +98,4 @@ class WorkerOptions:
     host_bytes: int  # reserved for the host state of a version; more once it has grown
     # how partitions that ring peers alone have are recomputed; None: they are always sent
     recompute: AdamRecipe | None = None
+    verify: VerifyConfig = field(default_factory=VerifyConfig)

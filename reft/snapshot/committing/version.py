@@ -514,6 +514,8 @@ class State:
 NOT_STARTED = Cause("not started before the next optimizer step")
 OVERRUN = Cause("the next optimizer step did not wait for the copy any longer")
 LAID_OUT_ANEW = Cause("the layout changed")
+NOT_FINITE = "not finite"  # kinds of causes
+PEERS_DIFFER = "peers differ"
 PEER_SKIPPED = Cause("a peer skipped it")
 PEER_NOT_SEALED = Cause("a peer could not seal it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgpack
 
@@ -14,6 +14,14 @@ from reft.naming import Label
 from reft.snapshot.complaints import Complaints, say
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Halt:
+    """What is trained is not to be gone on with. ``restarts``: the newest version may be."""
+
+    why: str
+    restarts: bool
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
@@ -72,6 +80,7 @@ class Votes:
         """Step after which this rank would stop; set by the training thread, 0 means go on."""
         self.stop_step: int | None = None
         """Step after which all ranks stop: the first that a vote named, the same everywhere."""
+        self.halt: Halt | None = None  # found by all ranks in the same vote
 
     def interval_steps(self, step: int) -> int:
         """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.memory.arena import Arena
-from reft.memory.stream import CutRanges, Range
+from reft.memory.stream import EXPONENTS, CutRanges, Range, ranges_of
 from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying.engine import CheckedPieces, Encode, Piece, host_bytes
 from reft.snapshot.filling import Filling
-from reft.snapshot.plan import Block, GroupLayout, LiveImages, PlacedBlock
+from reft.snapshot.plan import Block, LiveImages, PlacedBlock
 from reft.snapshot.stats import Kind, kind_of
 from reft.state.catalogue import SectionImage
 
@@ -165,8 +164,17 @@ def _cut_block(
         CheckedPieces.of(image.pieces_into(begin + at, part))
         for at, part in zip(range(0, total, chunk_bytes), parts, strict=True)
     ]
-    on_host = all(p.elsewhere is None for p in pieces)
-    cut = CutRanges.of(map(_in_order, pieces, parts)) if on_host else None
+    in_order = [
+        [*_in_order(image, begin + at, of_part, part)]
+        for at, of_part, part in zip(range(0, total, chunk_bytes), pieces, parts, strict=True)
+    ]
+    if all(p.elsewhere is None for p in pieces):
+        cut = CutRanges.of(in_order)
+    else:
+        cut = None
+        filling.scanned[placed] = ranges_of(
+            (0, row[0] or row[1], *row[2:]) for rows in in_order for row in rows
+        )
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
             placed, kind, of_part, _hashed_only(part), last=number == len(parts) - 1, cut=cut, number=number
@@ -177,14 +185,16 @@ def _hashed_only(memory: torch.Tensor) -> Range:
     return 0, memory.data_ptr(), memory.numel()
 
 
-def _in_order(pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
-    """The bytes of a chunk in order: its pieces, and the padding between them, which is in the arena."""
+def _in_order(image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
+    """The bytes of a chunk, ``image[at : at + len(part)]``, in order: its pieces, and the padding between
+    them, which is in the arena."""
     end = 0
     for target, source, nbytes in pieces.addresses:
         begin = target - part.data_ptr()
         if begin > end:
             yield _hashed_only(part[end:begin])
-        yield target, source, nbytes
+        (spec,) = image.tensors_at(at + begin, at + begin + nbytes)
+        yield target, source, nbytes, EXPONENTS.get(spec.dtype, 0)
         end = begin + nbytes
     if end < part.numel():
         yield _hashed_only(part[end:])
@@ -195,18 +205,19 @@ class ChunkCache:
     a chunk."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._known: dict[int, tuple[Arena, GroupLayout, LiveImages, tuple[Chunk, ...]]] = {}
+        self.chunk_bytes = chunk_bytes
+        self._known: dict[int, tuple[Filling, LiveImages, tuple[Chunk, ...]]] = {}  # of each slot's first one
 
     def chunks(self, images: LiveImages, filling: Filling) -> tuple[Chunk, ...]:
         """The chunks of the version that ``filling`` begins."""
         known = self._known.get(filling.slot)
         if known is not None:
-            arena, layout, seen, chunks = known
-            if arena is filling.arena and layout is filling.layout and seen is images:
+            first, seen, chunks = known
+            if first.arena is filling.arena and first.layout is filling.layout and seen is images:
+                filling.scanned = first.scanned
                 return chunks
-        chunks = cut_chunks(images, filling, self._chunk_bytes)
-        self._known[filling.slot] = (filling.arena, filling.layout, images, chunks)
+        chunks = cut_chunks(images, filling, self.chunk_bytes)
+        self._known[filling.slot] = (filling, images, chunks)
         return chunks
 
     def clear(self) -> None:

@@ -15,6 +15,7 @@ from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine, CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
+from reft.snapshot.copying.peers import PeerCheck
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import LiveImages
@@ -35,11 +36,17 @@ class Copier:
     ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker's.
     ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine copies such small
     ones below the speed of its link (nothing waits for the end of a chunk there). ``staging``: takes what is
-    left at the fence; None: the fence waits for it."""
+    left at the fence; None: the fence waits for it. ``peers``: takes checksums that peers compare."""
 
-    def __init__(self, engine: CopyEngine, chunk_bytes: int, staging: StagingArea | None = None) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        chunk_bytes: int,
+        staging: StagingArea | None = None,
+        peers: PeerCheck | None = None,
+    ) -> None:
         self.engine = engine
-        self.staging = staging
+        self.staging, self.peers = staging, peers
         least = engine.least_chunk_bytes if engine.asynchronous else 0
         self.cache = ChunkCache(max(chunk_bytes, least))
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
@@ -114,15 +121,33 @@ class Copier:
             queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
             if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
                 self._stage(chunks, count)
+            self._look(images, filling, gate)
             handed_over()
             self.engine.synchronize()
             records = _settled(queued)
         else:
             records = self._copy(chunks, filling, gate, stages)
+            self._look(images, filling, gate)
             handed_over()
             self.engine.synchronize()
         self.records.extend(records)
         return records
+
+    def _look(self, images: LiveImages, filling: Filling, gate: Gate) -> None:
+        """Take what peers compare, while the tensors are those of the version (P2)."""
+        if self.peers is None:
+            return
+        if (room := self.peers.room(images, filling.label.step)) is not None:
+            self.engine.register(room)
+        for part in self.peers.parts(images, self.cache.chunk_bytes):
+            if self.engine.asynchronous:
+                self.engine.copy((), encode=part)
+                continue
+            permit, began = gate.admit(), time.perf_counter()
+            try:
+                self.engine.copy((), encode=part)
+            finally:
+                gate.release(permit, time.perf_counter() - began)
 
     def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
         """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
@@ -226,7 +251,7 @@ class Copier:
                     if hashes:
                         self._hasher.copy(ranges_of([chunk.stored]))
             if hashes and chunks[copied - 1].last:
-                filling.checksums[first.placed] = self._hasher.take()
+                filling.take(first.placed, self._hasher)
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)

@@ -1,0 +1,56 @@
+"""The checksums that peers compare, taken of a device while the host runs ahead."""
+
+from __future__ import annotations
+
+import torch
+
+from reft.device import Vendor
+from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.copying.peers import PeerCheck
+from reft.snapshot.plan import LiveImages
+from reft.state.catalogue import SectionImage
+from tests.device.conftest import hold
+
+
+def sums_of(tensors: list[torch.Tensor], vendor: Vendor, change: bool) -> dict[int, int]:
+    """Of the state before what is queued behind the fence."""
+    engine = DeviceCopyEngine(tensors[0].device, vendor)
+    images = LiveImages(SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None)
+    check = PeerCheck(False, 4096)
+    go = hold(vendor)
+    engine.begin()
+    if (room := check.room(images, 1)) is not None:
+        engine.register(room)
+    for part in check.parts(images, 1000):
+        engine.copy((), encode=part)
+    engine.fence()
+    if change:
+        for tensor in tensors:
+            tensor.zero_()
+    go()
+    engine.synchronize()
+    engine.close()
+    return check.sums
+
+
+def test_sums_of_a_device_are_of_the_versions_state_and_see_every_flip(vendor: Vendor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    host = [torch.randn(n, generator=generator) for n in (5000, 1, 70)]
+    host += [torch.randn(n, generator=generator).to(torch.bfloat16) for n in (3, 4099)]
+
+    def fresh(flip: int | None = None) -> list[torch.Tensor]:
+        made = [t.to(vendor.type) for t in host]
+        if flip is not None:
+            flat = host[flip % len(host)].clone().view(torch.uint8)
+            flat[flip * 7 % len(flat)] ^= 1 << flip % 8
+            made[flip % len(host)] = flat.view(host[flip % len(host)].dtype).to(vendor.type)
+        return made
+
+    expected = sums_of(fresh(), vendor, change=False)
+    assert sums_of(fresh(), vendor, change=True) == expected
+    for flip in range(12):
+        found = sums_of(fresh(flip), vendor, change=True)
+        assert sum(found[block] != expected[block] for block in expected) == 1
+    moved = fresh()
+    moved[0][:2] = moved[0][:2].flip(0)
+    assert sums_of(moved, vendor, change=False) != expected
