@@ -15,6 +15,7 @@ from torch import nn
 
 import reft
 from reft.device import VENDORS
+from reft.engine.checks.device import device_paragraph
 from reft.engine.deepspeed import session_of
 from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor
@@ -83,6 +84,7 @@ def live(root: Path) -> dict[str, Any]:
         **{"begins": begins, "losses": losses, "synchronised": sim.settings.synchronised},
         "engine": session.copying.engine.name,
         "taken": session.stats.taken,
+        "tried": device_paragraph(session.device_findings),
     }
 
 
