@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from datetime import date
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -259,6 +260,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
     parser.add_argument("--list", action="store_true", help="names of the cases")
     parser.add_argument("--deepspeed", default="0.17.6", help="release to run with; 0.17.6 by default")
+    parser.add_argument("--json", type=Path, help="a file for the results")
     options = parser.parse_args()
     is_lm = (options.directory / "megatron" / "training").is_dir()
     names = tuple(OF_LM) if is_lm else (*OF_DEEPSPEED, *SHIPPED)
@@ -276,7 +278,14 @@ def main() -> int:
         script = patched(script.parent, scratch / "checkout") / script.name
         sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
     make = of_lm if is_lm else of_deepspeed
-    if wrong := [name for name in wanted if not _passes(name, make(name, script, scratch), scratch)]:
+    results = [_result(name, make(name, script, scratch), scratch) for name in wanted]
+    if options.json is not None:
+        head = ["git", "-C", str(options.directory), "rev-parse", "HEAD"]
+        commit = subprocess.run(head, check=False, capture_output=True, text=True).stdout.strip()
+        versions = {package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")}
+        facts = {"program": commit, "date": date.today().isoformat(), "versions": versions, "cases": results}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if wrong := [result["case"] for result in results if result["differs"]]:
         print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
@@ -294,10 +303,10 @@ def _run_with(python: Path) -> None:
         os.execve(python, command, {**os.environ, "PYTHONPATH": _path()})
 
 
-def _passes(name: str, program: Program, scratch: Path) -> bool:
-    """Run a case and print its result: whether nothing differs. One that raises, as one that does not end in time
-    does, has failed, and the next one is run."""
-    began, directory = time.monotonic(), scratch / name
+def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
+    """Run a case, print and return its result. One that raises, as one that does not end in time does, has failed,
+    and the next one is run."""
+    began, directory, values = time.monotonic(), scratch / name, 0
     try:
         if name.endswith("-persisted"):
             found = persisted(name, program, directory)
@@ -305,14 +314,17 @@ def _passes(name: str, program: Program, scratch: Path) -> bool:
             undisturbed = program.run(directory / "undisturbed", None)
             disturbed = program.run(directory / "killed", {**program.block, **lost_node(KILLED_AT)}, lost=1)
             found = judge(name, undisturbed, disturbed, ["memory"])
+            values = sum(len(line) for lines in disturbed.iterations.values() for line in lines)
+            values += sum(map(len, disturbed.validations.values()))
     except Exception as error:
         if not isinstance(error, (AssertionError, LocalClusterError)):  # they say themselves what a job did
             traceback.print_exc()
         found = [f"{type(error).__name__}: {error}"]
     for line in found:
         print(f"  DIFFERS {line}")
-    print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {time.monotonic() - began:.0f} s", flush=True)
-    return not found
+    secs = round(time.monotonic() - began)
+    print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {secs} s", flush=True)
+    return {"case": name, "differs": found, "values_compared": values, "secs": secs}
 
 
 if __name__ == "__main__":
