@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries etcd wheel docs clock demo quick test integration nightly lint bench peers paper gpu faults storm soak matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd compilers wheel docs clock demo quick test integration nightly lint bench peers paper gpu faults storm soak matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(MAKE) -s mpi-libraries etcd
+	$(MAKE) -s mpi-libraries etcd compilers
 	@touch $@
 
 # Both have an mpiexec: in one prefix they would overwrite each other's. Tests look here (tests/mpi.py), and are
@@ -25,14 +25,26 @@ mpi-libraries:  ## Open MPI and MPICH beside each other, for the tests
 	    --ignore-installed --prefix $(VENV)/mpi/$$name $$name || echo "no $$name: its tests will be skipped"; \
 	done
 
-# Debian's packages are unpacked, not installed: that needs no root. Tests look here (tests/etcd.py), and are skipped
-# where there is no etcd.
+# Debian's packages are unpacked, not installed: that needs no root. Tests look here (tests/etcd.py,
+# tests/protect/test_kernels.py), and are skipped where there is none.
+unpack = mkdir -p $(1)/debs && cd $(1)/debs && apt-get download -q $(2) >/dev/null 2>&1 && \
+  for deb in *.deb; do dpkg -x $$deb ..; done && cd .. && rm -r debs
 ETCD := $(VENV)/etcd
 etcd:  ## etcd and etcdctl, for the tests
-	@test -x $(ETCD)/usr/bin/etcd || command -v etcd >/dev/null || \
-	  { mkdir -p $(ETCD)/debs && cd $(ETCD)/debs && apt-get download -q etcd-server etcd-client >/dev/null 2>&1 && \
-	    for deb in *.deb; do dpkg -x $$deb ..; done && cd .. && rm -r debs; } || \
+	@test -x $(ETCD)/usr/bin/etcd || command -v etcd >/dev/null || { $(call unpack,$(ETCD),etcd-server etcd-client); } || \
 	  echo "no etcd (apt-get install etcd-server etcd-client): its tests will be skipped"
+
+# They compile the device kernels without a device or its driver. NVRTC lies apart: torch may bring another one.
+NVRTC := nvidia-cuda-nvrtc-cu12==12.9.86 nvidia-cuda-nvrtc==13.5.37
+CLANG := clang-15 libamdhip64-dev rocm-device-libs
+compilers:  ## NVRTC for V100 and H100, clang for MI250X, for the tests
+	@for wheel in $(NVRTC); do \
+	  test -e $(VENV)/nvrtc/$$wheel || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/nvrtc/$$wheel $$wheel || \
+	    echo "no $$wheel: its tests will be skipped"; \
+	done
+	@test -x $(VENV)/clang/usr/bin/clang++-15 || command -v hipcc clang++-15 >/dev/null || { $(call unpack,$(VENV)/clang,\
+	  $$(apt-get install -s --no-install-recommends $(CLANG) | sed -n 's/^Inst \([^ ]*\).*/\1/p')); } || \
+	  echo "no clang for MI250X (apt-get install $(CLANG)): its tests will be skipped"
 
 # Without a compiler it is a pure one, whose copies and parities are slower.
 wheel: venv  ## dist/*.whl, one for every Python from 3.11 on

@@ -22,8 +22,8 @@ square root), each a kernel of its own over fp32 tensors, so that no compiler ca
 - The bits of a NaN are not defined.
 
 On AMD's devices division and root are correctly rounded and denormals kept by the compiler's defaults
-(``tests/protect/test_hip.py`` reads what it makes for MI250X). Do not ``torch.compile`` the step: a compiler
-that sees several operations may contract them, and then every partition differs and is sent.
+(``tests/protect/test_kernels.py`` reads what it makes for MI250X). Do not ``torch.compile`` the step: a
+compiler that sees several operations may contract them, and then every partition differs and is sent.
 
 Cost: 13 passes over memory where a fused kernel makes one; temporary memory of two slices. Shown on x86-64
 hosts (``tests/test_optim.py``); the same test compares a GPU with the host, and has not run on one yet.

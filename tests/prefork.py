@@ -40,6 +40,7 @@ PRELOADED = (
     "torch.distributed.launcher.api",
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # with torch's compiler, 4 s; ZeRO imports it at its start
     "reft",
     "reft.engine.install",
     "reft.engine.session",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-_SOURCES = ("reft", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+_SOURCES = ("reft", "megatron_patches", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(command: Sequence[str | Path], folder: Path, secs: float = 300) -> str:

@@ -49,25 +49,27 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     """Print what a configuration and a script say of the job; whether reft takes it."""
     from reft.config_read import read_object
     from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
+    from reft.engine.checks.releases import installed
 
     block = None
     findings: list[Finding] = []
     if check is not None:
         config = read_object(Path(check), "the DeepSpeed configuration", "an object")
         block, findings = config_findings(config)
+        findings.append(installed(config))
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = [] if script is None else ScriptLook(_source(script), script).findings()
     lines += [(finding.severity, f"{script}: {finding}") for finding in lacks]
     lines.sort(key=lambda line: line[0] is not Severity.REFUSED)
-    refused, warned = ([text for kind, text in lines if kind is of] for of in Severity)
+    refused, warned, noted = ([text for kind, text in lines if kind is of] for of in Severity)
     well = not refused and not (lacks and block is not None and block.strict)
     if as_json:
         shown = block.model_dump(mode="json") if block is not None else None
-        _print_json({"well": well, "refused": refused, "warned": warned, "block": shown})
+        _print_json({"well": well, "refused": refused, "warned": warned, "noted": noted, "block": shown})
         return well
     for kind, text in lines:
         typer.echo(f"{kind}: {text}")
-    if not lines:
+    if not refused + warned:
         typer.echo("reft refuses nothing and has no warnings")
     return well
 

@@ -13,7 +13,7 @@ from reft.errors import ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.protect.codes import Scheme
-from reft.protect.host_adam import AdamRecipe
+from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
@@ -186,7 +186,8 @@ class Recomputing:
                 )
             return
         self.capture = GradientCapture(adapter, self._kept_members(), session.fence.hold)
-        self.inexact = why_inexact(self.capture.recipe)
+        seen = all(found.adam_is_exact for found in session.device_findings)
+        self.inexact = why_inexact(self.capture.recipe, seen_exact=seen)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
@@ -231,14 +232,19 @@ class Recomputing:
         return OptimizerStep(*taken, flush_denormal=flush)
 
 
-def why_inexact(recipe: AdamRecipe) -> str | None:
-    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can."""
-    if recipe.exact:
+def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
+    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can.
+    ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
+    if recipe.exact and (seen_exact or not recipe.on_device):
         return None
+    change = (
+        'Leave "+aor" out of "protection"'
+        if recipe.kind is AdamKind.EXACT
+        else "For partitions that are recomputed to the bit, pass "
+        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
+        '"optimizer", and write "zero_allow_untested_optimizer": true'
+    )
     return (
-        f'"+aor" saves no traffic here, since every partition is sent after all: '
-        f"the optimizer, {recipe.kind}, steps on a device, whose kernels round differently from the host's. "
-        f"For partitions that are recomputed to the bit, pass "
-        f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
-        f'"optimizer", and write "zero_allow_untested_optimizer": true'
+        f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
+        f"{recipe.kind}, steps on a device, whose kernels round differently from the host's. {change}"
     )

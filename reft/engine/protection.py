@@ -38,7 +38,8 @@ def situation_of(session: Session) -> Situation:
     usable = usable_memory_bytes(config, session.memory.job_dir.path)
     gathered = session.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
     # Whether what a host recomputes is the owner's partition to the bit, as on CPUs.
-    exact = not session.copying.engine.asynchronous or adapter.steps_exactly
+    exact = adapter.steps_exactly and all(found.adam_is_exact for found in session.device_findings)
+    exact = exact or not session.copying.engine.asynchronous
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))

@@ -15,6 +15,7 @@ import torch
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.device import Vendor, vendor_of
+from reft.engine.checks.device import check_device
 from reft.engine.checks.start import check_start, warn
 from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, TrainingEngine
@@ -31,7 +32,6 @@ from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
-from reft.protect.backend import backend_for
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
@@ -369,11 +369,10 @@ class Session:
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
+        self.device_findings = check_device(self)
         if chosen := self.config.chooses:
             self.config = choose_protection(self)
         self.protection = Protection(self, chosen=chosen)
-        if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
-            backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
         self.state = EngineState(self, client_state)
         memory = self.memory

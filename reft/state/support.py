@@ -162,12 +162,9 @@ def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
 
 def why_not_loadable(engine: Any) -> str | None:
     """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
-    where it does not. A job should know when it starts (P12).
-
-    DeepSpeed 0.17.6 to 0.18.4 loads partitions for every engine in bf16. There it gets an fp16 wrapper, which
-    has none (``AttributeError: dp_process_group``). From 0.18.5 on a pipeline in bf16 without ZeRO gets a
-    ``BF16_Optimizer``, which expects a list of partitions and is given one state dict (``KeyError: 0``).
-    """
+    where it does not. A job should know when it starts (P12). Some releases load partitions for a wrapper
+    that has none (``AttributeError: dp_process_group``), others give ``BF16_Optimizer``, which expects a list
+    of partitions, one state dict (``KeyError: 0``); :mod:`reft.engine.checks.releases` lists them."""
     if not engine.bfloat16_enabled():
         return None
     load = inspect.unwrap(type(engine).load_checkpoint)

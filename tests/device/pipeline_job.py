@@ -15,6 +15,7 @@ from torch import nn
 
 import reft
 from reft.device import VENDORS
+from reft.engine.checks.device import device_paragraph
 from reft.engine.deepspeed import session_of
 from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor
@@ -50,7 +51,7 @@ def train(block: dict[str, Any] | None, until: int, *, resumes: bool = False) ->
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": 10**9,
@@ -74,7 +75,12 @@ def live(root: Path) -> dict[str, Any]:
     deepspeed.init_distributed(BACKEND, verbose=False)
     os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
     out: dict[str, Any] = {} if life["resumes"] else {"reference": train(None, STEPS)[2]}
-    block = {"enabled": True, "job_id": "sim", "memory_dir": str(root / "memory"), "tolerance": 0}
+    block = {
+        "enabled": True,
+        "job_id": "sim",
+        "memory_dir": str(root / os.environ["REFT_NODE_ID"]),
+        "tolerance": 0,
+    }
     engine, begins, losses = train(block, life["until"], resumes=life["resumes"])
     session = session_of(engine)
     session.close()  # the last version is committed
@@ -83,6 +89,7 @@ def live(root: Path) -> dict[str, Any]:
         **{"begins": begins, "losses": losses, "synchronised": sim.settings.synchronised},
         "engine": session.copying.engine.name,
         "taken": session.stats.taken,
+        "tried": device_paragraph(session.device_findings),
     }
 
 

@@ -24,4 +24,6 @@ def test_p1_p8_a_pipeline_trains_and_resumes_on_a_device_bit_for_bit(tmp_path: P
         assert after["losses"] == before["reference"][ENDS:]
         assert before["engine"] == after["engine"] == "sim"
         assert before["taken"] > 0
+        assert "tried on sim" in before["tried"]
+        assert "could not be tried" not in before["tried"]
         assert before["synchronised"] == after["synchronised"] == 0

@@ -1,16 +1,11 @@
-"""The commands of docs/quickstart.md, as they stand there; its lines are those of the examples."""
+"""The lines of docs/quickstart.md are those of the examples; tests/docs/test_from_wheel.py runs its commands."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.machine import free_port
 from tests.wheel import ROOT
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
@@ -18,28 +13,6 @@ PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 
 def fenced(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.nightly
-def test_the_commands_lose_a_node_and_go_on(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    output = tmp_path / "output"
-    with output.open("wb") as file:
-        done = subprocess.run(
-            ["bash", "-u"],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path, "PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
-            input="\n".join(fenced("bash")).encode(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=540,
-        )
-    said = output.read_text(errors="replace")
-    logs = "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-2000:]}" for p in tmp_path.glob("*.log"))
-    assert done.returncode == 0, said + logs
-    assert re.search(r"resumed at step \d+ from memory", said), said + logs
 
 
 @pytest.mark.parametrize(

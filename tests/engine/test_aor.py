@@ -206,4 +206,9 @@ def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_writ
     assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
     assert '"zero_allow_untested_optimizer": true' in said
     assert why_inexact(replace(adam, on_device=False)) is None
-    assert why_inexact(replace(adam, kind=AdamKind.EXACT)) is None
+    exact = replace(adam, kind=AdamKind.EXACT)
+    assert why_inexact(exact) is None
+    assert why_inexact(replace(exact, on_device=False), seen_exact=False) is None
+    said = why_inexact(exact, seen_exact=False)
+    assert said is not None
+    assert said.endswith('Leave "+aor" out of "protection"')

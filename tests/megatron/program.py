@@ -1,13 +1,14 @@
-"""A checkout of Megatron-DeepSpeed or Megatron-LM, unmodified or with the reader's own fixes for CPUs, loses nodes.
+"""A checkout of Megatron-DeepSpeed or Megatron-LM, unmodified, loses nodes. A copy of Megatron-DeepSpeed's gets the
+patches of megatron_patches/, which a reader applies to a checkout of their own.
 
-    python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed 0.17.6|0.18.9] [--json FILE] [--list]
+    python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed RELEASE] [--json FILE] [--list]
 
 Cases that begin with ``llama2-`` are the shipped configurations, with fewer and smaller layers, on four nodes of two.
 Every case is trained undisturbed, and with reft while a node is lost and replaced. In a case with ``persisted`` all
 others are killed then, and ``reft persist`` writes a checkpoint of what they hold: it is compared with the one that
 the program itself saves at that iteration, value by value; the program resumes from either without reft, and from
 reft's with it. Each case's result is printed as it ends. Exits with 1 if a line that the program printed differs.
-docs/megatron.md and docs/megatron-core.md say what a checkout needs.
+docs/megatron.md says what a checkout needs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from datetime import date
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ import numpy as np
 
 from examples.llama.indexed import IndexedWriter, token_dtype
 from reft.tools.demo.cluster import LocalClusterError
-from tests.matrix import ROOT, ROWS, install
+from tests.matrix import ROOT, Row, install
 from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import DeepSpeedProgram, Program, judge, lost_node
 
@@ -51,6 +54,7 @@ _LENGTH = f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr-warmup
 
 # -- Megatron-DeepSpeed: layout, ZeRO stage, precision and options, by name --------------------------------
 
+PATCHES = ROOT / "megatron_patches" / "4efb479"
 _SAMPLES = """
     --train-samples 72 --lr-decay-samples 72 --lr-warmup-samples 8 --rampup-batch-size 4 4 32 --log-interval 1
 """
@@ -96,6 +100,16 @@ OF_DEEPSPEED = (
     "pp2dp2-zero1-bf16acc32-persisted",
     "dp2-zero1-bf16-nopipeline-persisted",
 )
+
+
+def patched(checkout: Path, copy: Path) -> Path:
+    """A copy of a checkout with the patches, and with its helper for data compiled for this Python."""
+    shutil.copytree(checkout, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+    for patch in sorted(PATCHES.glob("*.patch")):
+        subprocess.run(["git", "apply", patch], cwd=copy, check=True)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    subprocess.run(["make", "-C", copy / "megatron" / "data"], env={**os.environ, "PATH": path}, check=True)
+    return copy
 
 
 def of_deepspeed(name: str, script: Path, scratch: Path) -> Program:
@@ -245,7 +259,8 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="the checkout, with pretrain_gpt.py in it")
     parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
     parser.add_argument("--list", action="store_true", help="names of the cases")
-    parser.add_argument("--deepspeed", choices=("0.17.6", "0.18.9"), default="0.17.6")
+    parser.add_argument("--deepspeed", default="0.17.6", help="release to run with; 0.17.6 by default")
+    parser.add_argument("--json", type=Path, help="a file for the results")
     options = parser.parse_args()
     is_lm = (options.directory / "megatron" / "training").is_dir()
     names = tuple(OF_LM) if is_lm else (*OF_DEEPSPEED, *SHIPPED)
@@ -256,12 +271,21 @@ def main() -> int:
     script: Path = options.directory.resolve() / "pretrain_gpt.py"
     if not script.is_file():
         parser.error(f"{script} does not exist; expected the directory of a checkout of Megatron")
-    if not is_lm:
-        _run_with(install(row := f"deepspeed-{options.deepspeed}", ROWS[row]))
-        sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
+    if not is_lm and version("deepspeed") != options.deepspeed:
+        _run_with(install(f"deepspeed-{options.deepspeed}", Row(options.deepspeed)))
     scratch = Path(tempfile.mkdtemp(prefix="reft-megatron-"))
+    if not is_lm:
+        script = patched(script.parent, scratch / "checkout") / script.name
+        sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
     make = of_lm if is_lm else of_deepspeed
-    if wrong := [name for name in wanted if not _passes(name, make(name, script, scratch), scratch)]:
+    results = [_result(name, make(name, script, scratch), scratch) for name in wanted]
+    if options.json is not None:
+        head = ["git", "-C", str(options.directory), "rev-parse", "HEAD"]
+        commit = subprocess.run(head, check=False, capture_output=True, text=True).stdout.strip()
+        versions = {package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")}
+        facts = {"program": commit, "date": date.today().isoformat(), "versions": versions, "cases": results}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if wrong := [result["case"] for result in results if result["differs"]]:
         print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
@@ -279,20 +303,10 @@ def _run_with(python: Path) -> None:
         os.execve(python, command, {**os.environ, "PYTHONPATH": _path()})
 
 
-def _has_fp16() -> bool:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
-
-
-def _passes(name: str, program: Program, scratch: Path) -> bool:
-    """Run a case and print its result: whether nothing differs. One that raises, as one that does not end in time
-    does, has failed, and the next one is run."""
-    if "fp16" in name.split("-") and not _has_fp16():
-        print(f"SKIPPED {name}: DeepSpeed says that this device has no fp16", flush=True)
-        return True
-    began, directory = time.monotonic(), scratch / name
+def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
+    """Run a case, print and return its result. One that raises, as one that does not end in time does, has failed,
+    and the next one is run."""
+    began, directory, values = time.monotonic(), scratch / name, 0
     try:
         if name.endswith("-persisted"):
             found = persisted(name, program, directory)
@@ -300,14 +314,17 @@ def _passes(name: str, program: Program, scratch: Path) -> bool:
             undisturbed = program.run(directory / "undisturbed", None)
             disturbed = program.run(directory / "killed", {**program.block, **lost_node(KILLED_AT)}, lost=1)
             found = judge(name, undisturbed, disturbed, ["memory"])
+            values = sum(len(line) for lines in disturbed.iterations.values() for line in lines)
+            values += sum(map(len, disturbed.validations.values()))
     except Exception as error:
         if not isinstance(error, (AssertionError, LocalClusterError)):  # they say themselves what a job did
             traceback.print_exc()
         found = [f"{type(error).__name__}: {error}"]
     for line in found:
         print(f"  DIFFERS {line}")
-    print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {time.monotonic() - began:.0f} s", flush=True)
-    return not found
+    secs = round(time.monotonic() - began)
+    print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {secs} s", flush=True)
+    return {"case": name, "differs": found, "values_compared": values, "secs": secs}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,7 +47,7 @@ class SlurmJob:
         script: str,
         block: dict[str, Any],
         *,
-        options: tuple[str, ...] = (),
+        options: tuple[str, ...] = ("--nodes=3",),
         arguments: tuple[str, ...] = ("--epochs", "2"),
         env: dict[str, str] | None = None,
         log: str = "job.out",
@@ -114,6 +115,57 @@ class SlurmJob:
         """Wait for its end; what Slurm says of it."""
         self.wait_until(lambda: self.facts["JobState"] in _OVER, "the end of the job", ends=True)
         return self.facts
+
+
+_PRETRAIN = f"""import runpy, sys
+given = dict(zip(sys.argv, sys.argv[1:]))
+sys.argv = ["plain.py", "--epochs", "2", "--deepspeed_config", given["--deepspeed_config"], "--save-dir", given["--save"]]
+runpy.run_path("{ROOT}/examples/plain.py", run_name="__main__")
+"""
+"""Stands in for Megatron's program: takes its arguments, and trains what a test can."""
+
+
+class PageJob(SlurmJob):
+    """The job that a page of docs/ submits by its own command, from a checkout of Megatron-DeepSpeed next to one of
+    reft. Fewer nodes, no GPUs, and another program; ``model``: CLUSTER-MODEL of configs/llama2."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path, page: str, model: str) -> None:
+        self._cluster, self._page = cluster, (ROOT / "docs" / page).read_text()
+        checkout = self.directory = directory / "Megatron-DeepSpeed"
+        checkout.mkdir(parents=True)
+        (directory / "reft").symlink_to(ROOT)
+        self.output = directory / "job.out"
+        shipped = ROOT / "configs" / "llama2" / f"{model}.json"
+        block = {"reft": json.loads(shipped.read_text())["reft"]}
+        config = json.loads((ROOT / "examples" / "plain.json").read_text()) | block
+        (checkout / shipped.name).write_text(json.dumps(config))
+        shutil.copy(shipped.with_suffix(".args"), checkout)
+        (checkout / "pretrain_gpt.py").write_text(_PRETRAIN)
+        (command,) = re.findall(r"^    (REFT_SLURM=(?:.*\\\n)*.*)", self._page, re.MULTILINE)
+        command = re.sub(
+            r"--nodes=\d+", f"--nodes=3 --parsable --gpus-per-node=1 --output={self.output}", command
+        )
+        command = command.replace("/shared", str(directory)).replace("$ORION", str(directory))
+        self.number = cluster.call("bash", "-c", command, cwd=checkout).strip()
+
+    def lose(self, node: str) -> None:
+        """By the command of the page."""
+        (command,) = re.findall(r"^    (srun .*pkill .*)", self._page, re.MULTILINE)
+        command = re.sub(r"-w \w+", f"-w {node}", command.replace("712", self.number))
+        self._cluster.call("bash", "-c", command, check=False)
+
+
+def missing_lines(page: str, log: str) -> list[str]:
+    """What a page of docs/ says that the output must show, and it does not; names and numbers may be others."""
+    lines = re.findall(
+        r"^    ((?:reft \[|rendezvous at ).*)", (ROOT / "docs" / page).read_text(), re.MULTILINE
+    )
+    assert len(lines) >= 3
+    other = {"N": r"[\w, .-]+", "0": r"[\d.]+"}
+    nodes, numbers = r"node\d+(, (node\d+|\.\.\.))*", r"(?<!round )(?<!start )\d+(\.\d+)*"
+    parts = [re.split("([N0])", re.sub(numbers, "0", re.sub(nodes, "N", line))) for line in lines]
+    patterns = ["".join(other.get(part) or re.escape(part) for part in line) for line in parts]
+    return [line for line, at in zip(lines, patterns, strict=True) if not re.search(at, log)]
 
 
 def _is_trainer(process: psutil.Process) -> bool:

@@ -6,18 +6,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
-from tests.slurm.jobs import SlurmJob, environment
+from tests.slurm.jobs import PageJob, SlurmJob, environment, missing_lines
 
 pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(900)]
-BLOCK = {"enabled": True}
+BLOCK: dict[str, Any] = {"enabled": True}
 CLEANS = "cleans"
 """A file; while it is there, memory is removed from nodes whenever a job ends or is requeued."""
-THREE_NODES = ("--nodes=3",)
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +83,22 @@ def check_losses(job: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
     assert undisturbed.keys() - job.losses.keys() <= {step for step, _ in job.resumed}
 
 
+@pytest.mark.parametrize("source", ["memory", "disk"])
 def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    source: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
 ) -> None:
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
-    job.reach(12)
-    job.tell_that_time_is_up()
-    check_requeued(job, "memory", undisturbed)
-
-
-def check_requeued(job: SlurmJob, source: str, undisturbed: dict[int, set[str]]) -> None:
-    facts = job.end()
+    """From disk on nodes whose memory was cleaned, as many sites do in an epilog."""
+    cleans, block = cluster.directory / CLEANS, BLOCK
+    if source == "disk":
+        cleans.touch()
+        block = {**BLOCK, "persist": {"dir": str(directory / "persisted")}}
+    try:
+        job = SlurmJob(cluster, directory, "h100.sbatch", block)
+        job.reach(12)
+        job.tell_that_time_is_up()
+        facts = job.end()
+    finally:
+        cleans.unlink(missing_ok=True)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
     (resumed,) = job.resumed
     assert resumed[0] >= 12
@@ -101,27 +106,10 @@ def check_requeued(job: SlurmJob, source: str, undisturbed: dict[int, set[str]])
     check_losses(job, undisturbed)
 
 
-def test_requeued_on_nodes_whose_memory_was_cleaned_it_goes_on_from_disk(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    """Many sites do so in an epilog."""
-    block = {**BLOCK, "persist": {"dir": str(directory / "persisted")}}
-    (cluster.directory / CLEANS).touch()
-    try:
-        job = SlurmJob(cluster, directory, "h100.sbatch", block, options=THREE_NODES)
-        job.reach(12)
-        job.tell_that_time_is_up()
-        check_requeued(job, "disk", undisturbed)
-    finally:
-        (cluster.directory / CLEANS).unlink()
-
-
 def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
     cluster: SlurmCluster, directory: Path
 ) -> None:
-    job = SlurmJob(
-        cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",), arguments=("--epochs", "50")
-    )
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, arguments=("--epochs", "50"))
     job.reach(5)
     assert left_behind(cluster) != {}
     cluster.call("scancel", job.number)
@@ -134,7 +122,7 @@ def test_a_step_that_is_killed_is_followed_by_another(
     cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
 ) -> None:
     """As where a step dies with its first process: versions lie in the memory of the nodes."""
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK)
     job.reach(12)
     cluster.call("scancel", "--signal=KILL", f"{job.number}.0")
     facts = job.end()
@@ -155,17 +143,29 @@ def ends_without_requeue(job: SlurmJob) -> None:
     assert resumed[1] == "memory"
 
 
-@pytest.mark.parametrize("script", ["v100.sbatch", "h100.sbatch", "frontier.sbatch"])
-def test_a_spare_takes_the_place_of_a_node_that_dies(
-    script: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+@pytest.mark.parametrize(("page", "model"), [("llama.md", "v100-1.3b"), ("frontier.md", "frontier-1.3b")])
+def test_a_job_of_a_page_survives_the_node_that_the_page_kills(
+    page: str, model: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
 ) -> None:
-    job = SlurmJob(cluster, directory, script, BLOCK, options=("--nodes=3",))
+    job = PageJob(cluster, directory, page, model)
+    job.reach(12)
+    job.lose([name for name in job.trainers() if name != job.facts["BatchHost"]][-1])
+    ends_without_requeue(job)
+    assert missing_lines(page, job.log) == [], job.log[-6000:]
+    check_losses(job, undisturbed)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_dies(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK)
     job.reach(12)
     before = job.trainers()
     batch_host = job.facts["BatchHost"]
     lost = [name for name in before if name != batch_host][-1]
     cluster.kill_node(lost)
     ends_without_requeue(job)
+    assert missing_lines("slurm.md", job.log) == []
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
 
@@ -180,7 +180,6 @@ def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
         directory,
         "h100.sbatch",
         {**BLOCK, "transport": "mpi"},
-        options=("--nodes=3",),
         env={"REFT_MPI": "pmi2", "MPI4PY_LIBMPI": library.environ["MPI4PY_LIBMPI"]},
     )
     job.reach(12)

@@ -1,5 +1,5 @@
-"""Saves and loads by DeepSpeed alone, in one process. Tells for every engine what reft says of its checkpoints, and how
-loading one ended."""
+"""Saves and loads by DeepSpeed alone, in one process. Tells for every engine what reft says of its checkpoints, from the
+engine and from its table of releases, and how loading one ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from reft.engine.checks.releases import unloadable
 from reft.state.support import why_not_loadable
 from tests.engine.ranks import be_a_rank, mse
 
@@ -34,7 +35,7 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     config |= {"zero_allow_untested_optimizer": True, **copy.deepcopy(CONFIGS[name])}
     optimizer = torch.optim.Adam(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    said = why_not_loadable(engine)
+    said = {"said": why_not_loadable(engine), "listed": unloadable(CONFIGS[name], deepspeed.__version__)}
     batch = torch.ones(2, 4, dtype=torch.bfloat16 if "bf16" in CONFIGS[name] else torch.float32)
     with torch.set_grad_enabled(True):
         if pipeline:
@@ -46,8 +47,8 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     try:
         engine.load_checkpoint(str(directory))
     except (AttributeError, KeyError) as error:
-        return {"said": said, "failed": repr(error)}
-    return {"said": said, "failed": None}
+        return {**said, "failed": repr(error)}
+    return {**said, "failed": None}
 
 
 def results(root: Path) -> dict[str, Any]:

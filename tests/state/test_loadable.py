@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reft.engine.checks.releases import ZERO0_PIPELINE
 from tests.engine.ranks import run_ranks
 
 
@@ -14,4 +15,5 @@ def test_what_reft_says_of_checkpoints_is_what_deepspeed_does(tmp_path: Path) ->
     (found,) = run_ranks(Path(__file__).with_name("loadable_job.py"), tmp_path, world=1)
     for name, one in found.items():
         assert (one["said"] is None) == (one["failed"] is None), name
-    assert found["pipeline bf16 0"]["failed"], "DeepSpeed loads it now: reft need not say anything of it"
+        if name.startswith("pipeline") or one["listed"] != ZERO0_PIPELINE:
+            assert (one["listed"] is None) == (one["failed"] is None), name

@@ -20,10 +20,12 @@ _COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
 class Severity(StrEnum):
-    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does not."""
+    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does not. NOTE: it
+    does."""
 
     REFUSED = "REFUSED"
     WARNING = "WARNING"
+    NOTE = "NOTE"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 
 from reft.config import ReftConfig, Variant
 from reft.data.batches import shares_store
+from reft.engine.checks.device import device_paragraph
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference
 from reft.engine.identity import declared_on_one_host
@@ -89,6 +90,8 @@ def _start_findings(session: Session) -> Iterator[Finding]:
 
 def _notes(session: Session) -> Iterator[str]:
     """What is no error even where the block is strict."""
+    if session.device_findings:
+        yield device_paragraph(session.device_findings)
     if short := timeout_is_short(session.config, group_timeout_secs()):
         yield short
     if claimed := declared_on_one_host(session.places):
