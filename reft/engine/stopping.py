@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from reft.env import ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.snapshot.worker import SnapshotWorker
 
@@ -95,6 +97,7 @@ class Stopping:
         self._grace_secs = grace_secs
         self.at_next_step = False
         self._stop: Callable[[Session, int], None] | None = None
+        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
 
     @property
     def together(self) -> bool:
@@ -104,6 +107,9 @@ class Stopping:
     def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
         """Whether the job stops after the step that has just ended, or this rank does."""
         votes = worker.votes
+        if 0 < self._replayed_step <= step:
+            self._stop = stop_replay
+            return True
         if self.preemption.requested or votes.halt is not None:
             # The vote that carries this is over when training gets there: all ranks know by then.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
@@ -141,6 +147,13 @@ def stop_together(session: Session, step: int) -> None:
     )
     if not session.stopping.at_next_step:
         _end(session)
+
+
+def stop_replay(session: Session, step: int) -> None:
+    """The step that was asked for is made: its version is there to be compared. Exits."""
+    _take_last_version(session, step, session.config.commit_timeout_secs)
+    session.close()
+    raise SystemExit(0)
 
 
 def stop_for_corruption(session: Session, step: int) -> None:

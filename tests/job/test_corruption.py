@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .cluster import WatchedCluster, cluster
+from .cluster import SCRIPTS, WatchedCluster, cluster
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
     "steps_per_print": None,
-    "reft": {"enabled": True, "verify": {"peers": "full", "on_difference": "rollback", "suspects": 2}},
 }
+VERIFY = {"peers": "full", "on_difference": "rollback", "suspects": 2}
+
+
+def config_in(directory: Path, verify: dict[str, Any]) -> Path:
+    directory.mkdir()
+    config = directory / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "verify": verify}}))
+    return config
 
 
 def run(directory: Path, how: str, lives: int) -> tuple[WatchedCluster, dict[int, int]]:
-    directory.mkdir()
-    (config := directory / "ds.json").write_text(json.dumps(CONFIG))
-    with cluster(directory, "corrupt.py", str(config), how, str(lives), nodes=2) as job:
+    config = config_in(directory, VERIFY)
+    with cluster(directory, "corrupt.py", str(config), how, str(lives), "12", nodes=2) as job:
         return job, job.wait(300)
 
 
@@ -41,3 +51,29 @@ def test_state_that_goes_wrong_is_gone_back_from_once(tmp_path: Path) -> None:
     assert codes == {0: 2, 1: 2}
     assert (job.events_dir / "lives-0").read_text().split() == ["0", "3"]
     assert "this start has committed nothing" in job.log(0)
+
+
+def reft(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "reft.cli", *words]
+    return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.process
+@pytest.mark.integration
+def test_a_replay_names_what_was_wrong_in_the_last_step_and_nothing_else(tmp_path: Path) -> None:
+    for how, names in (("flip", ["model.weight"]), ("right", [])):
+        config = config_in(directory := tmp_path / how, {"peers": "off"})
+        memory = directory / "memory"
+        options = ("--nproc-per-node", "2", "--memory-dir", str(memory), "--job-id", "j")
+        script = (str(SCRIPTS / "corrupt.py"), str(config), how, "1", "4")
+        env = {**os.environ, "TEST_EVENTS": str(directory)}
+
+        done = reft(env, "launch", "--keep-memory", *options, *script)
+        assert done.returncode == 0, done.stderr
+        done = reft(env, "replay", "--json", "--twice", *options, *script)
+        found = json.loads(done.stdout)
+        assert (done.returncode, found["step"], found["from_step"]) == (bool(names), 4, 3), done.stderr
+        assert found["not_deterministic"] == []
+        assert {name for block in found["differ"] for name in block["tensors"]} >= set(names)
+        assert {block["at"] for block in found["differ"]} == ({"pp0.dp1.tp0"} if names else set())
+        assert not (directory / "memory-replay").exists()
