@@ -16,16 +16,15 @@ from tests.device.simulated import NAME, Simulated, simulated
 
 BACKEND = "staged"
 _COLLECTIVES = {
-    *(
-        "allreduce",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "_allgather_base",
-        "reduce_scatter",
-        "_reduce_scatter_base",
-    ),
-    *("gather", "scatter", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+    name: name
+    for name in (
+        *("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter"),
+        *("_reduce_scatter_base", "gather", "scatter", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+    )
+} | {  # what torch 2.13 calls, and as what gloo has it
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
 }
 
 
@@ -99,7 +98,7 @@ class Staged(dist.ProcessGroup):
 
     def __getattribute__(self, name: str) -> Any:
         if name in _COLLECTIVES:
-            return partial(_staged, getattr(self.gloo, name))
+            return partial(_staged, getattr(self.gloo, _COLLECTIVES[name]))
         return super().__getattribute__(name)
 
 
