@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from tests.device.simulated import NAME, Simulated, simulated
+from reft.device import VENDORS
+from tests.device.simulated import NAME, Simulated, SimulatedVendor, simulated
 
 BACKEND = "staged"
 _COLLECTIVES = {
@@ -26,6 +28,7 @@ _COLLECTIVES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
+"""gloo's names of a group's calls."""
 
 
 class Accelerator(CPU_Accelerator):
@@ -102,7 +105,7 @@ class Staged(dist.ProcessGroup):
         return super().__getattribute__(name)
 
 
-def _staged(collective: Any, *args: Any) -> Any:
+def _staged(collective: Any, *args: Any, **options: Any) -> Any:
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_host(value: Any) -> Any:
@@ -113,7 +116,7 @@ def _staged(collective: Any, *args: Any) -> Any:
         staged.append((value, value.cpu()))
         return staged[-1][1]
 
-    collective(*map(on_host, args)).wait()
+    collective(*map(on_host, args), **options).wait()
     for live, host in staged:
         live.copy_(host)
     future: Future[Any] = Future()
@@ -127,3 +130,14 @@ def use_simulated() -> Simulated:
     set_accelerator(Accelerator(sim))
     dist.Backend.register_backend(BACKEND, Staged, devices=[NAME, "cpu"])
     return sim
+
+
+def use_device(name: str) -> str:
+    """Have DeepSpeed train on ``cuda`` or the simulated device; the backend of groups whose ranks may share one,
+    which NCCL refuses."""
+    if name == NAME:
+        VENDORS[NAME] = SimulatedVendor(use_simulated())
+    else:
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        dist.Backend.register_backend(BACKEND, Staged, devices=[name, "cpu"])
+    return BACKEND

@@ -91,7 +91,6 @@ def live(root: Path) -> dict[str, Any]:
     sys.modules["cupy"] = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))  # type: ignore[assignment]
     deepspeed.init_distributed(BACKEND, verbose=False)
     os.environ["REFT_NODE_ID"] = f"node{rank}"
-    out: dict[str, Any] = {}
     if life["killed"] is not None:
         reference = Life(None, life["stages"])
         reference.train(STEPS)
