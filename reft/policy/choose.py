@@ -328,11 +328,6 @@ SENT_AFTER_ALL = (
 )
 
 
-def partition_costs(secs: tuple[float, float]) -> str:
-    """Of both ways."""
-    return "sending costs a step {:.2g} s, recomputing {:.2g} s where it is exact".format(*secs)
-
-
 def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: Situation) -> str:
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
@@ -343,14 +338,11 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
         + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
     if chosen.owned_by is not None:
-        sent = chosen.owned_by is OwnedBy.PEER
-        said = f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers"
-        if chosen.partition_secs is not None:
-            parts.append(f"{said}: {partition_costs(chosen.partition_secs)}")
-        elif sent:
-            parts.append(f'{said}: recomputing them takes "{AOR}" in the protection')
-        else:
-            parts.append(f'{said}, as "{AOR}" asks')
+        sent, secs = chosen.owned_by is OwnedBy.PEER, chosen.partition_secs
+        why = f'recomputing them takes "{AOR}" in the protection' if sent else f'"{AOR}" asks for it'
+        if secs is not None:
+            why = f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is exact"
+        parts.append(f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers: {why}")
         parts += [] if sent or situation.exact else [SENT_AFTER_ALL]
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")

@@ -17,9 +17,7 @@ from tests.engine.traffic_job import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 
 RECOMPUTED, MEASURED = "recomputed", "measured"
-TRIED = DeviceFindings(
-    "a device of these hosts", 1, False, True, adam_parameters_per_sec=1e9, copy_bytes_per_sec=1e15
-)
+TRIED = DeviceFindings("a device of these hosts", 1, 1e15, adam_is_exact=True, adam_parameters_per_sec=1e9)
 """As if: what is recomputed here is exact, and gradients are on the host at once."""
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
