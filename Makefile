@@ -108,14 +108,8 @@ paper: venv  ## what the papers behind reft print, beside what follows here: bui
 
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python
-GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
-  tests/snapshot/test_staging.py tests/device/test_vendors.py tests/protect/test_backends.py \
-  tests/state/test_late.py tests/state/test_rng.py
-
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
-	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch finds no device'"
-	$(GPU_PYTHON) -m pytest -rs $(GPU_TESTS)
-	$(GPU_PYTHON) benchmarks/has_gpu.py --json > has_gpu.json
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: what needs one, in 25 minutes, into docs/measurements
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 faults: venv  ## the fault matrix: every pair of values, with all variants and protections; ARGS='-k host': some of them
 	REFT_FAULTS=1 $(PYTEST) tests/faults/test_matrix.py tests/faults/test_write_hole.py $(ARGS)

@@ -61,6 +61,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_device(made: argparse.ArgumentParser) -> None:
+    """For benchmarks whose ranks may train on a device; they share it where it is the only one."""
+    made.add_argument("--device", choices=("cuda", "sim"), help="train on it (default: as DeepSpeed finds)")
+
+
 def quicken(options: argparse.Namespace) -> None:
     """What ``--quick`` means for the model."""
     options.params, options.seq, options.micro_batch, options.micro_batches = 2e5, 16, 1, 2 * options.pp - 1

@@ -15,7 +15,8 @@ neighbour's. Each way is checked once, byte by byte. Waits keep their full lengt
 before them, so no delay is hidden; checksums and commit, which take host time only, are not part of it.
 A shape that does not fit gets fewer layers, and the result says so.
 
-``--self-test`` runs all of it on the CPU with a tiny shape; its times mean nothing.
+``--self-test`` runs all of it with a tiny shape, on the CPU or, with ``--device sim``, on the simulated
+device of the tests; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from common import MIB, Scratch, progress, scratch
 from replay_savers import NONE, HostSaver, NoSaver, Version, make_plan
@@ -42,6 +44,7 @@ from replay_stage import (
     HostDevice,
     Place,
     Replay,
+    SimulatedDevice,
     Stage,
     StageTimes,
     copy_rate,
@@ -80,7 +83,7 @@ def fitting_stage(
     for layers in dict.fromkeys(max(1, int(wanted * fraction)) for fraction in LAYER_FRACTIONS):
         try:
             stage = Stage(config, layers, place, options.micro_batch, device.device)
-            _check_shared_memory(options, stage)
+            _check_host_memory(options, stage)
             times = measure_times(stage, device, options.trials)
             # The most activations that are alive at once.
             alive = range(min(place.micro_batches, place.stages - place.stage_id))
@@ -100,10 +103,16 @@ def fitting_stage(
     )
 
 
-def _check_shared_memory(options: argparse.Namespace, stage: Stage) -> None:
-    kept = ARENAS * stage.parameters * BYTES_PER_PARAMETER * (1 + options.copies) / options.dp
-    if kept * SHM_RESERVE > free_bytes(options.shm):
-        raise OutOfMemoryError(f"{kept / MIB:.0f} MiB of snapshot, {free_bytes(options.shm) / MIB:.0f} free")
+def _check_host_memory(options: argparse.Namespace, stage: Stage) -> None:
+    version = stage.parameters * BYTES_PER_PARAMETER * (1 + options.copies) / options.dp
+    # Arenas; on the host also what a version is compared with and, if it is measured, the copy of "host".
+    others = 1 + ("host" in options.variants)
+    for wanted, free in (
+        (ARENAS * version, free_bytes(options.shm)),
+        ((ARENAS + others) * version, psutil.virtual_memory().available),
+    ):
+        if wanted * SHM_RESERVE > free:
+            raise OutOfMemoryError(f"{wanted / MIB:.0f} MiB of snapshot, {free / MIB:.0f} free")
 
 
 def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -130,20 +139,19 @@ def check(replay: Replay, version: Version, savers: Sequence[NoSaver], device: H
         SystemExit: one does not.
     """
     for saver in savers:
-        held = None
+        wrong = None
         for _ in range(CHECK_STEPS):  # on a busy machine a version may be given up before it has begun
             device.synchronize()
             expected = version.expected()
             replay.step(saver)
-            held = saver.held()
-            if held is not None or saver.name == NONE:
+            wrong = saver.differing(expected)
+            if wrong is not None or saver.name == NONE:
                 break
         if saver.name == NONE:
             continue
-        if held is None:
+        if wrong is None:
             raise SystemExit(f"{saver.name}: {CHECK_STEPS} versions in a row were given up")
-        if not torch.equal(held, expected):
-            wrong = int((held != expected).sum())
+        if wrong:
             raise SystemExit(f"{saver.name}: {wrong} of {version.nbytes} bytes are not those of the state")
 
 
@@ -211,6 +219,7 @@ def measure_model(
             name: {
                 "step_secs": estimate(f["secs"]).to_json(),
                 "overhead": estimate([(s - p) / p for s, p in zip(f["secs"], plain, strict=True)]).to_json(),
+                "versions": len(f["rates"]),
                 "d2h_bytes_per_sec": rates.get(name),
                 "d2h_of_link": rates[name] / link if name in rates else None,
             }
@@ -233,6 +242,7 @@ def make_savers(
 
 
 VARIANTS = ("blocking", "host", "host_device", "has")
+DEVICES = {"cuda": GpuDevice, "sim": SimulatedDevice, "cpu": HostDevice}
 
 
 # --- result ------------------------------------------------------------------------------------------
@@ -259,7 +269,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"$ {result['command']}",
         f"{result['date']}, {device['name']}, torch {result['software']['torch']}"
-        + ("; SELF TEST ON A CPU: the times mean nothing" if result["self_test"] else ""),
+        + ("; SELF TEST: the times mean nothing" if result["self_test"] else ""),
     ]
     for m in result["models"]:
         scaled = "" if m["layers"] == m["layers_wanted"] else f" (SCALED DOWN from {m['layers_wanted']})"
@@ -307,8 +317,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for the arena")
     made.add_argument("--disk", type=Path, default=Path("/tmp"), help=argparse.SUPPRESS)
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    made.add_argument("--self-test", action="store_true", help="on the CPU, tiny: does the program work?")
+    made.add_argument("--device", choices=DEVICES, help="(default: cuda, which ROCm's are too)")
+    made.add_argument("--self-test", action="store_true", help="tiny, by default on the CPU")
     options = made.parse_args(argv)
+    options.device = options.device or ("cpu" if options.self_test else "cuda")
+    options.self_test = options.self_test or options.device != "cuda"
     if options.self_test:
         options.models, options.seq, options.chunk_bytes = ["tiny"], 16, 64 * 1024
         options.rounds, options.trials = min(options.rounds, 3), 3
@@ -319,13 +332,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    if not options.self_test and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "has_gpu: torch finds no CUDA or ROCm device; run it where there is one, or with --self-test",
             file=sys.stderr,
         )
         return 2
-    device = HostDevice() if options.self_test else GpuDevice()
+    device = DEVICES[options.device]()
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
     if options.self_test:

@@ -33,6 +33,7 @@ from typing import Any
 from common import (
     MIB,
     Scratch,
+    add_device,
     enter_worker,
     launch,
     leave_worker,
@@ -45,7 +46,7 @@ from common import (
 from results import estimate, facts, head_lines
 from savers import PLAIN, REFT, BlockingCopySaver, ReftSaver, Saver
 from stopwatch import Stopwatch
-from training import build_engine
+from training import build_engine, device_name, synchronize
 
 COPY = "copy"
 GOAL_CORE_RATIO = 1.3
@@ -141,6 +142,7 @@ class Rank:
     def unit(self, name: str) -> dict[str, Any]:
         """A few steps, with or without saving before each."""
         saver = self.savers[name]
+        synchronize()
         self.barrier()
         self.watch.take()
         before, begin = self.cores.now(), time.monotonic()
@@ -148,6 +150,7 @@ class Rank:
             if name != PLAIN:
                 saver.start()
             self.engine.train_batch(self.data)
+        synchronize()
         stepped = time.monotonic()
         saver.finish()
         end, after = time.monotonic(), self.cores.now()
@@ -186,6 +189,7 @@ def run_rank(options: argparse.Namespace) -> None:
         {
             "units": units,
             "optimizer": type(rank.engine.optimizer).__name__,
+            "device": device_name(),
             "snapshots": {key: stats[key] for key in ("taken", "committed", "skipped", "tier_bytes")},
         },
     )
@@ -240,7 +244,7 @@ def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> 
 def evaluate(options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole result."""
     result = facts("memory_copy", options)
-    result["optimizer"] = ranks[0]["optimizer"]
+    result |= {key: ranks[0][key] for key in ("optimizer", "device")}
     result["steps_per_unit"] = options.span
     plain = [u["secs"] / options.span for u in ranks[0]["units"] if u["saver"] == PLAIN]
     result["plain_step_secs"] = estimate(plain).to_json()
@@ -295,6 +299,7 @@ def main() -> int:
     made.add_argument("--variant", default="has", help="when reft copies (default has)")
     made.add_argument("--stages", action="store_true", help="time the stages of reft's versions")
     made.add_argument("--peers", type=Path, help="folder of their packages: they are measured too")
+    add_device(made)
     options = made.parse_args()
     if options.quick:
         quicken(options)

@@ -69,8 +69,8 @@ class NoSaver:
     def stepped(self, names: Sequence[str]) -> None:
         """The optimizer step was queued; ``names`` of the step's instructions."""
 
-    def held(self) -> torch.Tensor | None:
-        """The bytes of the newest snapshot, behind :meth:`finish`; None where there is none."""
+    def differing(self, expected: torch.Tensor) -> int | None:
+        """Wrong bytes of the newest snapshot, behind :meth:`finish`; None where there is none."""
         return None
 
     def finish(self) -> None:
@@ -102,8 +102,8 @@ class HostSaver(NoSaver):
     def fence(self) -> None:
         self._done.result()
 
-    def held(self) -> torch.Tensor | None:
-        return self.target
+    def differing(self, expected: torch.Tensor) -> int | None:
+        return int((self.target != expected).sum())
 
 
 # --- the plan of has ---------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ class HostDevice:
         """Memory to which the link is fastest."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def facts(self) -> dict[str, Any]:
+    @staticmethod
+    def facts() -> dict[str, Any]:
+        """What it is; asking begins nothing on it."""
         return {"name": "cpu", "memory_bytes": None}
 
     def peak_bytes(self) -> int | None:
@@ -72,6 +74,7 @@ class GpuDevice(HostDevice):
     it holds the stream and leaves memory, copy units and the rest of the device alone."""
 
     name = "rocm" if torch.version.hip else "cuda"
+    module: Any = torch.cuda
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -94,7 +97,7 @@ class GpuDevice(HostDevice):
         torch.cuda._sleep(int(secs * self._cycles_per_sec))
 
     def stamp(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self.module.Event(enable_timing=True)
         event.record()
         return event
 
@@ -103,13 +106,14 @@ class GpuDevice(HostDevice):
         return float(begin.elapsed_time(end)) * 1e-3
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self.module.synchronize()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
 
-    def facts(self) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(self.device)
+    @staticmethod
+    def facts() -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(0)
         return {
             "name": properties.name,
             "memory_bytes": properties.total_memory,
@@ -118,11 +122,30 @@ class GpuDevice(HostDevice):
         }
 
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device)
+        return int(self.module.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
 
     def free_unused(self) -> None:
         super().free_unused()
-        torch.cuda.empty_cache()
+        self.module.empty_cache()
+
+
+class SimulatedDevice(GpuDevice):
+    """That of the tests, by which the program is tried: its times mean nothing."""
+
+    def __init__(self) -> None:
+        from reft.device import VENDORS
+        from tests.device.simulated import NAME, SimulatedVendor, simulated
+
+        self.module = simulated()
+        VENDORS[NAME] = SimulatedVendor(self.module)
+        self.name, self.device = NAME, torch.device(NAME, 0)
+
+    def wait(self, secs: float) -> None:
+        self.module.sleep(secs)
+
+    @staticmethod
+    def facts() -> dict[str, Any]:
+        return {"name": "simulated", "memory_bytes": None}
 
 
 def copy_rate(device: HostDevice, source: torch.Tensor, target: torch.Tensor, trials: int) -> float:
@@ -174,6 +197,8 @@ class Stage:
             modules += [FinalNorm(config), Head(config, tp)] if place.last else []
             model = torch.nn.Sequential(*modules)
         self.model = model.to(torch.bfloat16).to_empty(device=device)
+        if config.tied and place.first and place.last:
+            self.model[-1].weight = self.model[0].weight
         self.weights = list(self.model.parameters())
         with torch.no_grad():
             for weight in self.weights:

@@ -115,8 +115,8 @@ class Production:
         self.worker.submit(request)
         return request
 
-    def held(self) -> torch.Tensor | None:
-        """The bytes of the version of the last step; None if it was given up."""
+    def differing(self, expected: torch.Tensor) -> int | None:
+        """How many bytes of the version of the last step are others; None if it was given up."""
         for _, arena in scan(self.folder, _SECRET):
             if not isinstance(arena, Arena):
                 continue
@@ -124,11 +124,12 @@ class Production:
                 header = arena.header()
                 if header is None or not header.state.whole or header.label.step != self.step:
                     continue
-                found = torch.zeros(self.images.replicated.nbytes, dtype=torch.uint8)
+                wrong = expected.numel()
                 for entry in (e for e in header.entries if e.key.section == "replicated"):
                     data = torch.frombuffer(bytearray(arena.read_block(entry)), dtype=torch.uint8)
-                    found[entry.start_bytes : entry.start_bytes + entry.nbytes] = data
-                return found
+                    at = slice(entry.start_bytes, entry.start_bytes + entry.nbytes)
+                    wrong -= int((data == expected[at]).sum())
+                return wrong
         return None
 
     def close(self) -> None:
@@ -180,8 +181,8 @@ class WorkerSaver(NoSaver):
             raise SystemExit(f"{self.name}: a version was neither committed nor given up")
         self.given_up += not self._request.committed
 
-    def held(self) -> torch.Tensor | None:
-        return self._production.held()
+    def differing(self, expected: torch.Tensor) -> int | None:
+        return self._production.differing(expected)
 
     def rate(self) -> float | None:
         records = list(self._production.worker.copier.records)

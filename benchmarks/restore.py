@@ -39,6 +39,7 @@ from typing import Any
 from common import (
     MIB,
     Scratch,
+    add_device,
     enter_worker,
     launch,
     leave_worker,
@@ -64,7 +65,7 @@ from restore_ways import (
 )
 from results import estimate, facts, head_lines
 from stopwatch import Stopwatch
-from training import build_engine, inner_optimizer
+from training import build_engine, device_name, inner_optimizer, synchronize
 from units import KEEP_FREED_MEMORY
 
 LOCAL_GOAL, LOST_GOAL, COPY_GOAL, STORAGE_GOAL = 1.5, 1.0, 1.3, 10.0
@@ -112,7 +113,7 @@ class Rank:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
                 tensors += [param, *(state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor))]
-        return [checksum(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in tensors]
+        return [checksum(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data) for t in tensors]
 
     def destroy(self) -> None:
         """Lose the state, as a new process would have: no weights, no optimizer state."""
@@ -144,9 +145,11 @@ class Rank:
         """Destroy, restore, compare."""
         way.before()
         self.destroy()
+        synchronize()
         self.barrier()
         begin, cpu = time.monotonic(), time.process_time()
         found = way.restore()
+        synchronize()
         cpu_secs = time.process_time() - cpu
         self.barrier()
         end = time.monotonic()
@@ -184,6 +187,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "trials": trials,
             "bytes": {way.name: way.bytes() for way in ways},
             "optimizer": type(rank.engine.optimizer).__name__,
+            "device": device_name(),
             "state_bytes": sum(image.nbytes for image in rank.session.state.adapter.images()),
         },
     )
@@ -267,7 +271,7 @@ def evaluate(
     result = facts("restore", options)
     trials = merge(ranks)
     names = list(dict.fromkeys(t["way"] for t in trials))
-    result["optimizer"] = ranks[0]["optimizer"]
+    result |= {key: ranks[0][key] for key in ("optimizer", "device")}
     result["state_bytes_per_rank"] = ranks[0]["state_bytes"]
     result["ways"] = {name: evaluate_way(trials, name, memory) for name in names}
     for name, found in result["ways"].items():
@@ -347,6 +351,7 @@ def main() -> int:
         action="store_true",
         help="restore into pages that were never touched, as a new process does",
     )
+    add_device(made)
     options = made.parse_args()
     if options.storage_gbps <= 0:
         made.error(f"--storage-gbps is {options.storage_gbps}; expected a bandwidth above 0")

@@ -108,7 +108,7 @@ def head_lines(result: Mapping[str, Any]) -> list[str]:
     software = ", ".join(f"{name} {number}" for name, number in result["software"].items())
     return [
         *run_lines(result),
-        f"CPU and {layout['backend']} only, {software}",
+        f"{result.get('device', 'cpu')} and {layout['backend']} only, {software}",
         f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} (ZeRO-{model['zero']}), "
         f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} tokens a step",
     ]

@@ -7,7 +7,7 @@ import shutil
 from typing import Any
 
 from common import Scratch, bytes_below
-from training import inner_optimizer, masters
+from training import inner_optimizer, masters, synchronize
 
 PLAIN = "none"
 REFT = "reft"
@@ -80,6 +80,7 @@ class BlockingCopySaver(Saver):
         folder.mkdir()
         memory, at = torch.from_file(str(folder / "copy"), True, self.nbytes, dtype=torch.uint8), 0
         memory.zero_()
+        session.copying.engine.register(memory)
         self.pieces = []
         for image, start, stop in ranges:
             self.pieces += images[image].pieces_into(start, memory[at : at + stop - start])
@@ -87,7 +88,8 @@ class BlockingCopySaver(Saver):
 
     def start(self) -> None:
         for source, target in self.pieces:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
+        synchronize()
 
     def clean(self) -> int:
         return self.nbytes

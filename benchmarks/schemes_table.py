@@ -31,7 +31,7 @@ def _cell(scheme: Scheme, size: int) -> str:
     if scheme.why_no_room(size):
         return "too few" if size < scheme.least_members else "too many"
     code: Code = make_code(scheme, range(size))
-    return f"{float(code.share_of(0)):.1%}, survives {tolerance(code)}"
+    return f"{float(code.scheme.share(code.size)):.1%}, survives {tolerance(code)}"
 
 
 def main() -> None:

@@ -81,7 +81,12 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     with train._quiet(options.verbose):
         import deepspeed
 
-        deepspeed.init_distributed()
+        backend = None
+        if device := getattr(options, "device", None):
+            from tests.device.accelerator import use_device
+
+            backend = use_device(device)
+        deepspeed.init_distributed(backend)
     layout = Layout(degrees_for(options.pp * options.dp, options.pp, 1, options.dp))
     engine = train.build_engine(job, job.model_config(), layout)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
@@ -90,6 +95,22 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     )
     batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
     return engine, itertools.cycle(batches)
+
+
+def device_name() -> str:
+    """What DeepSpeed trains on, for people."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    name = str(get_accelerator().device_name())
+    return torch.cuda.get_device_name() if name == "cuda" else name
+
+
+def synchronize() -> None:
+    """Wait until a device has done what it was given."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().synchronize()
 
 
 def inner_optimizer(engine: Any) -> Any:

@@ -291,8 +291,8 @@ class ReftConfig(Block):
         " a parity (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, "
         "'none' nothing. ZeRO partitions and host state go to ring peers; with '+aor' added the "
         "peers recompute the partitions from the gradients. 'auto' chooses at the start the "
-        "cheapest that fits the memory and survives 'tolerance' node losses ('auto+aor' may "
-        "recompute). A mapping such as {scheme: rs, parities: 2, recompute: true} means "
+        "cheapest that fits the memory and survives 'tolerance' node losses ('auto+aor' "
+        "recomputes). A mapping such as {scheme: rs, parities: 2, recompute: true} means "
         "'rs:2+aor' (docs/protection.md)",
     )
     tolerance: int = Field(

@@ -87,7 +87,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The simulated device is compiled here, where nobody counts processes and seconds, and loaded: autograd
     makes a queue for each device that it knows at its first use."""
     fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    if fixtures & {"sim", "vendor", "device", "case"} and not session.config.option.collectonly:
+    if fixtures & {"sim", "vendor", "device", "case", "at_hand"} and not session.config.option.collectonly:
         from tests.device.simulated import missing, simulated
 
         if not missing():

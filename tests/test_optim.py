@@ -226,9 +226,10 @@ def test_sixteen_bit_parameters_are_refused_with_what_to_do() -> None:
         exact([param]).step()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 def test_a_device_gives_the_same_bits_as_the_host(decoupled: bool) -> None:
-    """The contract that AOR on a device rests on. Run by ``make gpu``."""
+    """The contract that AOR on a device rests on."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA or ROCm device; torch finds none")
     check_rounding("cuda")

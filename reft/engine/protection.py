@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from reft.config import AOR, AUTO, ReftConfig
 from reft.control.control import WorkerControl
 from reft.engine.identity import local_rank
+from reft.errors import UnsupportedStateError
+from reft.grid import ring_order
 from reft.memory.free_memory import default_margin_bytes, free_bytes
 from reft.node.protection import (
     OrderWatch,
@@ -21,14 +26,18 @@ from reft.node.protection import (
     write_record,
 )
 from reft.policy.choose import Choice, Situation, choose
-from reft.policy.loads import RankSections
+from reft.policy.loads import OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.state.adapters import StateAdapter
+from reft.state.gradients import check_recomputable
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
+
+_SENT_BYTES = 8 * 2**20
 
 
 def situation_of(session: Session) -> Situation:
@@ -51,7 +60,7 @@ def choose_protection(session: Session) -> ReftConfig:
     """The block with the chosen protection in the place of ``auto``. Collective. Windows are not measured
     yet: the choice needs none, since it takes what moves least."""
     config, situation = session.config, situation_of(session)
-    choice = _choose(situation, config)
+    choice = _choose(replace(situation, rates=_measured_rates(session, situation)), config)
     chosen, scheme = choice.chosen, choice.chosen.scheme
     session.events.write(
         "protection_chosen",
@@ -64,10 +73,38 @@ def choose_protection(session: Session) -> ReftConfig:
     )
     if session.is_rank_zero:
         _say(choice)
-    if not (config.recompute and scheme.certain_losses):
-        return config.model_copy(update={"protection": str(scheme)})
-    # Also where nothing is partitioned, as in a block that names the scheme.
-    return config.model_copy(update={"protection": f"{scheme}{AOR}"})
+    # Where it is asked for also if nothing is partitioned, as in a block that names the scheme.
+    recompute = chosen.owned_by is OwnedBy.AOR or (config.recompute and scheme.certain_losses)
+    return config.model_copy(update={"protection": f"{scheme}{AOR}" if recompute else str(scheme)})
+
+
+def _measured_rates(session: Session, situation: Situation) -> Rates | None:
+    """None where recomputing was not seen to be exact, or is not possible. Collective."""
+    config, control, adapter = session.config, session.control, session.engine.adapter
+    found = session.device_findings
+    if not (found and situation.exact and situation.owns) or config.recompute or config.interval_steps != 1:
+        return None
+    try:
+        possible = isinstance(adapter, StateAdapter) and bool(check_recomputable(adapter))
+    except UnsupportedStateError:
+        possible = False
+    stage = session.coordinate.pp, session.coordinate.tp
+    ring = [session.topology.group(*stage)[d] for d in ring_order(session.topology.group_nodes(*stage))]
+    at = ring.index(control.rank)
+    peers = {ring[at - 1], ring[(at + 1) % len(ring)]} - {control.rank}
+    if control.any_of(not possible or not peers)[0]:
+        return None
+    sent = torch.empty(_SENT_BYTES, dtype=torch.uint8)
+    for _ in range(2):  # connections are made by the first
+        began = time.perf_counter()
+        control.exchange({p: [sent] for p in peers}, {p: [torch.empty_like(sent)] for p in peers})
+        rate = int(_SENT_BYTES * len(peers) / (time.perf_counter() - began))
+    return Rates(
+        copy_bytes_per_sec=min(one.copy_bytes_per_sec for one in found),
+        peer_bytes_per_sec=min(one for (one,) in control.gather_ints([rate])),
+        adam_parameters_per_sec=min(one.adam_parameters_per_sec for one in found),
+        free_cores=min(one.free_cores for one in found),
+    )
 
 
 def _choose(situation: Situation, config: ReftConfig) -> Choice:

@@ -3,9 +3,9 @@
 From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same choice
 on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
 and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`): recomputing
-them is chosen where it was asked for, and only there, since on a GPU it is not exact to the bit. Chosen is
-the one that moves least among those that fit the memory and survive the wanted number of lost nodes; if
-none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
+them is chosen where it was asked for, or where it is exact to the bit and was measured to cost a step less.
+Chosen is the one that moves least among those that fit the memory and survive the wanted number of lost
+nodes; if none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from reft.config import AOR
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
-from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
+from reft.policy.loads import OPTIMIZER_BYTES, Load, OwnedBy, RankSections, Rates, group_loads
 from reft.protect.codes import Scheme
 from reft.protect.placement import fatal
 
@@ -38,7 +38,7 @@ copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks
 class Situation:
     """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what may be
     reserved on each node; ``exact``: what a host recomputes is the owner's partition to the bit, so that it
-    need not be sent."""
+    need not be sent; ``rates``: None where recomputing is not possible, or not to be chosen unasked."""
 
     topology: Topology
     sections: tuple[RankSections, ...]
@@ -46,6 +46,7 @@ class Situation:
     block_bytes: int = 4 * 2**20
     memory_bytes: Mapping[str, int] | None = None
     exact: bool = True
+    rates: Rates | None = None
 
     @property
     def owns(self) -> bool:
@@ -91,8 +92,10 @@ class Alternative:
     limit_bytes: int | None
     fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
     fit: Fit | None = None  # prediction for the step; None where windows or bandwidth are not known
-    # False where it recomputes partitions unasked, or does not although that was asked for
+    # False where it recomputes partitions unasked and dearly, or does not although that was asked for
     available: bool = True
+    # what a step pays where its partitions are sent, and recomputed exactly; None: not known
+    partition_secs: tuple[float, float] | None = None
 
     @property
     def name(self) -> str:
@@ -125,11 +128,10 @@ class Alternative:
     def why_not(self, wanted: int) -> str | None:
         """Why it does not do; None if it does."""
         if not self.available:
-            asked = f'"{AOR}" asks for recomputing'
             return (
-                f'recomputing is chosen only where "{AOR}" asks for it'
+                f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and cheaper'
                 if self.owned_by is OwnedBy.AOR
-                else asked
+                else f'"{AOR}" asks for recomputing'
             )
         if not self.fits_memory:
             return (
@@ -253,6 +255,8 @@ def _evaluate(
     for scheme in schemes:
         lost = fatal(situation.topology, scheme.copies, scheme.parities)
         protected = scheme.copies + scheme.parities > 0
+        secs = _partition_secs(situation, scheme)
+        cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         # Either way partitions lie at as many peers as the scheme survives losses.
         for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
             loads, node, memory = _loads(situation, scheme, way or OwnedBy.PEER)
@@ -265,8 +269,17 @@ def _evaluate(
                 limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
                 fatal=lost,
                 fit=pace.fit(loads) if pace is not None else None,
-                available=way is None or recompute == (way is OwnedBy.AOR),
+                available=recompute or cheaper if way is OwnedBy.AOR else way is None or not recompute,
+                partition_secs=secs,
             )
+
+
+def _partition_secs(situation: Situation, scheme: Scheme) -> tuple[float, float] | None:
+    """Of the rank that owns most."""
+    peers = min(scheme.copies + scheme.parities, situation.topology.degrees.dp - 1)
+    most = max(sections.owned_bytes for sections in situation.sections)
+    rates = situation.rates
+    return rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
 
 
 def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[int, Load]:
@@ -324,11 +337,13 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
         f"{_memory(chosen.memory_bytes)} on the fullest node"
         + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
-    if chosen.owned_by is OwnedBy.PEER:
-        parts.append(f'ZeRO partitions are sent to peers: recomputing them takes "{AOR}" in the protection')
-    elif chosen.owned_by is OwnedBy.AOR:
-        parts.append(f'ZeRO partitions are recomputed by peers, as "{AOR}" asks')
-        parts += [] if situation.exact else [SENT_AFTER_ALL]
+    if chosen.owned_by is not None:
+        sent, secs = chosen.owned_by is OwnedBy.PEER, chosen.partition_secs
+        why = f'recomputing them takes "{AOR}" in the protection' if sent else f'"{AOR}" asks for it'
+        if secs is not None:
+            why = f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is exact"
+        parts.append(f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers: {why}")
+        parts += [] if sent or situation.exact else [SENT_AFTER_ALL]
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]

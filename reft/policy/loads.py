@@ -15,6 +15,7 @@ MODEL_BYTES = 2
 OPTIMIZER_BYTES = 12  # of a parameter under mixed precision with Adam: master, momentum and variance
 GRADIENT_BYTES = 4  # of a gradient in single precision, which recomputed optimizers (AOR) read
 CHECKSUM_BYTES = 8
+LONGEST_SECS = 1.0  # of a host's optimizer step: a longer one may not end before the next version
 _BESIDE_GRADIENTS_BYTES = 4096
 """Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""
 
@@ -38,6 +39,25 @@ class RankSections:
     replicated_bytes: int
     owned_bytes: int = 0
     host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """By which ZeRO partitions are sent or recomputed: measured at attach on the slowest rank, or planned."""
+
+    copy_bytes_per_sec: float  # from the device to its host
+    peer_bytes_per_sec: float  # from a host to those of its ring peers
+    adam_parameters_per_sec: float  # stepped by one core of a host
+    free_cores: int  # of a rank, which does not train on them
+
+    def partition_secs(self, parameters: float) -> tuple[float, float]:
+        """What a step pays where so many parameters of a rank are sent, and where so many of its peers' are
+        recomputed: copies of gradients, and the optimizer unless a free core makes its step in time."""
+        sent_secs = parameters * OPTIMIZER_BYTES / self.peer_bytes_per_sec
+        copied_secs = parameters * GRADIENT_BYTES / self.copy_bytes_per_sec
+        host_secs = parameters / self.adam_parameters_per_sec
+        beside_training = self.free_cores > 0 and host_secs <= LONGEST_SECS
+        return sent_secs, copied_secs + (0.0 if beside_training else host_secs)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1 that is
 XOR. It works on the bits of whatever it is given, so NaN payloads, infinities and signed zeros of every
-dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``numpy.ndarray``,
-``torch.Tensor`` (any device) or ``cupy.ndarray``.
+dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``numpy.ndarray`` or
+``torch.Tensor`` (any device).
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ def backend_for(buffer: Buffer) -> Backend:
         if buffer.device not in _tried:
             _tried[buffer.device] = _tried_cupy(buffer) or TorchBackend()
         return _tried[buffer.device]
-    if kind == "cupy":
-        return CupyBackend()
     raise TypeError(
-        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray, torch.Tensor or "
-        f"cupy.ndarray of bytes"
+        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray or torch.Tensor of bytes"
     )
 
 
@@ -399,7 +396,8 @@ _BLOCKS_PER_PROCESSOR = 8
 _MOST_SOURCES = 200  # Kernel arguments take at most 4 KiB
 
 
-def _import_cupy() -> Any:
+@cache
+def _usable_cupy() -> Any:
     try:
         import cupy
     except ImportError as e:
@@ -408,12 +406,6 @@ def _import_cupy() -> Any:
             "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
             "it makes the same bytes (CuPy has no package for ROCm 6)"
         ) from e
-    return cupy
-
-
-@cache
-def _usable_cupy() -> Any:
-    cupy = _import_cupy()
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as e:
@@ -430,10 +422,8 @@ def _usable_cupy() -> Any:
 
 
 class CupyBackend(Backend):
-    """See :class:`~reft.protect.backend.Backend`.
-
-    Buffers are ``torch.Tensor`` (CUDA or ROCm) or ``cupy.ndarray``, uint8, all of one device. Raises
-    ConfigError: if CuPy is not installed or sees no device."""
+    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device (CUDA or
+    ROCm). Raises ConfigError: if CuPy is not installed or sees no device."""
 
     name = "cupy"
 
@@ -441,10 +431,6 @@ class CupyBackend(Backend):
         self._cupy = _usable_cupy()
 
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
-        """A new buffer of zeros, of the class and on the device of ``like``."""
-        if isinstance(like, self._cupy.ndarray):
-            with like.device:
-                return self._cupy.zeros(nbytes, dtype=self._cupy.uint8)
         return like.new_zeros(nbytes)
 
     def _combine(
@@ -456,7 +442,7 @@ class CupyBackend(Backend):
                 f"{_MOST_SOURCES} buffers: use smaller sharding groups"
             )
         with self._on_stream_of(targets[0]):
-            arrays = [self._share(b) for b in (*sources, *targets)]
+            arrays = [self._cupy.from_dlpack(b) for b in (*sources, *targets)]
             width = gcd(16, *(a.data.ptr for a in arrays))
             launch = launch_of(rows, width, nbytes)
             device = self._cupy.cuda.Device().id
@@ -464,16 +450,9 @@ class CupyBackend(Backend):
             numbers = [self._cupy.uint64(n) for n in launch.numbers]
             _compiled(rows, width, device)((grid,), (THREADS,), (*numbers, *arrays))
 
-    def _share(self, buffer: Buffer) -> Any:
-        return buffer if isinstance(buffer, self._cupy.ndarray) else self._cupy.from_dlpack(buffer)
-
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
         """CuPy works on the caller's stream: with another one, sharing would make streams wait."""
-        if isinstance(buffer, self._cupy.ndarray):
-            with buffer.device:
-                yield
-            return
         vendor = vendor_of(buffer.device)
         assert vendor is not None  # of those that CuPy knows
         stream = vendor.module.current_stream(buffer.device)

@@ -178,10 +178,6 @@ class Code:
         """What a member stores."""
         return self._by_member[member]
 
-    def share_of(self, member: int) -> Fraction:
-        """What a member stores, as a part of the image, counted piece by piece."""
-        return Fraction(len(self.pieces_of(member)), self.sub_blocks)
-
 
 def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
     """Lay a scheme over a sharding group, its members 0..D-1 in ring order (:func:`reft.grid.ring_order`).

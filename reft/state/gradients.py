@@ -48,7 +48,7 @@ class GradientCapture:
         self._adapter = adapter
         self._wrapper = adapter.wrapper
         self.record: StepRecord | None = None  # of the step that is being made
-        self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
+        self.recipe = check_recomputable(adapter)
         self._weights = self._partitioned_weights()
         self.staged: dict[int, dict[str, torch.Tensor]] = {}  # where it is captured, by member and name
         self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
@@ -112,11 +112,9 @@ class GradientCapture:
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):
-            _check_bf16(self._adapter.engine, self._wrapper)
             hook = self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
             self._undo.append(hook.remove)
             return
-        _check_zero(self._wrapper)
         self._undo += [
             _before(self._wrapper, "_release_ipg_buffers", self._when_reduced),
             _before(self._wrapper, "unscale_and_clip_grads", self._when_unscaled),
@@ -162,6 +160,16 @@ class GradientCapture:
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
         self.record = step_of(self._adapter.state.optimizer, 0)
+
+
+def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
+    """How a host repeats the optimizer's step; raises UnsupportedStateError as :class:`GradientCapture`."""
+    recipe = recipe_of(adapter.state.optimizer)
+    if isinstance(adapter, BF16Adapter):
+        _check_bf16(adapter.engine, adapter.wrapper)
+    else:
+        _check_zero(adapter.wrapper)
+    return recipe
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:

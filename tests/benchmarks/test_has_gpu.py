@@ -23,10 +23,10 @@ KINDS = {
 STATE_BYTES_PER_PARAMETER = 14
 
 
-def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*args: str, folder: Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     (folder / "shm").mkdir()
     places = ("--shm", str(folder / "shm"), "--disk", str(folder))
-    command = [sys.executable, str(SCRIPT), *args, *places]
+    command = [sys.executable, str(script), *args, *places]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -73,11 +73,14 @@ def test_every_way_holds_the_state_and_is_compared(tmp_path: Path, stage: int, b
     assert 0 < model["hbm_snapshot_share"] < 1
 
 
-def test_without_a_device_it_says_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("has_gpu.py", "--self-test"), ("gpu.py", "--device sim --quick")]
+)
+def test_without_a_device_it_says_what_to_do(tmp_path: Path, name: str, said: str) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    done = run(folder=tmp_path)
+    done = run(folder=tmp_path, script=SCRIPT.with_name(name))
     assert done.returncode == 2
-    assert "--self-test" in done.stderr
+    assert said in done.stderr
     assert done.stdout == ""

@@ -91,6 +91,27 @@ def test_what_the_job_will_be_warned_of(tmp_path: Path, block: dict[str, Any], s
     assert any(said in warned for warned in check(tmp_path, {"reft": block})["warned"])
 
 
+@pytest.mark.parametrize(
+    ("deepspeed", "kind", "said"),
+    [
+        ("0.18.4", "warned", "resumes from memory only; install DeepSpeed 0.18.5 or later"),
+        ("0.18.9+cu126", "noted", "loads its own checkpoints of this configuration"),
+        ("0.19.8", "noted", "Megatron-DeepSpeed needs megatron_patches/4efb479/deepspeed-0.19.patch"),
+        ("0.20.0", "warned", "is not known; install 0.17.0 or later, below 0.20"),
+    ],
+)
+def test_what_the_installed_deepspeed_loads(
+    deepspeed: str, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "deepspeed.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text(f"Name: deepspeed\nVersion: {deepspeed}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    found = check(tmp_path, {**bf16, "zero_optimization": {"stage": 1}})
+    assert any(text.endswith(said) for text in found[kind])
+
+
 PLAIN = """
 import torch
 torch.manual_seed(1)

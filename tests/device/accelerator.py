@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -12,21 +13,31 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from tests.device.simulated import NAME, Simulated, simulated
+from reft.device import VENDORS
+from tests.device.simulated import NAME, Simulated, SimulatedVendor, simulated
 
 BACKEND = "staged"
 _COLLECTIVES = {
-    *(
-        "allreduce",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "_allgather_base",
-        "reduce_scatter",
-        "_reduce_scatter_base",
-    ),
-    *("gather", "scatter", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+    name: name
+    for name in (
+        *("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter"),
+        *(
+            "_reduce_scatter_base",
+            "gather",
+            "scatter",
+            "alltoall",
+            "alltoall_base",
+            "barrier",
+            "send",
+            "recv",
+        ),
+    )
+} | {  # what torch 2.13 calls, and as what gloo has it
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
 }
+"""gloo's names of a group's calls."""
 
 
 class Accelerator(CPU_Accelerator):
@@ -99,11 +110,11 @@ class Staged(dist.ProcessGroup):
 
     def __getattribute__(self, name: str) -> Any:
         if name in _COLLECTIVES:
-            return partial(_staged, getattr(self.gloo, name))
+            return partial(_staged, getattr(self.gloo, _COLLECTIVES[name]))
         return super().__getattribute__(name)
 
 
-def _staged(collective: Any, *args: Any) -> Any:
+def _staged(collective: Any, *args: Any, **options: Any) -> Any:
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_host(value: Any) -> Any:
@@ -114,7 +125,7 @@ def _staged(collective: Any, *args: Any) -> Any:
         staged.append((value, value.cpu()))
         return staged[-1][1]
 
-    collective(*map(on_host, args)).wait()
+    collective(*map(on_host, args), **options).wait()
     for live, host in staged:
         live.copy_(host)
     future: Future[Any] = Future()
@@ -128,3 +139,14 @@ def use_simulated() -> Simulated:
     set_accelerator(Accelerator(sim))
     dist.Backend.register_backend(BACKEND, Staged, devices=[NAME, "cpu"])
     return sim
+
+
+def use_device(name: str) -> str:
+    """Have DeepSpeed train on ``cuda`` or the simulated device; the backend of groups whose ranks may share one,
+    which NCCL refuses."""
+    if name == NAME:
+        VENDORS[NAME] = SimulatedVendor(use_simulated())
+    else:
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        dist.Backend.register_backend(BACKEND, Staged, devices=[name, "cpu"])
+    return BACKEND

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from reft.device import VENDORS, Vendor
 from tests.device.simulated import NAME, Simulated, SimulatedVendor, missing, simulated
@@ -21,7 +22,16 @@ def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulated]:
     device.reset()
 
 
-@pytest.fixture(params=[NAME, "cuda"])
+@pytest.fixture
+def at_hand(request: pytest.FixtureRequest) -> Vendor:
+    """Of a test that is marked ``gpu`` a real device where there is one, of all others the simulated one."""
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        return VENDORS["cuda"]
+    request.getfixturevalue("sim")
+    return VENDORS[NAME]
+
+
+@pytest.fixture(params=[NAME, pytest.param("cuda", marks=pytest.mark.gpu)])
 def vendor(request: pytest.FixtureRequest) -> Vendor:
     if request.param == NAME:
         request.getfixturevalue("sim")
@@ -38,3 +48,11 @@ def hold(vendor: Vendor) -> Callable[[], None]:
         return go
     vendor.module._sleep(500_000_000)  # some tenths of a second
     return lambda: None
+
+
+def sleep(vendor: Vendor, secs: float) -> None:
+    """A kernel that takes so long at least."""
+    if vendor.type == NAME:
+        vendor.module.sleep(secs)
+    else:
+        vendor.module._sleep(int(secs * 2.5e9))  # cycles; no device has a faster clock

@@ -1,11 +1,17 @@
-"""DeepSpeed's pipeline engine with its bf16 optimizer, ZeRO-1, in two stages on the simulated device: a life of it."""
+"""DeepSpeed's pipeline engine with its bf16 optimizer, ZeRO-1, on the simulated device: a life of it.
+
+``root/life.json`` has the number of ``stages``; the step ``until`` which it trains; and ``killed``: the rank that
+dies there, if one does. It has a CuPy that compiles nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -15,13 +21,15 @@ from torch import nn
 
 import reft
 from reft.device import VENDORS
-from reft.engine.checks.device import device_paragraph
 from reft.engine.deepspeed import session_of
 from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor
 from tests.engine.ranks import mse
 
 WIDTH, STEPS = 64, 8
+COMMITTED = 3
+"""Steps of a life that wait for their versions; later the link is slow and the host runs ahead of all."""
+FAST, SLOW = 1e8, 3e5  # bytes per second of the link
 
 
 class Block(nn.Module):
@@ -33,63 +41,92 @@ class Block(nn.Module):
         return x + self.body(x)
 
 
-def batches(first: int) -> Any:
-    number = first
+def batches(number: int) -> Any:
     while True:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
         number += 1
         yield x, x.roll(1, 0)
 
 
-def train(block: dict[str, Any] | None, until: int, *, resumes: bool = False) -> tuple[Any, int, list[float]]:
-    """The engine, the step at which it began, and the losses from there."""
-    torch.manual_seed(1234)
-    model = PipelineModule(
-        [LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=mse, partition_method="uniform"
-    )
-    config: dict[str, Any] = {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "steps_per_print": 10**9,
-    }
-    if block is not None:
-        config["reft"] = block
-    engine, *_ = reft.initialize(model=model, config=config, model_parameters=model.parameters())
-    if resumes:
-        reft.resume(engine)
-    begins = int(engine.global_steps)
-    data = batches(4 * begins)
-    losses = [engine.train_batch(data) for _ in range(begins, until)]
-    return engine, begins, [float(loss) for loss in losses]
+class Life:
+    """An engine that has begun at step ``begins``, or gone on there, and its ``losses`` from then on."""
+
+    def __init__(self, block: dict[str, Any] | None, stages: int) -> None:
+        torch.manual_seed(1234)
+        model = PipelineModule(
+            [LayerSpec(Block) for _ in range(4)], num_stages=stages, loss_fn=mse, partition_method="uniform"
+        )
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 4,
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+        }
+        if block is not None:
+            config["reft"] = block
+        self.engine, *_ = reft.initialize(
+            model=model, config=config, optimizer=lambda groups: reft.ExactAdam(groups, lr=1e-2)
+        )
+        if block is not None:
+            reft.resume(self.engine)
+        self.begins = int(self.engine.global_steps)
+        self.losses: list[float] = []
+        self._data = batches(1000 * self.engine.grid.get_data_parallel_rank() + 4 * self.begins)
+
+    def train(self, until: int) -> None:
+        losses = [self.engine.train_batch(self._data) for _ in range(self.engine.global_steps, until)]
+        self.losses += [float(loss) for loss in losses]
 
 
 def live(root: Path) -> dict[str, Any]:
-    life = json.loads((root / "life.json").read_text())
+    life, rank = json.loads((root / "life.json").read_text()), int(os.environ["RANK"])
     sim = use_simulated()
-    VENDORS[NAME] = SimulatedVendor(sim)
-    sim.settings.bytes_per_sec, sim.settings.delay_secs = 1e8, 0.0005
+    VENDORS[NAME] = vendor = SimulatedVendor(sim)
+    vendor.has_cupy = True
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError)
+    sys.modules["cupy"] = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))  # type: ignore[assignment]
     deepspeed.init_distributed(BACKEND, verbose=False)
-    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
-    out: dict[str, Any] = {} if life["resumes"] else {"reference": train(None, STEPS)[2]}
-    block = {
-        "enabled": True,
-        "job_id": "sim",
-        "memory_dir": str(root / os.environ["REFT_NODE_ID"]),
-        "tolerance": 0,
-    }
-    engine, begins, losses = train(block, life["until"], resumes=life["resumes"])
-    session = session_of(engine)
+    os.environ["REFT_NODE_ID"] = f"node{rank}"
+    if life["killed"] is not None:
+        reference = Life(None, life["stages"])
+        reference.train(STEPS)
+        (root / f"reference-{rank}.json").write_text(json.dumps(reference.losses))
+    memory = str(root / os.environ["REFT_NODE_ID"])
+    job = Life(
+        {
+            **{"enabled": True, "job_id": "sim", "memory_dir": memory, "protection": "aec+aor"},
+            "has": {"overflow": "staging", "compute_share": 0.0},
+        },
+        life["stages"],
+    )
+    session, committed = session_of(job.engine), list[int]()
+    on_commit = session.worker.watchers.on_commit
+    session.worker.watchers.on_commit = lambda label: (committed.append(label.step), on_commit(label))
+    sim.settings.bytes_per_sec, sim.settings.delay_secs = FAST, 0.0005
+    for step in range(job.begins, job.begins + COMMITTED):
+        job.train(step + 1)
+        assert session.worker.drain(60)
+    sim.settings.bytes_per_sec = SLOW
+    job.train(life["until"])
+    if life["killed"] is not None:
+        (root / f"killed-{rank}.json").write_text(json.dumps({"losses": job.losses, "committed": committed}))
+        if life["killed"] == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        job.train(STEPS)
+    own_streams = sim.settings.own_streams
     session.close()  # the last version is committed
     return {
-        **out,
-        **{"begins": begins, "losses": losses, "synchronised": sim.settings.synchronised},
+        "begins": job.begins,
+        "losses": job.losses,
+        "committed": committed,
+        "synchronised": sim.settings.synchronised,
+        "own_streams": (own_streams, sim.settings.own_streams),
         "engine": session.copying.engine.name,
-        "taken": session.stats.taken,
-        "tried": device_paragraph(session.device_findings),
+        "stats": session.stats.to_json(),
     }
 
 

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.torch_version import TorchVersion
 
@@ -96,6 +97,15 @@ def missing() -> str | None:
         return "the simulated device takes torch 2.13"
     library()
     return None
+
+
+def device_or_skip() -> str:
+    """For other processes: torch's type of a real device where there is one, else of the simulated one."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if why := missing():
+        pytest.skip(why)
+    return NAME
 
 
 class Simulated:

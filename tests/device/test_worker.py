@@ -1,6 +1,6 @@
 """The whole worker with a device that runs behind the host: what is committed is the state of its step.
 
-The device is simulated (:mod:`tests.device.simulated`), all else is real.
+The device is simulated (:mod:`tests.device.simulated`), or a real one where a test is marked ``gpu``; all else is real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from reft.config import Variant
+from reft.device import Vendor
 from reft.memory.arena import Arena, scan
 from reft.naming import Label
 from reft.snapshot.copying.copier import Copier
@@ -27,8 +28,8 @@ from reft.snapshot.plan import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
-from tests.device.simulated import NAME as DEVICE
-from tests.device.simulated import Simulated
+from tests.device.conftest import sleep
+from tests.device.simulated import NAME
 from tests.snapshot.ranks import SECRET, WAIT_SECS, group_of_one, make_worker
 
 ELEMENTS = 300_000
@@ -61,9 +62,9 @@ class ObservedGate(StreamGate):
 class Job:
     """One rank that trains a tensor of as many equal numbers as there were steps."""
 
-    def __init__(self, folder: Path, sim: Simulated, limits: Limits) -> None:
-        self.sim = sim
-        engine = copy_engine_for(DEVICE)
+    def __init__(self, folder: Path, vendor: Vendor, limits: Limits) -> None:
+        self.vendor, self.sim = vendor, vendor.module
+        engine = copy_engine_for(vendor.type)
         assert isinstance(engine, DeviceCopyEngine)
         self.engine = engine
         self.gate = ObservedGate()
@@ -76,7 +77,7 @@ class Job:
             self.staging.room,
         )
         self.content: dict[int, set[float]] = {}  # what each version held when it was committed
-        self.state = torch.zeros(ELEMENTS, device=DEVICE)
+        self.state = torch.zeros(ELEMENTS, device=vendor.type)
         self.folder = folder
         copier = Copier(self.engine, 65536, self.staging)
         self.worker = make_worker(folder, copier, self.pacer, on_commit=self._committed)
@@ -137,7 +138,12 @@ class Job:
             self.await_device()
 
     def kernel(self, secs: float) -> None:
-        self.sim.sleep(secs)
+        sleep(self.vendor, secs)
+
+    def slow_down(self, bytes_per_sec: float) -> None:
+        """The link, where it can be."""
+        if self.vendor.type == NAME:
+            self.sim.settings.bytes_per_sec = bytes_per_sec
 
     def committed(self) -> dict[int, set[float]]:
         """Step and values of every arena, whose checksums are right."""
@@ -162,20 +168,22 @@ class Job:
 
 @pytest.fixture
 def job(
-    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, at_hand: Vendor, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Job]:
     monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
     with group_of_one():
-        made = Job(tmp_path, sim, getattr(request, "param", Limits()))
+        made = Job(tmp_path, at_hand, getattr(request, "param", Limits()))
         yield made
         made.worker.close(WAIT_SECS)
-    assert sim.registrations == 0, "memory stayed pinned"
-    assert sim.settings.own_streams == 0
+    if at_hand.type == NAME:
+        assert made.sim.registrations == 0, "memory stayed pinned"
+        assert made.sim.settings.own_streams == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST_DEVICE, Variant.HOST])
 def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Variant) -> None:
-    job.sim.settings.bytes_per_sec = SLOW  # more for all chunks than a step takes
+    job.slow_down(SLOW)  # more for all chunks than a step takes
     for number in range(1, STEPS + 1):
         request = job.step(number, variant)
         if number % 3:  # else it is given up
@@ -188,6 +196,7 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
     assert job.stats.committed + sum(job.stats.skipped.values()) == STEPS
 
 
+@pytest.mark.gpu
 def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     for number in range(1, 2 * STEPS):
         job.await_start(job.step(number, Variant.HAS))
@@ -357,7 +366,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
 
 def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
     """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
-    job.sim.settings.bytes_per_sec = link_bytes_per_sec
+    job.slow_down(link_bytes_per_sec)
     job.pacer.model.window = job.pacer.model.compute = link_bytes_per_sec  # what it would learn
     job.gate.patience = WAIT_SECS
     job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
@@ -386,6 +395,7 @@ def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> No
 BESIDE = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("job", [BESIDE], indirect=True)
 def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
     train_without_windows(job, 8, 1e12)

@@ -23,14 +23,20 @@ CONSTRAINTS = dict(
 
 
 def table() -> str:
-    return HEAD + "| --- | --- | --- | --- | --- |\n" + "".join(map(row, RELEASES))
+    text = HEAD + "| --- | --- | --- | --- | --- |\n"
+    for row in RELEASES:
+        patch = f"`{row.patch.rpartition('/')[2]}`" if row.patch else "unmodified"
+        engines = re.sub(r'"\w+": "\w+"', r"`\g<0>`", ", ".join(row.unloadable))
+        text += (
+            f"| {row.first} | {', '.join(row.torch)} | {', '.join(row.clusters)} | {patch} | {engines} |\n"
+        )
+    return text
 
 
-def row(found: Releases) -> str:
-    patch = f"`{found.patch.rpartition('/')[2]}`" if found.patch else "unmodified"
-    engines = ", ".join(re.sub(r'".+"', lambda words: f"`{words[0]}`", e) for e in found.unloadable)
-    cells = (found.first, ", ".join(found.torch), ", ".join(found.clusters), patch, engines)
-    return f"| {' | '.join(cells)} |\n"
+def row_of(deepspeed: str) -> Releases:
+    found = release(deepspeed)
+    assert found is not None, deepspeed
+    return found
 
 
 def minor(number: str) -> str:
@@ -42,17 +48,17 @@ def test_the_page_has_the_table() -> None:
     assert all(not r.patch or (ROOT / "megatron_patches" / r.patch).is_file() for r in RELEASES)
 
 
-def test_what_is_required_and_pinned_is_in_it() -> None:
+def test_what_is_required_pinned_and_run_is_in_it() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"deepspeed>={minor(RELEASES[0].first)},<{END}" in required
-    assert f"torch>={min((t for r in RELEASES for t in r.torch), key=lambda t: int(t[2:]))}" in required
-    tried = [(CONSTRAINTS["deepspeed"], CONSTRAINTS["torch"])]
-    tried += [(r.deepspeed, r.torch or CONSTRAINTS["torch"]) for r in ROWS.values()]
-    for deepspeed, torch in tried:
-        found = release(deepspeed)
-        assert found is not None
-        assert minor(torch) in found.torch, deepspeed
+    oldest = min((torch for row in RELEASES for torch in row.torch), key=lambda torch: int(torch[2:]))
+    assert {f"deepspeed>={minor(RELEASES[0].first)},<{END}", f"torch>={oldest}"} <= set(required)
     assert release(END) is release("0.16.9") is None
+    megatron = (ROOT / "docs" / "megatron.md").read_text()
+    run = [CONSTRAINTS["deepspeed"], *re.findall(r"^\| .* \| (0\.[\d.]+) \| ", megatron, re.MULTILINE)]
+    tried = [(deepspeed, CONSTRAINTS["torch"]) for deepspeed in run]
+    for deepspeed, torch in tried + [(r.deepspeed, r.torch or CONSTRAINTS["torch"]) for r in ROWS.values()]:
+        assert minor(torch) in row_of(deepspeed).torch, deepspeed
+        assert row_of(deepspeed).patch.rpartition("/")[2] in megatron
 
 
 @pytest.mark.parametrize("page", CLUSTERS)
@@ -61,25 +67,13 @@ def test_what_a_page_installs_loads_what_its_configurations_save(page: str) -> N
     (deepspeed,) = set(re.findall(r"deepspeed==([\d.]+)", text))
     (torch,) = set(re.findall(r"torch==([\d.]+)", text))
     (platform,) = set(re.findall(r"download.pytorch.org/whl/(\w+[\d.]+)", text))
-    found = release(deepspeed)
-    assert found is not None
-    assert f"{minor(torch)}+{platform}" in found.clusters
-    assert found.patch in text
+    assert f"{minor(torch)}+{platform}" in row_of(deepspeed).clusters
+    assert row_of(deepspeed).patch in text
     modules = re.findall(r"\brocm/(\d+\.\d+)", text)
     assert set(modules) <= {platform.removeprefix("rocm")}, "the module is the wheels'"
-    configs = (ROOT / "configs" / "llama2").glob("*.json")
-    for path in (path for path in configs if path.name.startswith(CLUSTERS[page])):
-        assert unloadable(json.loads(path.read_text()), deepspeed) is None, path.name
-
-
-def test_what_megatron_was_run_with_is_in_it() -> None:
-    text = (ROOT / "docs" / "megatron.md").read_text()
-    tried = re.findall(r"^\| .* \| (0\.[\d.]+) \| ", text, re.MULTILINE)
-    assert len(tried) >= 3
-    for found in map(release, tried):
-        assert found is not None
-        assert minor(CONSTRAINTS["torch"]) in found.torch
-        assert found.patch.rpartition("/")[2] in text
+    for path in (ROOT / "configs" / "llama2").glob("*.json"):
+        if path.name.startswith(CLUSTERS[page]):
+            assert unloadable(json.loads(path.read_text()), deepspeed) is None, path.name
 
 
 if __name__ == "__main__":

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from reft.config_read import parse_block
+from reft.engine import session as session_module
+from reft.engine.checks.device import DeviceFindings
 from reft.engine.deepspeed import session_of
 from reft.errors import ConfigError
 from tests.engine.ranks import be_a_rank
 from tests.engine.traffic_job import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 
-RECOMPUTED = "recomputed"
+RECOMPUTED, MEASURED = "recomputed", "measured"
+TRIED = DeviceFindings("a device of these hosts", 1, 1e15, adam_is_exact=True, adam_parameters_per_sec=1e9)
+"""As if: what is recomputed here is exact, and gradients are on the host at once."""
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "zero1": {},
@@ -22,11 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tight": {"memory_limit_bytes": 3 * 2**20},
     "by_hand": {"protection": "arc", "tolerance": 2},
     RECOMPUTED: {"protection": "auto+aor"},
+    MEASURED: {},
     "unpartitioned": {"protection": "auto+aor", "tolerance": 2},
 }
-ZERO1 = ("zero1", RECOMPUTED)
+ZERO1 = ("zero1", RECOMPUTED, MEASURED)
 if GRADIENTS_ARE_NOT_AVERAGED:
-    del CASES[RECOMPUTED]
+    del CASES[RECOMPUTED], CASES[MEASURED]
 
 AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"tolerance": 2}))
 """The same job, started anew: with the same block, and with another request."""
@@ -43,7 +48,9 @@ class Lines(logging.Handler):
 
 def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
     lines.texts.clear()
-    kept = {"reduce_scatter": False, "contiguous_gradients": False} if name == RECOMPUTED else {}
+    kept = {"reduce_scatter": False, "contiguous_gradients": False} if name in ZERO1[1:] else {}
+    tried = [TRIED] * int(os.environ["WORLD_SIZE"]) if name in ("zero1", MEASURED) else []
+    session_module.check_device = lambda session: tried
     engine = make(int(name in ZERO1), block, **kept)
     session = session_of(engine)
     assert session is not None

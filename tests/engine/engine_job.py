@@ -17,7 +17,7 @@ from reft.engine.deepspeed import session_of
 from reft.engine.install import install
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
-from tests.engine.ranks import be_a_rank
+from tests.engine.ranks import be_a_rank, mse
 from tests.engine.shared import block_of
 
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(32)  # buffers that change in the forward pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.second(self.dropout(self.norm(self.first(x)).relu())), x)
+        return mse(self.second(self.dropout(self.norm(self.first(x)).relu())), x)
 
 
 def config(block: dict[str, Any] | None) -> dict[str, Any]:
@@ -57,7 +57,8 @@ def train(engine: Any, until: int) -> list[str]:
     while engine.global_steps < until:
         generator = torch.Generator().manual_seed(1000 * engine.global_steps + int(os.environ["RANK"]))
         for _ in range(2):
-            loss = engine(torch.randn(4, 16, generator=generator) + random.random())
+            x = torch.randn(4, 16, generator=generator) + random.random()
+            loss = engine(x.to(engine.device))
             engine.backward(loss)
             engine.step()
         losses.append(float(loss).hex())

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) -> list[dict[str, Any]]:
-    """Run ``job`` once per rank, all on this machine, and return what each of them wrote. Raises
-    AssertionError: a rank failed; the message is the end of its output."""
+def run_ranks(
+    job: Path, root: Path, world: int = 2, timeout_secs: float = 500, *, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Run ``job`` once per rank, all on this machine and on this type of device, and return what each of them wrote.
+    Raises AssertionError: a rank failed; the message is the end of its output."""
     port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
     shared = {
@@ -27,6 +29,7 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) 
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(job.parents[2])) if p),
         "LOCAL_RANK": "0",
+        "TEST_DEVICE": device,
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -63,15 +66,20 @@ def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def join_group() -> None:
-    """Make this process a rank of a gloo job of single-threaded processes, without the operator that DeepSpeed
-    would build for its group, which takes minutes."""
+    """Make this process a rank of a gloo job of single-threaded processes, on the device of :func:`run_ranks`,
+    without the operator that DeepSpeed would build for its group, which takes minutes."""
     import deepspeed
     import torch
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
+    backend, device = "gloo", os.environ.get("TEST_DEVICE", "cpu")
+    if device != "cpu":
+        from tests.device.accelerator import use_device
+
+        backend = use_device(device)
+    deepspeed.init_distributed(backend, verbose=False)
 
 
 def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:

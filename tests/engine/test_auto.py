@@ -32,6 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("tight", "none", 0),
         ("by_hand", "arc", 1),
         pytest.param("recomputed", "aec+aor", 1, marks=recomputing),
+        pytest.param("measured", "aec+aor", 1, marks=recomputing),
         ("unpartitioned", "rs:2+aor", 2),
     ],
 )
@@ -46,15 +47,16 @@ def test_all_ranks_choose_alike_and_keep_what_was_chosen(
 
 
 @recomputing
-def test_auto_recomputes_partitions_where_the_block_asks_for_it_and_only_there(
+def test_auto_recomputes_partitions_where_the_block_asks_for_it_or_it_can_and_is_cheaper_and_only_there(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:
-        assert [name for name, found in result.items() if found["gradients"]] == ["recomputed"]
-        assert result["recomputed"]["losses"] == result["zero1"]["losses"]
+        assert [name for name, found in result.items() if found["gradients"]] == ["recomputed", "measured"]
+        assert result["recomputed"]["losses"] == result["zero1"]["losses"] == result["measured"]["losses"]
         assert "fixed at the start" in result["zero1"]["ordered"]
-    said = {name: " ".join(results[0][name]["said"]) for name in ("zero1", "recomputed", "one")}
-    assert "ZeRO partitions are sent to peers" in said["zero1"]
+    said = {name: " ".join(results[0][name]["said"]) for name in ("zero1", "recomputed", "measured", "one")}
+    assert "ZeRO partitions are sent to peers" in said["zero1"], "its gradients are not kept"
+    assert "ZeRO partitions are recomputed by peers: sending costs a step" in said["measured"]
     assert "ZeRO partitions are recomputed by peers" in said["recomputed"]
     assert "partitions" not in said["one"]
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from reft.device import Vendor
 from reft.engine.session import DeviceMemory
 from reft.node.progress import DeviceUse, ProgressPage, read_pages
-from tests.device.conftest import sim
+from tests.device.conftest import at_hand, sim
 from tests.device.simulated import NAME, Simulated
 
-__all__ = ["sim"]
+__all__ = ["at_hand", "sim"]
 
 
 @pytest.fixture
@@ -65,9 +66,9 @@ def test_without_a_device_nothing_is_noted(tmp_path: Path, page: ProgressPage) -
     assert noted(tmp_path) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device (CUDA or ROCm)")
-def test_a_real_device_is_counted(tmp_path: Path, page: ProgressPage) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+@pytest.mark.gpu
+def test_a_device_is_counted(tmp_path: Path, page: ProgressPage, at_hand: Vendor) -> None:
+    device = torch.device(at_hand.type, at_hand.module.current_device())
     kept = torch.ones(2**24, device=device)
     DeviceMemory(page, device).after_step()
     found = noted(tmp_path)

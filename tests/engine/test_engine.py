@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.device.simulated import device_or_skip
 from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -14,9 +15,10 @@ pytestmark = pytest.mark.integration
 JOB = Path(__file__).with_name("engine_job.py")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_ranks(JOB, tmp_path_factory.mktemp("hook"))
+@pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.gpu)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    device = "cpu" if request.param == "cpu" else device_or_skip()
+    return run_ranks(JOB, tmp_path_factory.mktemp("hook"), device=device)
 
 
 def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:

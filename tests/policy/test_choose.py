@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
 from reft.policy.choose import Alternative, Choice, Situation, choose
-from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, group_loads
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates, group_loads
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
@@ -194,7 +196,9 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     situation = job(apart(4), replicated=2 * MIB, owned=12 * MIB)
     without, with_aor = (choose(situation, 1, recompute=aor) for aor in (False, True))
     assert (without.chosen.name, with_aor.chosen.name) == ("aec", "aec+aor")
-    assert 'only where "+aor" asks' in without.why_not_chosen(without.of("aec+aor"))
+    assert 'only where "+aor" asks for it, or where it is exact' in without.why_not_chosen(
+        without.of("aec+aor")
+    )
     assert '"+aor" asks for recomputing' in with_aor.why_not_chosen(with_aor.of("aec"))
     assert "ZeRO partitions are sent to peers" in without.reason
     assert "ZeRO partitions are recomputed by peers" in with_aor.reason
@@ -203,6 +207,46 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     small = choose(job(["a", "b"], owned=12), 1, recompute=True)
     assert small.chosen.name == "arc+aor"
     assert small.chosen.busiest.moved_bytes > small.of("arc").busiest.moved_bytes
+
+
+RATES = Rates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_per_sec=1e8, free_cores=1)
+
+
+@pytest.mark.parametrize(
+    ("exact", "rates", "chosen"),
+    [
+        (True, RATES, "aec+aor"),
+        (False, RATES, "aec"),
+        (True, None, "aec"),
+        (True, replace(RATES, free_cores=0), "aec"),
+        (True, replace(RATES, free_cores=0, adam_parameters_per_sec=1e9), "aec+aor"),
+        (
+            True,
+            replace(RATES, adam_parameters_per_sec=1e6),
+            "aec",
+        ),  # a second and more: it would not end in time
+        (True, replace(RATES, peer_bytes_per_sec=1e11), "aec"),
+        (True, replace(RATES, copy_bytes_per_sec=5e8), "aec"),
+    ],
+)
+def test_auto_recomputes_where_it_is_exact_and_costs_a_step_less(
+    exact: bool, rates: Rates | None, chosen: str
+) -> None:
+    situation = replace(job(apart(4), owned=12 * 2**21), exact=exact, rates=rates)
+    choice = choose(situation, 1)
+    assert choice.chosen.name == chosen
+    assert (rates is None) == ("sending costs a step" not in choice.reason)
+    assert choice.of("arc").partition_secs == (None if rates is None else rates.partition_secs(2**21))
+    # Twice as much where two losses are survived; to ask is to want it.
+    assert choose(situation, 1, recompute=True).chosen.name == "aec+aor"
+    if rates is not None:
+        assert choose(situation, 2).of("rs:2").partition_secs == rates.partition_secs(2**22)
+
+
+def test_what_partitions_cost_a_step() -> None:
+    assert RATES.partition_secs(1e8) == (0.4, 0.016)
+    assert RATES.partition_secs(2e8) == (0.8, 0.032 + 2.0), "a core is free, and not fast enough"
+    assert replace(RATES, free_cores=0).partition_secs(1e8) == (0.4, 0.016 + 1.0)
 
 
 def test_a_protection_without_room_is_refused_with_the_reason() -> None:

@@ -55,6 +55,8 @@ def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run) -> None:
     assert gb(found, "arc+aor", "sent_bytes") == pytest.approx(0.797 + 2**20 / 1e9, abs=0.001)
     assert found["arc+aor"]["overhead"] >= found["arc"]["overhead"]
     assert any("gains nothing on a GPU" in note for note in plan.json["notes"])
+    assert found["arc"]["partition_secs"] == found["arc+aor"]["partition_secs"]
+    assert "sending costs a step" in plan.json["protection"]["why"]
 
 
 def test_a_partitioned_optimizer_needs_a_device_for_its_part_only(run: Run) -> None:

@@ -27,7 +27,10 @@ from tests.protect.reference import slow_combine
 __all__ = ["sim"]
 
 
-@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.process if n == "kernel" else ()) for n in CASES])
+MARKS = {"kernel": pytest.mark.process, "torch-device": pytest.mark.gpu, "cupy": pytest.mark.gpu}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     if request.param == "torch-device" and not torch.cuda.is_available():
         request.getfixturevalue("sim")

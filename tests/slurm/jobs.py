@@ -152,7 +152,7 @@ class PageJob(SlurmJob):
         """By the command of the page."""
         (command,) = re.findall(r"^    (srun .*pkill .*)", self._page, re.MULTILINE)
         command = re.sub(r"-w \w+", f"-w {node}", command.replace("712", self.number))
-        self._cluster.call("bash", "-c", command, check=False)
+        self._cluster.call("bash", "-c", command)
 
 
 def missing_lines(page: str, log: str) -> list[str]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from reft.snapshot.copying.engine import CopyEngine
-from tests.device.conftest import sim
+from tests.device.conftest import at_hand, sim
 from tests.snapshot.devices import Cpu, Cuda, Simulated
 
-__all__ = ["sim"]
+__all__ = ["at_hand", "sim"]
 
 
-@pytest.fixture(params=["cpu", "simulated", "cuda"])
+@pytest.fixture(params=["cpu", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Cpu:
     if request.param == "cpu":
         return Cpu()

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import FaultPoint
+from reft.device import Vendor
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
+from reft.protect.backend import TorchBackend, _tried
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
@@ -26,6 +28,7 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated
+from tests.protect.backends import case_or_skip
 from tests.snapshot.devices import parity_of, random_bytes
 
 
@@ -161,6 +164,30 @@ def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
         assert max(copied, default=0) <= most, (
             "beside computation a call copies a block, or until training waits"
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "cupy"])
+@pytest.mark.parametrize("parities", [1, 2])
+def test_p5_parities_are_encoded_on_a_device_by_what_is_there(
+    tmp_path: Path, at_hand: Vendor, monkeypatch: pytest.MonkeyPatch, parities: int, backend: str
+) -> None:
+    tensors = [random_bytes(n, n).to(at_hand.type) for n in (50_000, 3001, 7000, 60_000)]
+    made = case_or_skip("cupy").make() if backend == "cupy" else TorchBackend()
+    monkeypatch.setitem(_tried, tensors[0].device, made)
+    with filling_of(tmp_path, tensors, copies=1, parities=parities, block_bytes=16_384) as (filling, images):
+        copier = Copier(copy_engine_for(at_hand.type), 4096)
+        assert copier.engine.register(filling.arena.data)
+        for _ in range(2):  # the second version finds the chunks cut
+            filling.checksums.clear()
+            for tensor in tensors:
+                tensor.add_(1)
+            copy_all(copier, filling, images, OpenGate(2, lambda: False))
+            copier.engine.synchronize()
+            filling.hash_rest()
+            check(filling, images)
+        copier.close()
+        copier.engine.close()
 
 
 def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:

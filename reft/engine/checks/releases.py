@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any
 
 from reft.engine.checks.preflight import Finding, Severity, part_of
@@ -60,7 +60,9 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
 
 def installed(config: Mapping[str, Any]) -> Finding:
     """What the installed releases mean for a configuration."""
-    deepspeed, torch = map(_installed, ("deepspeed", "torch"))
+    # A source tree on PYTHONPATH has no record of its release.
+    found = (next(iter(distributions(name=name)), None) for name in ("deepspeed", "torch"))
+    deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
     row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING
     if row is None:
         said, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
@@ -71,13 +73,6 @@ def installed(config: Mapping[str, Any]) -> Finding:
         severity, said = Severity.NOTE, "loads its own checkpoints of this configuration"
         change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
     return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {said}", change)
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a source tree on PYTHONPATH has no record of its release
-        return "of an unknown release"
 
 
 def _number(release: str) -> tuple[int, ...]:

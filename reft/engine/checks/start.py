@@ -287,17 +287,14 @@ def _end_dry_run(session: Session) -> None:
         said = f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used"
         nodes.append((has - needs, said))
     nodes.sort()
+    more = len(nodes) - _NODES_SHOWN
     copied, sent = max(x.to_host_bytes for x in loads.values()), max(x.sent_bytes for x in loads.values())
     lines = [
         f"dry run: {topology.degrees} on {len(set(topology.failure_domains))} node(s), {session.engine.name}",
         f"protection: {session.protection.record.scheme}, survives {session.tolerance} lost node(s) per "
         f"sharding group",
         *(text for _, text in nodes[:_NODES_SHOWN]),
-        *(
-            [f"{len(nodes) - _NODES_SHOWN} more nodes have more to spare"]
-            if len(nodes) > _NODES_SHOWN
-            else ()
-        ),
+        *([f"{more} more nodes have more to spare"] if more > 0 else ()),
         f"a version: every rank copies at most {_mib(copied)} to the host and sends at most {_mib(sent)} to "
         f"other nodes",
         "no step was trained, and the job's own memory was not touched",

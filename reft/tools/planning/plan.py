@@ -11,7 +11,7 @@ from reft.config import AOR, AUTO, ReftConfig
 from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.loads import Load
+from reft.policy.loads import Load, Rates
 from reft.policy.rate import Costs, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
@@ -21,6 +21,7 @@ from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace, WindowPace, measured_pace
 from reft.tools.planning.storage import StoragePlan, plan_storage
 
+HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measured on x86-64
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
@@ -226,6 +227,7 @@ class JobPlan:
             "node_memory_bytes": alternative.memory_bytes,
             "node_memory_limit_bytes": alternative.limit_bytes,
             "overhead": fit.overhead,
+            "partition_secs": alternative.partition_secs,
             "in_windows": fit.in_windows,
             "fits_before_optimizer": fit.fits,
         }
@@ -247,6 +249,7 @@ def make_plan(
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
+    machine = job.cluster
     pace = PlannedPace(job.training, _measured(job, profile))
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
@@ -262,6 +265,7 @@ def make_plan(
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
             exact=False,  # all clusters have GPUs
+            rates=Rates(machine.copy_bytes_per_sec, machine.network_share_bytes_per_sec, HOST_ADAM, 1),
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,
