@@ -516,6 +516,7 @@ NESTED: dict[str, type[Block]] = {
     "has": HasConfig,
     "profile": ProfileConfig,
     "metrics": MetricsConfig,
+    "verify": VerifyConfig,
     "elastic": ElasticConfig,
 }
 """Blocks within the block, by their key."""
