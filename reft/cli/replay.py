@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     )
     group = parser.add_argument_group("replay")
     group.add_argument("--twice", action="store_true", help="to see whether the step is deterministic")
-    group.add_argument("--json", action="store_true", help="machine-readable output")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
     args = parser.parse_args(list(argv))
     options = options_of(args)
     found = find_job_dirs([options.memory_dir]).get(options.job_id)
@@ -80,16 +80,12 @@ def main(argv: Sequence[str]) -> int:
         "differ": [_said(at, made[0]) for at in differ],
         "not_deterministic": [_said(at, made[0]) for at in unsteady] if args.twice else None,
     }
-    if args.json:
-        print(json.dumps(told, indent=2))
-    else:
-        for key, what in (
-            ("differ", "not what is in memory"),
-            ("not_deterministic", "never the same"),
-        ):
-            for block in told[key] or ():
-                print(f"{what}: rank {block['at']}, {block['block']}: {', '.join(block['tensors'])}")
-        print(f"step {newest.step} from {before.step}: {len(differ)} of {len(expected)} blocks differ")
+    if args.json is not None:
+        args.json.write_text(json.dumps(told, indent=2))
+    for key, what in (("differ", "not what is in memory"), ("not_deterministic", "never the same")):
+        for block in told[key] or ():
+            print(f"{what}: rank {block['at']}, {block['block']}: {', '.join(block['tensors'])}")
+    print(f"step {newest.step} from {before.step}: {len(differ)} of {len(expected)} blocks differ")
     return EXIT_NOT_WELL if differ or unsteady else 0
 
 

@@ -70,8 +70,8 @@ def test_a_replay_names_what_was_wrong_in_the_last_step_and_nothing_else(tmp_pat
 
         done = reft(env, "launch", "--keep-memory", *options, *script)
         assert done.returncode == 0, done.stderr
-        done = reft(env, "replay", "--json", "--twice", *options, *script)
-        found = json.loads(done.stdout)
+        done = reft(env, "replay", "--json", str(told := directory / "told"), "--twice", *options, *script)
+        found = json.loads(told.read_text())
         assert (done.returncode, found["step"], found["from_step"]) == (bool(names), 4, 3), done.stderr
         assert found["not_deterministic"] == []
         assert {name for block in found["differ"] for name in block["tensors"]} >= set(names)

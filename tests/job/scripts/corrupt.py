@@ -23,13 +23,17 @@ def main() -> None:
     began, rank = engine.global_steps, int(os.environ["RANK"])
     with (out / f"lives-{rank}").open("a") as file:
         file.write(f"{began}\n")
+
+    def flip(*_: object) -> None:
+        if engine.global_steps == 3 and life <= lives and how == "flip" and rank == 1:
+            model.weight.grad[0, 0] -= 1e6
+
+    engine.optimizer.register_step_pre_hook(flip)
     life = (out / f"lives-{rank}").read_text().count("\n")
     while engine.global_steps < steps:
         wrong = engine.global_steps == 3 and life <= lives
         loss = engine(torch.ones(4, 8) * engine.global_steps).square().sum()
         engine.backward(loss * torch.nan if wrong and how == "nan" else loss)
-        if wrong and how == "flip" and rank == 1:
-            model.weight.grad[0, 0] -= 1e6
         engine.step()
         time.sleep(0.2)
     if rank == 0:
