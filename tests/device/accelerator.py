@@ -19,7 +19,16 @@ _COLLECTIVES = {
     name: name
     for name in (
         *("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter"),
-        *("_reduce_scatter_base", "gather", "scatter", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+        *(
+            "_reduce_scatter_base",
+            "gather",
+            "scatter",
+            "alltoall",
+            "alltoall_base",
+            "barrier",
+            "send",
+            "recv",
+        ),
     )
 } | {  # what torch 2.13 calls, and as what gloo has it
     "all_gather_single": "_allgather_base",
