@@ -282,6 +282,6 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         copier.close()
     assert sum(record.nbytes for record in records) == wanted
     at_once = gate.permits + wanted // most + 1  # the fault point in the middle splits one
-    assert recorded <= 2 * at_once + 1, "two events for what is copied at once, one that tells the time"
+    assert recorded <= at_once + 1, "an event for what is copied at once, one that tells the time"
     assert waits <= gate.permits + 1, "a mark of each window, and the state's own"
     assert transfers <= tensors + len(filling.local_blocks) + at_once
