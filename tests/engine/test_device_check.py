@@ -37,10 +37,12 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(optim, "square_root", lambda v, out: torch.sqrt(v, out=out))  # on the host as there
+    monkeypatch.setattr("reft.engine.checks.device.memory_node", lambda maps, address: 0)
+    monkeypatch.setattr(SimulatedVendor, "node", 0)
     sim.settings.bytes_per_sec = 1e9
     found = tried(sim, tmp_path)
     assert (found.adam_is_exact, found.to_change) == (True, [])
-    assert 0 < found.copy_bytes_per_sec <= 1e9
+    assert 0 < found.copy_bytes_per_sec < 1.1e9
     assert found.adam_parameters_per_sec > 0
 
 
