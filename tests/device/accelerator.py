@@ -99,9 +99,8 @@ class Staged(dist.ProcessGroup):
         return BACKEND
 
     def __getattribute__(self, name: str) -> Any:
-        name = _RENAMED.get(name, name)
         if name in _COLLECTIVES:
-            return partial(_staged, getattr(self.gloo, name))
+            return partial(_staged, getattr(self.gloo, _COLLECTIVES[name]))
         return super().__getattribute__(name)
 
 
