@@ -50,6 +50,7 @@ PATHS = {
     "the snapshot worker and its pacer": "tests/device/test_worker.py",
     "parities by torch and by CuPy": "tests/protect/test_backends.py",
     "parities by either within the engine": "tests/snapshot/test_copier.py",
+    "capture of gradients": "tests/engine/test_aor.py",
     "ExactAdam": "tests/test_optim.py",
     "buffers that are late": "tests/state/test_late.py",
     "random states of a device": "tests/state/test_rng.py",

@@ -142,7 +142,7 @@ MUTATIONS = {
         VERSION_ON_DEVICE,
     ),
     "device-no-wait-at-begin": Mutation(
-        DEVICE, "self._side.wait_event(self._begun)", "pass", VERSION_ON_DEVICE
+        DEVICE, "ticket.follow(self._begun, self._side)", "pass", VERSION_ON_DEVICE
     ),
     "device-scratch-of-another-stream": Mutation(
         "snapshot/copying/chunks.py",

@@ -13,7 +13,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import gcd
@@ -288,22 +287,14 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How to start a kernel."""
-
-    items: int  # blocks that have work; fewer blocks may be started, each then takes several
-    # the two leading arguments (unsigned 64-bit), before the pointers of sources and targets
-    numbers: tuple[int, int]
-
-
-def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> Launch:
-    """Grid and leading arguments for buffers of ``nbytes`` bytes and words of ``width`` bytes."""
+def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
+    """For buffers of ``nbytes`` bytes and words of ``width`` bytes: how many blocks have work (of fewer, each
+    takes several), and the kernel's leading arguments, unsigned and of 64 bits."""
     words = nbytes // width
     if not needs_packets(rows):
-        return Launch(max(1, -(-words // THREADS)), (words, nbytes))
+        return max(1, -(-words // THREADS)), (words, nbytes)
     whole, rest = divmod(words, PACKETS * (PACKET_BYTES // width))
-    return Launch((whole + bool(rest)) * _tiles(width), (whole, rest // PACKETS))
+    return (whole + bool(rest)) * _tiles(width), (whole, rest // PACKETS)
 
 
 def _tiles(width: int) -> int:
@@ -444,11 +435,11 @@ class CupyBackend(Backend):
         with self._on_stream_of(targets[0]):
             arrays = [self._cupy.from_dlpack(b) for b in (*sources, *targets)]
             width = gcd(16, *(a.data.ptr for a in arrays))
-            launch = launch_of(rows, width, nbytes)
+            items, numbers = launch_of(rows, width, nbytes)
             device = self._cupy.cuda.Device().id
-            grid = min(launch.items, _processors(device) * _BLOCKS_PER_PROCESSOR)
-            numbers = [self._cupy.uint64(n) for n in launch.numbers]
-            _compiled(rows, width, device)((grid,), (THREADS,), (*numbers, *arrays))
+            grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
+            leading = map(self._cupy.uint64, numbers)
+            _compiled(rows, width, device)((grid,), (THREADS,), (*leading, *arrays))
 
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:

@@ -25,11 +25,6 @@ class System:
     parities: tuple[int, ...]  # pieces, the rows; plain XOR first, so that decoding prefers it
     matrix: Matrix  # coefficients, shape (parities, unknown), uint8
 
-    @property
-    def solvable(self) -> bool:
-        size = len(self.unknown)
-        return len(self.parities) >= size and rank(self.matrix) == size
-
     def solve(self) -> dict[int, dict[int, int]]:
         """For every unknown that is determined, the parities' coefficients in it."""
         rows, columns = self.matrix.shape
@@ -147,7 +142,7 @@ def survives(code: Code, lost: Collection[int]) -> bool:
         if all(code.pieces[p].member in gone for p in code.holders[block])
     ]
     systems = take_apart(code, unknown, lambda p: code.pieces[p].member not in gone)
-    return all(system.solvable for system in systems)
+    return all(len(s.parities) >= len(s.unknown) == rank(s.matrix) for s in systems)
 
 
 def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:

@@ -306,10 +306,14 @@ class AdamReplica:
                 f"step {record.number} has {len(record.groups)} groups instead of {len(self.groups)}"
             )
         if not record.skipped:
-            self._check_gradients(record, gradients)
+            found, expected = ([t.numel() for t in of] for of in (gradients, self.params))
+            if found != expected:
+                self._refuse(f"step {record.number} has gradients of {found} elements instead of {expected}")
             self._set_groups(record.groups)
             for param, gradient in zip(self.params, gradients, strict=True):
-                param.grad = _final(gradient, record.multiplier)
+                # In fp32 and by multiplication, as DeepSpeed unscales and clips; in memory of its own.
+                final = gradient.detach().reshape(-1).to("cpu", torch.float32)
+                param.grad = final if record.multiplier == 1.0 else final * record.multiplier
             self.optimizer.step()
             for param in self.params:
                 param.grad = None
@@ -331,12 +335,6 @@ class AdamReplica:
     def _refuse(self, reason: str) -> None:
         self.mark_stale(reason)
         self.check()
-
-    def _check_gradients(self, record: StepRecord, gradients: Sequence[torch.Tensor]) -> None:
-        found = [g.numel() for g in gradients]
-        expected = [t.master.numel() for t in self.tensors]
-        if found != expected:
-            self._refuse(f"the gradients of step {record.number} have {found} elements instead of {expected}")
 
     def _set_groups(self, groups: Sequence[GroupStep]) -> None:
         for live, new in zip(self.optimizer.param_groups, groups, strict=True):
@@ -377,10 +375,3 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
         return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
     made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
-
-
-def _final(gradient: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """The fp32 gradient on the host, as the owner's step saw it."""
-    final = gradient.detach().reshape(-1).to("cpu", torch.float32)
-    # In fp32 and by multiplication, as DeepSpeed unscales and clips; never in the caller's memory.
-    return final if multiplier == 1.0 else final * multiplier

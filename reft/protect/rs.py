@@ -146,10 +146,6 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
         )
     if parities <= _POWER_ROWS:
         return tuple(tuple(power(r * j) for j in range(blocks)) for r in range(parities))
-    return _scaled_cauchy(parities, blocks)
-
-
-def _scaled_cauchy(parities: int, blocks: int) -> tuple[Row, ...]:
     rows = [[inverse(r ^ (parities + j)) for j in range(blocks)] for r in range(parities)]
     columns = [inverse(v) for v in rows[0]]
     rows = [[multiply(v, s) for v, s in zip(row, columns, strict=True)] for row in rows]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, exp
+from math import comb, exp, prod
 
 from reft.errors import ConfigError
 
@@ -41,10 +41,7 @@ class Weibull:
 
 def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
     """q(t): every cause must spare the node."""
-    product = 1.0
-    for cause in causes:
-        product *= cause.survival(secs)
-    return product
+    return prod(cause.survival(secs) for cause in causes)
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
@@ -52,18 +49,13 @@ def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
-def group_survival(q: float, survived: Sequence[int]) -> float:
-    """Probability that one group survives, each of its nodes with probability ``q``."""
-    size = len(survived) - 1
-    return sum(count * (1 - q) ** j * q ** (size - j) for j, count in enumerate(survived))
-
-
 def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
-    """P_reft: all of the ``nodes / D`` groups survive."""
+    """P_reft: all of the ``nodes / D`` groups survive, each node with probability ``q``."""
     size = len(survived) - 1
     if size < 1 or nodes % size:
         raise ValueError(f"found {nodes} nodes in groups of {size}; expected a multiple")
-    return float(group_survival(q, survived) ** (nodes // size))
+    group = sum(count * (1 - q) ** j * q ** (size - j) for j, count in enumerate(survived))
+    return float(group ** (nodes // size))
 
 
 def persist_interval_secs(

@@ -18,26 +18,17 @@ from tests.device.simulated import NAME, Simulated, SimulatedVendor, simulated
 
 BACKEND = "staged"
 _COLLECTIVES = {
-    name: name
-    for name in (
-        *("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter"),
-        *(
-            "_reduce_scatter_base",
-            "gather",
-            "scatter",
-            "alltoall",
-            "alltoall_base",
-            "barrier",
-            "send",
-            "recv",
-        ),
-    )
-} | {  # what torch 2.13 calls, and as what gloo has it
+    **{name: name for name in ("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "gather")},
+    **{
+        name: name
+        for name in ("reduce_scatter", "_reduce_scatter_base", "scatter", "alltoall", "alltoall_base")
+    },
+    **{name: name for name in ("barrier", "send", "recv")},
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
-"""gloo's names of a group's calls."""
+"""gloo's names of a group's calls; torch 2.13 has others for the last three."""
 
 
 class Accelerator(CPU_Accelerator):
@@ -46,15 +37,17 @@ class Accelerator(CPU_Accelerator):
     def __init__(self, sim: Simulated) -> None:
         super().__init__()
         self._name, self._communication_backend_name = NAME, BACKEND
-        for name in ("Stream", "stream", "current_stream", "default_stream", "Event", "synchronize"):
-            self.__dict__[name] = getattr(sim, name)
         for name in (
-            "get_rng_state",
-            "set_rng_state",
-            "manual_seed",
-            "manual_seed_all",
-            "current_device",
-            "device_count",
+            *(
+                "Stream",
+                "stream",
+                "current_stream",
+                "default_stream",
+                "Event",
+                "synchronize",
+                "get_rng_state",
+            ),
+            *("set_rng_state", "manual_seed", "manual_seed_all", "current_device", "device_count"),
         ):
             self.__dict__[name] = getattr(sim, name)
         for name in ("is_synchronized_device", "use_host_timers", "resolves_data_dependency"):

@@ -48,11 +48,3 @@ def hold(vendor: Vendor) -> Callable[[], None]:
         return go
     vendor.module._sleep(500_000_000)  # some tenths of a second
     return lambda: None
-
-
-def sleep(vendor: Vendor, secs: float) -> None:
-    """A kernel that takes so long at least."""
-    if vendor.type == NAME:
-        vendor.module.sleep(secs)
-    else:
-        vendor.module._sleep(int(secs * 2.5e9))  # cycles; no device has a faster clock

@@ -22,14 +22,16 @@ from torch import nn
 import reft
 from reft.device import VENDORS
 from reft.engine.deepspeed import session_of
+from reft.protect.backend import backend_for
+from reft.snapshot.copying.device import DeviceCopyEngine
 from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor
 from tests.engine.ranks import mse
 
-WIDTH, STEPS = 64, 8
+WIDTH, STEPS = 64, 16
 COMMITTED = 3
 """Steps of a life that wait for their versions; later the link is slow and the host runs ahead of all."""
-FAST, SLOW = 1e8, 3e5  # bytes per second of the link
+FAST, SLOW = 1e8, 1e5  # bytes per second of the link
 
 
 class Block(nn.Module):
@@ -87,6 +89,7 @@ def live(root: Path) -> dict[str, Any]:
     sim = use_simulated()
     VENDORS[NAME] = vendor = SimulatedVendor(sim)
     vendor.has_cupy = True
+    DeviceCopyEngine.least_chunk_bytes = 0
     runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError)
     sys.modules["cupy"] = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))  # type: ignore[assignment]
     deepspeed.init_distributed(BACKEND, verbose=False)
@@ -99,7 +102,7 @@ def live(root: Path) -> dict[str, Any]:
     job = Life(
         {
             **{"enabled": True, "job_id": "sim", "memory_dir": memory, "protection": "aec+aor"},
-            "has": {"overflow": "staging", "compute_share": 0.0},
+            "has": {"overflow": "staging", "compute_share": 0.0, "chunk_bytes": 4096},
         },
         life["stages"],
     )
@@ -110,23 +113,21 @@ def live(root: Path) -> dict[str, Any]:
     for step in range(job.begins, job.begins + COMMITTED):
         job.train(step + 1)
         assert session.worker.drain(60)
-    sim.settings.bytes_per_sec = SLOW
+    # The second is what would be learnt in some more steps.
+    sim.settings.bytes_per_sec = session.copying.pacer.model.window = SLOW
     job.train(life["until"])
     if life["killed"] is not None:
         (root / f"killed-{rank}.json").write_text(json.dumps({"losses": job.losses, "committed": committed}))
         if life["killed"] == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         job.train(STEPS)
-    own_streams = sim.settings.own_streams
+    own_streams, synchronised = sim.settings.own_streams, sim.settings.synchronised
     session.close()  # the last version is committed
     return {
-        "begins": job.begins,
-        "losses": job.losses,
-        "committed": committed,
-        "synchronised": sim.settings.synchronised,
-        "own_streams": (own_streams, sim.settings.own_streams),
-        "engine": session.copying.engine.name,
-        "stats": session.stats.to_json(),
+        **{name: session.stats.to_json()[name] for name in ("staged", "recomputed")},
+        **{"begins": job.begins, "losses": job.losses, "committed": committed},
+        **{"engine": session.copying.engine.name, "encodes": backend_for(torch.empty(1, device=NAME)).name},
+        **{"synchronised": synchronised, "own_streams": [own_streams, sim.settings.own_streams]},
     }
 
 

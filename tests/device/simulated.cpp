@@ -664,6 +664,13 @@ void record_stream(Tensor& tensor, at::Stream stream) {
   if (block != nullptr && stream.id() != block->owner) block->recorded.push_back(stream.id());
 }
 
+Tensor& sqrt_out(const Tensor& input, Tensor& out) {  // Correctly rounded, as on devices; the CPU's comes from MKL
+  streams.put(current_id, [into = bytes_of(out), from = bytes_of(input)]() mutable {
+    into.copy_(from.to(at::kDouble).sqrt_());
+  });
+  return out;
+}
+
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true)) return {input.clone(), at::ones_like(input, at::kBool)};
   auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1.0 - p);
@@ -689,6 +696,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", value_of);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);
+  m.impl("sqrt.out", sqrt_out);
 }
 
 bool registered_with_torch = [] {

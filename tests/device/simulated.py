@@ -54,10 +54,7 @@ class Settings(ctypes.Structure):
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
         ("captures_ended", ctypes.c_int64),  # by calls of other threads
-        (
-            "recorded",
-            ctypes.c_int64,
-        ),  # calls of the driver: events recorded, waits of a stream, copies over the link
+        ("recorded", ctypes.c_int64),  # calls of the driver: events, waits of a stream, copies over the link
         ("waits", ctypes.c_int64),
         ("transfers", ctypes.c_int64),
         ("rng_seed", ctypes.c_uint64),
@@ -119,15 +116,8 @@ class Simulated:
             getattr(calls, name).restype = ctypes.c_int64
         calls.sim_host_register.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         calls.sim_host_unregister.argtypes = (ctypes.c_size_t,)
-        for name in (
-            "sim_destroy_stream",
-            "sim_hold",
-            "sim_release",
-            "sim_set_seed",
-            "sim_progress",
-            "sim_capture",
-        ):
-            getattr(calls, name).argtypes = (ctypes.c_int64,)
+        for name in ("destroy_stream", "hold", "release", "set_seed", "progress", "capture"):
+            getattr(calls, f"sim_{name}").argtypes = (ctypes.c_int64,)
         calls.sim_sleep.argtypes = (ctypes.c_double,)
         self.settings: Settings = calls.sim_settings().contents
         self._launched: list[Any] = []  # Python functions that a stream may still call

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,8 @@ from reft.engine.checks.releases import END, RELEASES, Releases, release, unload
 from tests.matrix import ROWS
 from tests.wheel import ROOT
 
-PAGE = ROOT / "docs" / "support.md"
-HEAD = "| DeepSpeed from | torch | clusters' pages, not run | Megatron-DeepSpeed 4efb479 | in bf16, it cannot load |\n"
+PAGE, PATCHES = ROOT / "docs" / "support.md", ROOT / "megatron_patches"
+HEAD = "| DeepSpeed from | torch | clusters' pages, not run | Megatron-DeepSpeed's patch | in bf16, it cannot load |\n"
 CLUSTERS = {"frontier.md": ("frontier",), "llama.md": ("v100", "h100")}
 """The pages that install something, and whose configurations they start."""
 CONSTRAINTS = dict(
@@ -25,7 +26,7 @@ CONSTRAINTS = dict(
 def table() -> str:
     text = HEAD + "| --- | --- | --- | --- | --- |\n"
     for row in RELEASES:
-        patch = f"`{row.patch.rpartition('/')[2]}`" if row.patch else "unmodified"
+        patch = f"`{row.patch.rpartition('/')[2]}`" if row.patch else "none"
         engines = re.sub(r'"\w+": "\w+"', r"`\g<0>`", ", ".join(row.unloadable))
         text += (
             f"| {row.first} | {', '.join(row.torch)} | {', '.join(row.clusters)} | {patch} | {engines} |\n"
@@ -45,7 +46,12 @@ def minor(number: str) -> str:
 
 def test_the_page_has_the_table() -> None:
     assert table() in PAGE.read_text(), "write it anew: python -m tests.docs.test_releases"
-    assert all(not r.patch or (ROOT / "megatron_patches" / r.patch).is_file() for r in RELEASES)
+    patches = {str(path.relative_to(PATCHES)): path.read_text() for path in PATCHES.glob("*/*.patch")}
+    assert {row.patch for row in RELEASES if row.patch} <= patches.keys()
+    for name, text in patches.items():
+        assert text.startswith("Why: ")
+        assert f"/{name}\n" in text, "the command that applies it"
+        assert f"| `{Path(name).name}` |" in (ROOT / "docs" / "megatron.md").read_text()
 
 
 def test_what_is_required_pinned_and_run_is_in_it() -> None:

@@ -74,7 +74,9 @@ def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
     }
     if block is not None:
         config["reft"] = block
-    model, client = Mlp(16, 33), config.pop("client", None)
+    # Groups hold the parameters that are on the device: moving them may make others.
+    model = Mlp(16, 33).to(deepspeed.accelerator.get_accelerator().current_device_name())
+    client = config.pop("client", None)
     if client is not None:
         del config["optimizer"]
     initialize = deepspeed.initialize if block is None else reft.initialize
@@ -88,7 +90,7 @@ def train(engine: Any, steps: int, before_step: Callable[[int], None] = lambda _
         before_step(engine.global_steps)
         generator = torch.Generator().manual_seed(100 * engine.global_steps + int(os.environ["RANK"]))
         for _ in range(2):
-            x = torch.randn(2, 16, generator=generator).to(next(engine.module.parameters()).dtype)
+            x = torch.randn(2, 16, generator=generator).to(next(engine.module.parameters()))
             loss = engine(x)
             engine.backward(loss)
             engine.step()
@@ -295,6 +297,9 @@ def refused(case: dict[str, Any], root: Path) -> str:
 
 def main(root: Path) -> dict[str, Any]:
     out: dict[str, Any] = {"long": {}}
+    if os.environ["TEST_DEVICE"] != "cpu":
+        out["long"][EXACT] = long_run(root, 0, {**USUAL, **EXACT_ADAM}, "aec+aor")
+        return out
     out["refused"] = refused({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, root)
     out["impossible"] = {name: refused(case, root) for name, case in IMPOSSIBLE.items()}
     for number, (name, case) in enumerate(CASES.items()):

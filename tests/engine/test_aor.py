@@ -10,6 +10,7 @@ import pytest
 
 from reft.engine.engine import why_inexact
 from reft.protect.host_adam import AdamKind, AdamRecipe
+from tests.device.simulated import device_or_skip
 from tests.engine.aor_job import BF16_OPTIMIZER, CASES, EXACT, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
 from tests.engine.ranks import run_ranks
 from tests.machine import FP16_MISSING
@@ -93,6 +94,19 @@ def test_a_gradient_takes_4_or_2_bytes_instead_of_12(ranks: Ranks, case: str, wi
 def test_p1_losses_are_equal_to_the_bit(ranks: Ranks, case: str) -> None:
     for r in ranks:
         assert r["long"][case]["losses"] == r["long"][case]["plain"]
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@shared
+def test_p1_partitions_are_recomputed_from_the_gradients_of_a_device(tmp_path: Path) -> None:
+    device = device_or_skip()
+    ranks = run_ranks(JOB, tmp_path, world=3, timeout_secs=500, device=device)
+    test_partitions_equal_their_owners_after_many_steps(ranks, EXACT)
+    test_p1_losses_are_equal_to_the_bit(ranks, EXACT)
+    assert all(r["long"][EXACT]["recomputed"] for r in ranks)
+    if device == "cuda":  # the simulated one's square roots are torch's on a CPU, which rounds some wrongly
+        test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks, EXACT)
 
 
 @pytest.mark.integration

@@ -12,10 +12,10 @@ import torch
 from reft import optim
 from reft.device import Cuda
 from reft.engine.checks.device import DeviceFindings, device_paragraph, memory_node, try_device
-from reft.protect.backend import TorchBackend
 from reft.snapshot.copying.device import DeviceCopyEngine
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated, SimulatedVendor
+from tests.protect.test_backends import WrongBytes
 
 __all__ = ["sim"]
 
@@ -37,28 +37,25 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(optim, "square_root", lambda v, out: torch.sqrt(v, out=out))  # on the host as there
+    monkeypatch.setattr("reft.engine.checks.device.memory_node", lambda maps, address: 0)
+    monkeypatch.setattr(SimulatedVendor, "node", 0)
     sim.settings.bytes_per_sec = 1e9
     found = tried(sim, tmp_path)
     assert (found.adam_is_exact, found.to_change) == (True, [])
-    assert 0 < found.copy_bytes_per_sec <= 1e9
+    assert 0 < found.copy_bytes_per_sec < 1.1e9
     assert found.adam_parameters_per_sec > 0
 
 
 def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Wrong(TorchBackend):
-        def combine(self, rows: Any, sources: Any, targets: Any) -> None:
-            super().combine(rows, sources, targets)
-            targets[-1][-1] ^= 1
-
     def rounds_up(v: torch.Tensor, out: torch.Tensor) -> None:
         torch.sqrt(v, out=out)
         if v.device.type != "cpu":
             out.view(torch.int32).add_(1)
 
     monkeypatch.setattr(optim, "square_root", rounds_up)
-    monkeypatch.setattr("reft.engine.checks.device.backend_for", lambda buffer: Wrong())
+    monkeypatch.setattr("reft.engine.checks.device.backend_for", lambda buffer: WrongBytes())
     monkeypatch.setattr("reft.engine.checks.device.memory_node", lambda maps, address: 1)
     monkeypatch.setattr(SimulatedVendor, "node", 0)
     found = tried(sim, tmp_path)

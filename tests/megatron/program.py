@@ -1,5 +1,4 @@
-"""A checkout of Megatron-DeepSpeed or Megatron-LM, unmodified, loses nodes. A copy of Megatron-DeepSpeed's gets the
-patches of megatron_patches/, which a reader applies to a checkout of their own.
+"""A checkout of Megatron-DeepSpeed or Megatron-LM loses nodes; a copy of Megatron-DeepSpeed's has the patches for it.
 
     python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed RELEASE] [--json FILE] [--list]
 
@@ -106,7 +105,10 @@ def patched(checkout: Path, copy: Path) -> Path:
     """A copy of a checkout with the patches, and with its helper for data compiled for this Python."""
     shutil.copytree(checkout, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     for patch in sorted(PATCHES.glob("*.patch")):
-        subprocess.run(["git", "apply", patch], cwd=copy, check=True)
+        apply = ["git", "apply", patch]
+        done = subprocess.run([*apply, "--reverse", "--check"], cwd=copy, capture_output=True, check=False)
+        if done.returncode:  # the reader has not applied it
+            subprocess.run(apply, cwd=copy, check=True)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     subprocess.run(["make", "-C", copy / "megatron" / "data"], env={**os.environ, "PATH": path}, check=True)
     return copy

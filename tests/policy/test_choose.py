@@ -235,6 +235,7 @@ def test_auto_recomputes_where_it_is_exact_and_costs_a_step_less(
     situation = replace(job(apart(4), owned=12 * 2**21), exact=exact, rates=rates)
     choice = choose(situation, 1)
     assert choice.chosen.name == chosen
+    assert choice.of("aec+aor").available == (chosen == "aec+aor")
     assert (rates is None) == ("sending costs a step" not in choice.reason)
     assert choice.of("arc").partition_secs == (None if rates is None else rates.partition_secs(2**21))
     # Twice as much where two losses are survived; to ask is to want it.

@@ -58,11 +58,11 @@ class HostKernel(Backend):
     ) -> None:
         buffers = [*sources, *targets]
         width = gcd(16, *(b.ctypes.data for b in buffers))
-        launch = launch_of(rows, width, nbytes)
-        arguments = [ctypes.c_ulonglong(n) for n in launch.numbers]
+        items, numbers = launch_of(rows, width, nbytes)
+        arguments = [ctypes.c_ulonglong(n) for n in numbers]
         # Fewer blocks than items, so that the loops over the grid are tried too.
         _compiled(rows, width)(
-            min(launch.items, 3), THREADS, *arguments, *(ctypes.c_void_p(b.ctypes.data) for b in buffers)
+            min(items, 3), THREADS, *arguments, *(ctypes.c_void_p(b.ctypes.data) for b in buffers)
         )
 
 

@@ -45,15 +45,8 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
 
 @pytest.mark.process
 def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT.with_name("decoders.py")),
-        "--json",
-        "--block-mib",
-        "1",
-        "--rounds",
-        "1",
-    ]
+    options = ["--json", "--block-mib", "1", "--rounds", "1"]
+    command = [sys.executable, str(SCRIPT.with_name("decoders.py")), *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     ways = json.loads(done.stdout)["ways"]

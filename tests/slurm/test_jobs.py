@@ -132,15 +132,14 @@ def test_a_step_that_is_killed_is_followed_by_another(
     check_losses(job, undisturbed)
 
 
-def ends_without_requeue(job: SlurmJob) -> None:
-    """Well, in the same allocation, resumed once, from memory."""
+def ends_without_requeue(job: SlurmJob, *then: str) -> None:
+    """Well, in the same allocation, resumed once, from memory. ``then``: what later steps resume from."""
     facts = job.end()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
         -6000:
     ]
-    (resumed,) = job.resumed
-    assert resumed[0] >= 10
-    assert resumed[1] == "memory"
+    assert [source for _, source in job.resumed] == ["memory", *then], job.log[-6000:]
+    assert job.resumed[0][0] >= 10
 
 
 @pytest.mark.parametrize(("page", "model"), [("llama.md", "v100-1.3b"), ("frontier.md", "frontier-1.3b")])
@@ -150,7 +149,7 @@ def test_a_job_of_a_page_survives_the_node_that_the_page_kills(
     job = PageJob(cluster, directory, page, model)
     job.reach(12)
     job.lose([name for name in job.trainers() if name != job.facts["BatchHost"]][-1])
-    ends_without_requeue(job)
+    ends_without_requeue(job, "disk")  # srun tells of the killed task at the end: another step finds all done
     assert missing_lines(page, job.log) == [], job.log[-6000:]
     check_losses(job, undisturbed)
 

@@ -81,8 +81,6 @@ def _start_findings(session: Session) -> Iterator[Finding]:
     seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else None
     lacks = session.control.gather_bytes((seen or "").encode())[0].decode()
     missing = what_is_missing(persists=config.persist.dir is not None)
-    if shortfall and not session.tolerance:
-        shortfall = f"TOLERANCE IS 0: {shortfall}"
     allowed = None if config.allow_unprotected else shortfall
     for text in filter(None, (lacks, session.state.recomputing.inexact, missing, allowed)):
         yield Finding(Severity.WARNING, text)
@@ -101,7 +99,7 @@ def _notes(session: Session) -> Iterator[str]:
             "of them"
         )
     if session.config.allow_unprotected and (shortfall := _shortfall(session)):
-        yield shortfall if session.tolerance else f"TOLERANCE IS 0: {shortfall}"
+        yield shortfall
 
 
 def what_is_missing(persists: bool) -> str | None:
@@ -265,8 +263,8 @@ def _shortfall(session: Session) -> str | None:
             f"{losses}; {takes}"
         )
     return (
-        f"{session.protection.why_unprotected()}. The loss of one node loses its memory for good; then the "
-        f"job can resume only from disk (persist.dir is {config.persist.dir or 'not set'})"
+        f"TOLERANCE IS 0: {session.protection.why_unprotected()}. The loss of one node loses its memory for "
+        f"good; then the job can resume only from disk (persist.dir is {config.persist.dir or 'not set'})"
     )
 
 

@@ -59,12 +59,13 @@ class _DeviceMark(Mark):
 
 
 class _DeviceTicket(CopyTicket):
-    """One copy: events around it on the side stream, and the tensors that it needs."""
+    """One copy: the event at its end, what it waits for, and the tensors that it needs."""
 
     def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__(sum(target.numel() for _, target in pieces))
         self.drains = drains  # whether it belongs to a version that was fenced
-        self.began = module.Event(enable_timing=True)
+        self.waits: list[Any] = []
+        self.queued_secs = time.perf_counter()
         self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: list[Piece] = list(pieces)
         self.staged: Sequence[Piece] = ()
@@ -78,17 +79,25 @@ class _DeviceTicket(CopyTicket):
                 self.keep_alive.append(view)
                 yield view
 
+    def follow(self, event: Any, stream: Any) -> None:
+        """Have its stream wait for an event before it."""
+        stream.wait_event(event)
+        self.waits.append(event)
+
     def done(self) -> bool:
         return bool(self.ended.query())
 
     def wait(self) -> None:
         self.ended.synchronize()
 
-    def settle(self, anchor: Any, anchor_secs: float) -> None:
-        """Take the times, once both events and ``anchor`` (recorded at ``anchor_secs``) have passed."""
-        began = anchor_secs - self.began.elapsed_time(anchor) * _MS
-        self.secs = (began, began + self.began.elapsed_time(self.ended) * _MS)
-        self.keep_alive = []
+    def settle(self, secs_of: Callable[[Any], float], free_secs: float) -> float:
+        """Take the times, once all events have passed: it began when it was queued, what it waits for was
+        there, and its stream had come to it, at ``free_secs``. Returns when it ended."""
+        ended = secs_of(self.ended)
+        began = max(self.queued_secs, free_secs, *map(secs_of, self.waits))
+        self.secs = (min(began, ended), ended)
+        self.keep_alive, self.waits = [], []
+        return ended
 
 
 class DeviceCopyEngine(CopyEngine):
@@ -180,11 +189,11 @@ class DeviceCopyEngine(CopyEngine):
         return _DeviceMark(self._order.mark(), self._record())
 
     def stamp(self) -> Any:
-        return self._record(timed=True)
+        return self._record()
 
-    def _record(self, timed: bool = False) -> Any:
+    def _record(self) -> Any:
         """An event at the end of what the calling thread gave the device so far."""
-        event: Any = self._module.Event(enable_timing=timed, blocking=timed)
+        event: Any = self._module.Event(enable_timing=True, blocking=True)
         event.record(self._module.current_stream(self.device))
         return event
 
@@ -214,8 +223,9 @@ class DeviceCopyEngine(CopyEngine):
             with self._lock:
                 if version != self._copied_version:
                     self._open(version)
+                    ticket.follow(self._begun, self._side)
                 if isinstance(after, _DeviceMark):
-                    self._side.wait_event(after.event)
+                    ticket.follow(after.event, self._side)
             with self._recorded(ticket, self._side):
                 encoded = () if encode is None else ticket.keep(encode())
                 if buffer is not None:
@@ -258,10 +268,10 @@ class DeviceCopyEngine(CopyEngine):
         with self._order.draining():
             self._vendor.enter(self.device)
             if self._staged is not None:
-                self.drain_stream.wait_event(self._staged.ended)
+                ticket.follow(self._staged.ended, self.drain_stream)
                 self._staged = None
             if isinstance(after, _DeviceMark):
-                self.drain_stream.wait_event(after.event)
+                ticket.follow(after.event, self.drain_stream)
             with self._recorded(ticket, self.drain_stream):
                 for source, target in views:
                     self._copy_piece(source, target, self.drain_stream)
@@ -270,7 +280,6 @@ class DeviceCopyEngine(CopyEngine):
     @contextmanager
     def _recorded(self, ticket: _DeviceTicket, stream: Any) -> Iterator[None]:
         """Queue what belongs to a ticket on a stream; what failed half way is waited for too."""
-        ticket.began.record(stream)
         try:
             with self._module.stream(stream):
                 yield
@@ -282,9 +291,8 @@ class DeviceCopyEngine(CopyEngine):
     # -- inside a copy ---------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        """The first copy of a version: wait for the point where its state became final."""
+        """The first copy of a version, which waits for the point where its state became final."""
         assert self._begun is not None
-        self._side.wait_event(self._begun)
         self._copied_version = version
         # Versions that were given up are never synchronized: do not keep their tensors for that.
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
@@ -321,8 +329,11 @@ class DeviceCopyEngine(CopyEngine):
         for ticket in tickets:
             ticket.wait()
         anchor, anchor_secs = self._anchor()
+        free_secs = {False: 0.0, True: 0.0}  # of the side stream, and of that which drains
         for ticket in tickets:
-            ticket.settle(anchor, anchor_secs)
+            free_secs[ticket.drains] = ticket.settle(
+                lambda event: anchor_secs - event.elapsed_time(anchor) * _MS, free_secs[ticket.drains]
+            )
         linked = [t for t in tickets if not t.staged]  # what was staged did not pass the link
         busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
         self.bytes_per_sec = bandwidth(sum(t.nbytes for t in linked), busy_secs, self.bytes_per_sec)
