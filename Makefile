@@ -106,7 +106,7 @@ peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed'
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
-  tests/snapshot/test_staging.py tests/device/test_vendors.py tests/protect/test_backends.py \
+  tests/snapshot/test_staging.py tests/device/test_vendors.py tests/device/test_check.py tests/protect/test_backends.py \
   tests/state/test_late.py tests/state/test_rng.py
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
