@@ -52,6 +52,8 @@ PATHS = {
     "parities by either within the engine": "tests/snapshot/test_copier.py",
     "capture of gradients": "tests/engine/test_aor.py",
     "ExactAdam": "tests/test_optim.py",
+    "what every start tries": "tests/device/test_check.py",
+    "the checksums that peers compare": "tests/device/test_peers.py",
     "buffers that are late": "tests/state/test_late.py",
     "random states of a device": "tests/state/test_rng.py",
     "restoring to a device": "tests/engine/test_engine.py",

@@ -30,6 +30,7 @@ def tried(vendor: Vendor, directory: Path) -> DeviceFindings:
     return found
 
 
+@pytest.mark.gpu
 def test_a_device_is_tried_with_real_copies_parities_and_steps(
     vendor: Vendor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

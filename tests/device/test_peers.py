@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from reft.device import Vendor
@@ -33,6 +34,7 @@ def sums_of(tensors: list[torch.Tensor], vendor: Vendor, change: bool) -> dict[i
     return check.sums
 
 
+@pytest.mark.gpu
 def test_sums_of_a_device_are_of_the_versions_state_and_see_every_flip(vendor: Vendor) -> None:
     generator = torch.Generator().manual_seed(0)
     host = [torch.randn(n, generator=generator) for n in (5000, 1, 70)]
