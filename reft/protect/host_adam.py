@@ -3,9 +3,9 @@
 Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12 bytes a
 parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
 and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
-owner's own class over host memory (apex has none for hosts: its formula, :mod:`reft.protect.host_adam`),
-stepped with the owner's hyper-parameters of that step. Where owner and replica run the same kernel, as on
-CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam` agrees wherever the owner runs.
+owner's own class over host memory, stepped with the owner's hyper-parameters of that step. Where owner and
+replica run the same kernel, as on CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam` agrees
+wherever the owner runs.
 
 Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*: from
 then on it refuses to step and to be read, until it is copied anew from the owner (P5).
@@ -13,88 +13,15 @@ then on it refuses to step and to be read, until it is copied anew from the owne
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
-from reft.optim import ExactAdam, slices, square_root
-
-
-class ApexAdam(torch.optim.Optimizer):
-    """apex's ``FusedAdam`` over fp32 partitions in host memory."""
-
-    def __init__(self, params: Any, *, adam_w_mode: bool) -> None:
-        defaults = {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "bias_correction": True,
-        }
-        super().__init__(params, defaults)
-        self.adam_w_mode = adam_w_mode
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step with the gradients in ``grad``; state is ``step``, ``exp_avg`` and ``exp_avg_sq``."""
-        assert closure is None
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                state["step"] += 1
-                scalars = _scalars(group, int(state["step"]))
-                tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
-                for part in slices(*tensors):
-                    _update(part, scalars, adam_w=self.adam_w_mode)
-
-
-def _scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
-    """Of one step: fp32 numbers."""
-    beta1, beta2 = (np.float32(beta) for beta in group["betas"])
-    corrected = group["bias_correction"]
-    exact = {
-        "beta1": beta1,
-        "rest1": np.float32(1) - beta1,
-        "beta2": beta2,
-        "rest2": np.float32(1) - beta2,
-        "correction1": 1 - math.pow(float(beta1), step) if corrected else 1.0,
-        "correction2": 1 - math.pow(float(beta2), step) if corrected else 1.0,
-        "lr": group["lr"],
-        "eps": group["eps"],
-        "decay": group["weight_decay"],
-    }
-    return {name: float(np.float32(value)) for name, value in exact.items()}
-
-
-def _update(tensors: list[torch.Tensor], s: Mapping[str, float], *, adam_w: bool) -> None:
-    """In place, as the module says it: one operation a line, no alpha. The gradient is only read."""
-    p, g, m, v = tensors
-    if not adam_w:
-        g = torch.mul(p, s["decay"]).add_(g)
-    t = torch.mul(g, s["rest1"])
-    m.mul_(s["beta1"])
-    m.add_(t)
-    torch.mul(g, s["rest2"], out=t)
-    t.mul_(g)
-    v.mul_(s["beta2"])
-    v.add_(t)
-    root = torch.div(v, s["correction2"])
-    square_root(root, root)
-    root.add_(s["eps"])
-    torch.div(m, s["correction1"], out=t)
-    t.div_(root)
-    if adam_w:
-        torch.mul(p, s["decay"], out=root)
-        t.add_(root)
-    t.mul_(s["lr"])
-    p.sub_(t)
-
+from reft.optim import ExactAdam
 
 _REPLAY_FAR = 1 << 20
 
@@ -106,7 +33,6 @@ class AdamKind(StrEnum):
     TORCH_ADAMW = "torch.optim.adamw.AdamW"
     DEEPSPEED_FUSED = "deepspeed.ops.adam.fused_adam.FusedAdam"
     DEEPSPEED_CPU = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
-    APEX_FUSED = "apex.optimizers.fused_adam.FusedAdam"
     EXACT = "reft.optim.ExactAdam"
 
     @property
@@ -164,14 +90,14 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     # AdamW derives from Adam: the more special one first.
     kinds = (
         *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
-        *(AdamKind.APEX_FUSED, AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
+        *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
     )
     kind = next((k for k in kinds if k.value in names), None)
     if kind is None:
         raise UnsupportedStateError(
             f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW, "
-            f"DeepSpeed's FusedAdam and CPUAdam, apex's FusedAdam, and reft.ExactAdam. Use one of them, or "
-            f"protect the partition by copies (peer)"
+            f"DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect the "
+            f"partition by copies (peer)"
         )
     groups = optimizer.param_groups
     unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
@@ -182,7 +108,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
         )
     first: Mapping[str, Any] = groups[0]
     on_device = any(p.device.type != "cpu" for g in groups for p in g["params"])
-    if kind.compiled or kind is AdamKind.APEX_FUSED:
+    if kind.compiled:
         return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
     decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
     # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
@@ -369,8 +295,6 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=recipe.decoupled)
-    if recipe.kind is AdamKind.APEX_FUSED:
-        return ApexAdam(groups, adam_w_mode=recipe.decoupled)
     if recipe.kind is AdamKind.EXACT:
         return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
     made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
