@@ -26,7 +26,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import date
 from pathlib import Path
@@ -40,7 +40,7 @@ from common import MIB
 from results import estimate, machine
 
 from reft.memory.header import checksum
-from reft.memory.stream import PlainHashingCopier, copier, hashing_copier, ranges_of
+from reft.memory.stream import EXPONENTS, PlainHashingCopier, copier, hashing_copier, ranges_of
 from reft.protect.builds import compiled
 
 BLOCK_BYTES = 4 * MIB
@@ -99,9 +99,12 @@ def ways(
     blocks = [
         ranges_of([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
     ]
+    numbers = [block.copy() for block in blocks]
+    for block in numbers:
+        block[:, 3] = EXPONENTS["float32"]  # NaN and infinity are looked for
     fused, apart = hashing_copier(), PlainHashingCopier()
 
-    def hashed(hasher: Any) -> Callable[[], object]:
+    def hashed(hasher: Any, blocks: Sequence[Any] = blocks) -> Callable[[], object]:
         def run() -> None:
             for block in blocks:
                 hasher.copy(block)
@@ -122,6 +125,7 @@ def ways(
         "copy_then_hash": hashed(apart),
         "copy_and_hash": hashed(fused),
         "copy_and_hash_sse2": without_avx2,
+        "copy_hash_and_look": hashed(fused, numbers),
         "mapped_anew": lambda: copy_mapped_anew(target, fd),
         "written_to_file": lambda: write_to_file(source.numpy().data, folder),
         "over_loopback": lambda: send_over_loopback(target.numpy().data, source.numpy().data),

@@ -7,6 +7,7 @@ unit of steps stands between two of what it is compared with, and each compariso
 
 - ``none``, snapshots and nothing redundant, is compared with ``plain``, no snapshots at all;
 - ``X+aor``, where ring peers recompute ZeRO-1 partitions, with ``X``, where they are sent to them;
+- ``X/rotate`` and ``X/full``, where peers compare their replicas (``verify.peers``), with ``X``, where not;
 - every other scheme with ``none``.
 
 A unit first switches and settles, then has one step that is not timed, at whose end a version is submitted,
@@ -55,12 +56,16 @@ SETTLE_STEPS = 3
 ADAM_BYTES = 28
 """Read and written for an element: gradient, master and two moments; master and two moments."""
 MOST_ADAM_ELEMENTS = 2**22
+BLOCK_BYTES = 4 * 2**20  # that are compared at a time
 
 
 def compared_with(scheme: str) -> str:
     """The other side of a scheme's pairs."""
     if scheme == NONE:
         return PLAIN
+    kept, slash, _ = scheme.partition("/")
+    if slash:
+        return kept
     return scheme.removesuffix(AOR) if scheme.endswith(AOR) else NONE
 
 
@@ -85,6 +90,7 @@ def run_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import reft
+    from reft.snapshot.copying.peers import PeerCheck
 
     torch.set_num_threads(1)
     if not options.verbose:
@@ -94,7 +100,8 @@ def run_rank(options: argparse.Namespace) -> None:
         engine.train_batch(data)
     recomputed = any(s.endswith(AOR) for s in options.schemes)
     # Whether it recomputes is decided at the start; what of it is used, in every unit.
-    first = next(s for s in options.schemes if s != NONE or not recomputed).removesuffix(AOR)
+    first = next(s for s in options.schemes if s != NONE or not recomputed)
+    first = first.partition("/")[0].removesuffix(AOR)
     session = reft.attach(
         engine,
         config={
@@ -111,6 +118,8 @@ def run_rank(options: argparse.Namespace) -> None:
             session.use(NONE)
             return
         session.use("has")
+        scheme, _, peers = scheme.partition("/")
+        session.worker.copier.peers = PeerCheck(peers == "rotate", BLOCK_BYTES) if peers else None
         kept = scheme.removesuffix(AOR)
         session.pause_recomputing(kept == scheme)
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):

@@ -79,6 +79,26 @@ inline void hash_block(Sums& sums, const uint8_t* data) {
   scramble(sums, block);
 }
 
+inline uint64_t lowest_bits(uint64_t exponents) { return exponents & ~(exponents << 1); }
+
+// Of floating-point numbers, whose bits of the exponent are 1 in ``exponents``, those are not finite in which all of
+// these bits are 1: then adding the lowest one carries into the sign. 0: there are none.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+uint64_t not_finite(const uint8_t* source, size_t nbytes, uint64_t exponents) {
+  const uint64_t lowest = lowest_bits(exponents);
+  uint64_t found = 0;
+  for (; nbytes >= 8; source += 8, nbytes -= 8) {
+    uint64_t word;
+    std::memcpy(&word, source, 8);
+    found |= (word & exponents) + lowest;
+  }
+  uint64_t rest = 0;
+  std::memcpy(&rest, source, nbytes);
+  return (found | ((rest & exponents) + lowest)) & (exponents + lowest);
+}
+
 // Copies kGroupBytes to a target aligned to a line, and hashes the first of their blocks into ``sums`` if asked. Past
 // the caches goes what fills whole lines: with its stores spread over two lines each step took twice as long.
 template <bool kHashes>
@@ -107,9 +127,12 @@ inline void copy_group(uint8_t* target, const uint8_t* source, Sums& sums, size_
 // The same with vectors of 32 bytes: the sums of four pages fill 8 of 16 registers, where those of 16 bytes fill all.
 // Intrinsics, because the compiler is not asked for AVX2 elsewhere: the library must load on every x86-64.
 template <bool kHashes>
-__attribute__((target("avx2"))) void copy_group_avx2(uint8_t* target, const uint8_t* source, Sums& sums,
-                                                     size_t hashed_blocks = kGroupBlocks) {
+__attribute__((target("avx2"))) uint64_t copy_group_avx2(uint8_t* target, const uint8_t* source, Sums& sums,
+                                                         size_t hashed_blocks, uint64_t exponents) {
   constexpr size_t kWide = kLineBytes / sizeof(__m256i);
+  const __m256i wanted = _mm256_set1_epi64x(static_cast<long long>(exponents));
+  const __m256i lowest = _mm256_set1_epi64x(static_cast<long long>(lowest_bits(exponents)));
+  __m256i found = _mm256_setzero_si256();
   Sums blocks[kGroupBlocks];
   for (size_t block = 0; block < kPageBytes / kBlockBytes; ++block) {
     __m256i running[kPages][kWide];
@@ -123,6 +146,7 @@ __attribute__((target("avx2"))) void copy_group_avx2(uint8_t* target, const uint
           const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at) + i);
           _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at) + i, data);
           if (kHashes) {
+            found = _mm256_or_si256(found, _mm256_add_epi64(_mm256_and_si256(data, wanted), lowest));
             const __m256i secret = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kSecret + 8 * stripe + 32 * i));
             const __m256i keyed = _mm256_xor_si256(data, secret);
             const __m256i product = _mm256_mul_epu32(keyed, _mm256_shuffle_epi32(keyed, _MM_SHUFFLE(0, 3, 0, 1)));
@@ -138,17 +162,20 @@ __attribute__((target("avx2"))) void copy_group_avx2(uint8_t* target, const uint
   }
   if (kHashes)
     for (size_t block = 0; block < hashed_blocks; ++block) scramble(sums, blocks[block]);
+  uint64_t lanes[4];
+  std::memcpy(lanes, &found, sizeof(lanes));
+  return (lanes[0] | lanes[1] | lanes[2] | lanes[3]) & (exponents + lowest_bits(exponents));
 }
 
 bool uses_avx2 = __builtin_cpu_supports("avx2");
 
+// Returns what not_finite does.
 template <bool kHashes>
-inline void copy_whole_group(uint8_t* target, const uint8_t* source, Sums& sums, size_t hashed = kGroupBlocks) {
-  if (uses_avx2) {
-    copy_group_avx2<kHashes>(target, source, sums, hashed);
-  } else {
-    copy_group<kHashes>(target, source, sums, hashed);
-  }
+inline uint64_t copy_whole_group(uint8_t* target, const uint8_t* source, Sums& sums, size_t hashed = kGroupBlocks,
+                                 uint64_t exponents = 0) {
+  if (uses_avx2) return copy_group_avx2<kHashes>(target, source, sums, hashed, exponents);
+  copy_group<kHashes>(target, source, sums, hashed);
+  return exponents ? not_finite(source, kGroupBytes, exponents) : 0;
 }
 
 // What was hashed so far. A block is taken in when more bytes follow it: the last one ends in another way.
@@ -172,36 +199,21 @@ inline void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
   if (target) std::memcpy(target, source, nbytes);
 }
 
-// Of floating-point numbers, whose bits of the exponent are 1 in ``exponents``, those are not finite in which all of
-// these bits are 1: then adding the lowest one carries into the sign. 0: there are none.
-#if defined(__GNUC__) && !defined(__clang__)
-__attribute__((target_clones("avx2", "default")))
-#endif
-uint64_t not_finite(const uint8_t* source, size_t nbytes, uint64_t exponents) {
-  const uint64_t lowest = exponents & ~(exponents << 1);
-  uint64_t found = 0;
-  for (; nbytes >= 8; source += 8, nbytes -= 8) {
-    uint64_t word;
-    std::memcpy(&word, source, 8);
-    found |= (word & exponents) + lowest;
-  }
-  uint64_t rest = 0;
-  std::memcpy(&rest, source, nbytes);
-  return (found | ((rest & exponents) + lowest)) & (exponents + lowest);
-}
-
 // ``target`` may be null: then the bytes are hashed only.
 void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   const size_t open_bytes = hash.open_bytes();
   const size_t head = nbytes < kBlockBytes - open_bytes ? nbytes : kBlockBytes - open_bytes;
-  const auto advance = [&](size_t count) {  // which are in the cache
+  const auto look = [&](size_t count) {  // at what is in the cache
     if (exponents) hash.not_finite |= not_finite(source, count, exponents);
+  };
+  const auto advance = [&](size_t count) {
     hash.total += count, source += count, nbytes -= count;
     if (target) target += count;
   };
   if (open_bytes || nbytes <= kBlockBytes) {
     std::memcpy(hash.open() + open_bytes, source, head);
     copy(target, source, head);
+    look(head);
     advance(head);
     if (!nbytes) return;
   }
@@ -214,25 +226,28 @@ void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nb
     const bool streams = target && reinterpret_cast<uintptr_t>(target) % kLineBytes == 0;
     for (; nbytes > kGroupBytes; advance(kGroupBytes)) {
       if (streams) {
-        copy_whole_group<true>(target, source, sums);
+        hash.not_finite |= copy_whole_group<true>(target, source, sums, kGroupBlocks, exponents);
       } else {
         copy(target, source, kGroupBytes);
         for (size_t at = 0; at < kGroupBytes; at += kBlockBytes) hash_block(sums, source + at);
+        look(kGroupBytes);
       }
     }
     if (streams && nbytes == kGroupBytes) {  // as most chunks end: past the caches too
-      copy_whole_group<true>(target, source, sums, kGroupBlocks - 1);
+      hash.not_finite |= copy_whole_group<true>(target, source, sums, kGroupBlocks - 1, exponents);
       advance(kGroupBytes - kBlockBytes);
       target = nullptr;
     }
     for (; nbytes > kBlockBytes; advance(kBlockBytes)) {
       hash_block(sums, source);
       copy(target, source, kBlockBytes);
+      look(kBlockBytes);
     }
     std::memcpy(hash.held, source - kLineBytes, kLineBytes);
   }
   std::memcpy(hash.open(), source, nbytes);
   copy(target, source, nbytes);
+  look(nbytes);
   advance(nbytes);
   std::memcpy(hash.sums, &sums, sizeof(sums));
 }
