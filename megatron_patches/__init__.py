@@ -1,6 +1,6 @@
 """Megatron's programs under reft's care: what each holds beside what DeepSpeed or PyTorch know of.
 
-An integration as :mod:`reft.integrations` describes them.
+An integration as :mod:`reft.integrations` describes them. Folders named by commits hold patches for the programs.
 """
 
 ON_IMPORT = {
