@@ -62,7 +62,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
-    """For benchmarks whose ranks may train on a device; they share it where it is the only one."""
+    """For benchmarks whose ranks may train on a device, which they share."""
     made.add_argument("--device", choices=("cuda", "sim"), help="train on it (default: as DeepSpeed finds)")
 
 

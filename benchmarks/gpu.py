@@ -5,7 +5,7 @@ goes on:
 
 - tests: those of every path in :data:`PATHS`;
 - has_gpu: every way of saving beside a stage of a Llama-2 pipeline;
-- restore and memory_copy: two ranks, which share the device where it is the only one;
+- restore and memory_copy: two ranks, which share the device;
 - baseline: a version at every step of a 1.7B model on one device, beside what others published.
 
 Writes a JSON file and a Markdown file, named by date and device, and exits with 1 if a part failed, with 2 if

@@ -26,7 +26,7 @@ from reft.node.protection import (
     write_record,
 )
 from reft.policy.choose import Choice, Situation, choose
-from reft.policy.loads import OwnedBy, RankSections, Rates
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.state.adapters import StateAdapter
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SENT_BYTES = 8 * 2**20
+_SPARE = 4  # times the gradients that recomputing keeps on a device have to be free there at the start
 
 
 def situation_of(session: Session) -> Situation:
@@ -84,8 +85,11 @@ def _measured_rates(session: Session, situation: Situation) -> Rates | None:
     found = session.device_findings
     if not (found and situation.exact and situation.owns) or config.recompute or config.interval_steps != 1:
         return None
+    # Gradients of as many partitions as losses are survived lie on the device, beside what training needs.
+    parameters = max(1, config.tolerance) * situation.sections[control.rank].owned_bytes // OPTIMIZER_BYTES
+    possible = session.copying.engine.free_bytes >= _SPARE * GRADIENT_BYTES * parameters
     try:
-        possible = isinstance(adapter, StateAdapter) and bool(check_recomputable(adapter))
+        possible = possible and isinstance(adapter, StateAdapter) and bool(check_recomputable(adapter))
     except UnsupportedStateError:
         possible = False
     stage = session.coordinate.pp, session.coordinate.tp

@@ -135,11 +135,12 @@ def use_simulated() -> Simulated:
 
 
 def use_device(name: str) -> str:
-    """Have DeepSpeed train on ``cuda`` or the simulated device; the backend of groups whose ranks may share one,
-    which NCCL refuses."""
+    """Have DeepSpeed train on ``cuda`` or the simulated device, which ranks may share: NCCL would refuse that.
+    Returns the backend; the group is made without DeepSpeed, which would bind it to a device of CUDA."""
     if name == NAME:
         VENDORS[NAME] = SimulatedVendor(use_simulated())
     else:
-        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.Backend.register_backend(BACKEND, Staged, devices=[name, "cpu"])
+    dist.init_process_group(BACKEND)
     return BACKEND

@@ -42,6 +42,7 @@ def test_it_is_found_by_its_tensors(vendor: Vendor, device: torch.device) -> Non
     assert vendor.module.is_initialized()
     assert vendor.module.device_count() >= 1
     assert isinstance(vendor.module.get_device_name(device), str)
+    assert vendor.numa_node(device) >= -1
 
 
 def test_events_have_an_order_a_time_and_can_be_waited_for(vendor: Vendor, device: torch.device) -> None:

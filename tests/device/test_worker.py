@@ -204,6 +204,12 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
         job.await_start(job.step(number, Variant.HAS))
     job.worker.fence()
     assert job.worker.drain(WAIT_SECS)
+    job.gate.enter()
+    job.sim.settings.recorded = 0
+    job.pacer.open(1, receives=True)
+    assert job.sim.settings.recorded == 1, (
+        "training records an event where a window opens, and one at its end"
+    )
     plan = job.pacer.plan
     assert plan is not None
     (window,) = plan.windows

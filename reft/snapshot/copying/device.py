@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -48,14 +47,11 @@ _LEAST_MARGIN_BYTES = 512 * 2**20
 _MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
 
 
-@dataclass(frozen=True)
 class _DeviceMark(Mark):
-    """A mark and the event behind it."""
-
-    event: Any
+    """A mark and the event behind it, its stamp."""
 
     def reached(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.stamp.query())
 
 
 class _DeviceTicket(CopyTicket):
@@ -181,18 +177,14 @@ class DeviceCopyEngine(CopyEngine):
     # -- training thread -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        event = self._record()
+        event = self.stamp()
         super().begin()
         self._begun = event
 
     def mark(self) -> Mark:
-        return _DeviceMark(self._order.mark(), self._record())
+        return _DeviceMark(self._order.mark(), self.stamp())
 
     def stamp(self) -> Any:
-        return self._record()
-
-    def _record(self) -> Any:
-        """An event at the end of what the calling thread gave the device so far."""
         event: Any = self._module.Event(enable_timing=True, blocking=True)
         event.record(self._module.current_stream(self.device))
         return event
@@ -225,7 +217,7 @@ class DeviceCopyEngine(CopyEngine):
                     self._open(version)
                     ticket.follow(self._begun, self._side)
                 if isinstance(after, _DeviceMark):
-                    ticket.follow(after.event, self._side)
+                    ticket.follow(after.stamp, self._side)
             with self._recorded(ticket, self._side):
                 encoded = () if encode is None else ticket.keep(encode())
                 if buffer is not None:
@@ -271,7 +263,7 @@ class DeviceCopyEngine(CopyEngine):
                 ticket.follow(self._staged.ended, self.drain_stream)
                 self._staged = None
             if isinstance(after, _DeviceMark):
-                ticket.follow(after.event, self.drain_stream)
+                ticket.follow(after.stamp, self.drain_stream)
             with self._recorded(ticket, self.drain_stream):
                 for source, target in views:
                     self._copy_piece(source, target, self.drain_stream)

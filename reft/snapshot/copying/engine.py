@@ -71,6 +71,7 @@ class Mark:
     """A point in the compute stream's time line, of one version. Made by :meth:`CopyEngine.mark`."""
 
     version: int
+    stamp: Any = None  # as of :meth:`ComputeClock.stamp`, where taking the mark took one
 
     def reached(self) -> bool:
         """Whether the device is there. Does not wait."""

@@ -277,6 +277,7 @@ class Pacer:
         """The instruction at ``position`` of the step's stream may make the device wait. Before anything was
         measured, each receive is a window."""
         budget: tuple[int | None, int] | None = None
+        mark: Mark | None = None
         if self._planned_step:
             budget = self._budgets.get(position)
         elif receives:
@@ -286,7 +287,8 @@ class Pacer:
             window, nbytes = budget
             mark = self._mark() if self._mark is not None and self.gate.wanted else None
             self.gate.open(window, nbytes, mark)
-        self._opened = (position, self.stamp(), budget)
+        stamp = None if mark is None else mark.stamp
+        self._opened = (position, self.stamp() if stamp is None else stamp, budget)
 
     def close(self) -> None:
         """The instruction has returned."""
