@@ -1,6 +1,6 @@
 """Megatron's programs under reft's care: what each holds beside what DeepSpeed or PyTorch know of.
 
-An integration as :mod:`reft.integrations` describes them.
+An integration as :mod:`reft.integrations` describes them. A folder named by a commit holds patches for it.
 """
 
 ON_IMPORT = {
