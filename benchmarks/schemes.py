@@ -172,7 +172,7 @@ def run_rank(options: argparse.Namespace) -> None:
 def parse(scheme: str) -> Any:
     from reft.protect.codes import Scheme
 
-    return Scheme.parse(scheme)
+    return Scheme.parse(scheme.partition("/")[0])
 
 
 def counters(stats: Any) -> dict[str, float]:
