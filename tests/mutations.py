@@ -50,6 +50,18 @@ MUTATIONS = {
         "if False:",
         ("tests/snapshot/test_worker.py",),
     ),
+    "p3-peers-that-differ-are-committed": Mutation(
+        "snapshot/worker.py",
+        "self._differs = Cause(PEERS_DIFFER) if differs else None",
+        "self._differs = None",
+        ("tests/snapshot/test_corruption.py",),
+    ),
+    "p3-a-nan-is-committed": Mutation(
+        "snapshot/worker.py",
+        "if not found or not self._verify.suspects:",
+        "if True:",
+        ("tests/snapshot/test_corruption.py",),
+    ),
     "p2-late-copy-keeps-its-version": Mutation(
         VERSION,
         "late = _doom(state, lambda version: version.holds_training, OVERRUN)",
