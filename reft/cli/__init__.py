@@ -21,8 +21,6 @@ EXIT_WRONG_USE = 2
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command."""
-
     module: str  # where it is. name: its function there, or a ``typer.Typer`` of sub-commands.
     name: str
     help: str  # one line for ``reft --help``

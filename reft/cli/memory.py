@@ -154,8 +154,6 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Cleaning:
-    """What became of one job's memory."""
-
     summary: JobSummary
     action: str
     removed: bool = False
@@ -299,5 +297,4 @@ def _label(label: Label) -> str:
 
 
 def say_size(nbytes: int) -> str:
-    """For people."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 1024:.1f} KiB"

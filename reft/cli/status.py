@@ -200,7 +200,6 @@ def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None
 
 
 def _view(told: dict[str, Any]) -> RenderableType:
-    """The whole job."""
     table = Table(title=escape(f"job {told['job_id']}"), show_header=False)
     for name, value in _facts(told):
         table.add_row(name, escape(value))

@@ -49,7 +49,6 @@ def format_endpoint(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is written as this machine's loopback."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -205,7 +204,6 @@ class AuthenticatedServer:
         self._listener.close()
 
     def close(self) -> None:
-        """Stop listening and end every connection."""
         self.stop_listening()
         with self._lock:
             connections = list(self._connections)

@@ -166,7 +166,6 @@ class KeyValueServer:
         self.host, self.port = self._server.host, self._server.port
 
     def close(self) -> None:
-        """Stop serving; every connection ends."""
         self._server.close()
         with self._changed:
             if self._journal is not None:
@@ -280,7 +279,6 @@ class StoreRelay:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Stop serving; every connection ends."""
         self._server.close()
 
     def _wait(self, keys: list[str], timeout_secs: float) -> bool:
@@ -451,7 +449,6 @@ class _HeldName:
         threading.Thread(target=self._stay, name="presence", daemon=True).start()
 
     def close(self) -> None:
-        """Be gone."""
         with self._lock:
             self._ended.set()
             if self._channel is not None:

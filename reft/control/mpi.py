@@ -73,12 +73,10 @@ class Pauses:
         self.restart()
 
     def restart(self) -> None:
-        """Something moved."""
         self._passes = 0
         self._pauses.reset()
 
     def rest(self) -> None:
-        """Nothing did."""
         self._passes += 1
         if self._passes < _PASSES_WITHOUT_PAUSE:
             time.sleep(0)

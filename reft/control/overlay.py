@@ -140,7 +140,6 @@ class Peers:
                         poller.unregister(fd)
 
     def close(self) -> None:
-        """End all connections."""
         for channel in self.links:
             channel.shutdown()
             channel.close()

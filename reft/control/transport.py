@@ -70,12 +70,10 @@ class Silence:
         return time.monotonic() - self._began
 
     def left_secs(self) -> float:
-        """Until something is to be done."""
         at = self._say_at if self._show_at is None else min(self._show_at, self._say_at)
         return max(0.0, at - time.monotonic())
 
     def shows(self) -> bool:
-        """Whether to show a sign of life now."""
         due = self._show_at is not None and time.monotonic() >= self._show_at
         if due:
             self._show_at = None

@@ -188,7 +188,6 @@ class Tree:
                         silence = Silence(self.limits.patience_secs, shows=True)
 
     def close(self) -> None:
-        """End all connections: the neighbours hear of it now, the others through them."""
         self._closed = True
         for channel in self.links:
             channel.shutdown()

@@ -44,12 +44,10 @@ def is_same(found: bytes, expected: bytes) -> bool:
 
 
 def authenticate(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """``body`` with its code in front."""
     return mac(body, secret, purpose) + body
 
 
 def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> bytes:
-    """The body of an authenticated message."""
     raw = bytes(data)
     found, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
     if not is_same(found, mac(body, secret, purpose)):

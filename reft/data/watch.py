@@ -127,7 +127,6 @@ class Watch:
         """By the identity of loaders that others are about to iterate over: what makes their pass."""
 
     def join(self, listener: Listener) -> None:
-        """Watch from now on."""
         self._listeners.append(listener)
         if self._patched:
             return
@@ -157,7 +156,6 @@ class Watch:
             self.resuming, self.reopens = None, False
 
     def open(self, loader: Any) -> Pass:
-        """What a script gets that begins a pass."""
         if (begin := self.openings.pop(id(loader), None)) is not None:
             return begin(loader)
         if self.resuming is not None:
@@ -214,11 +212,9 @@ class Watch:
         return next((one for one in known if one is not None), process())
 
     def why_equal(self) -> str | None:
-        """See :class:`Listener`."""
         return self._listeners[-1].why_equal if self._listeners else None
 
     def step_samples(self) -> int | None:
-        """See :class:`Listener`."""
         return self._listeners[-1].step_samples() if self._listeners else None
 
 

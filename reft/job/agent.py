@@ -399,7 +399,6 @@ class ReftAgent(LocalElasticAgent):
     # -- the end -----------------------------------------------------------------------------------
 
     def _tell_peers(self, number: int) -> None:
-        """This launcher was told to stop."""
         store: Any = self._store
         with suppress(RuntimeError):
             store.set(self._stopped("by"), f"{int(number)} {self._info.node}")
@@ -457,7 +456,6 @@ class ReftAgent(LocalElasticAgent):
             self._trainer_store = None
 
     def wait_no_more(self) -> None:
-        """Trainers that are being ended have had their time."""
         self._trainers.hurry = True
 
     def close(self) -> None:
@@ -489,7 +487,6 @@ class Trainers:
         self.hurry = False  # They are waited for no more
 
     def begin(self, number: int) -> None:
-        """A round is about to start."""
         if self._notes != self._root:
             shutil.rmtree(self._notes, ignore_errors=True)
         self._notes = self._root / str(number)
@@ -551,12 +548,10 @@ class Trainers:
             self._ended_groups.add(process.pid)
 
     def close(self) -> None:
-        """Remove what they left."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
     try:
         fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)

@@ -84,11 +84,9 @@ class Agreement:
 
     @property
     def world_size(self) -> int:
-        """Trainers of the job."""
         return sum(map(len, self.ranks))
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
-        """Nodes of this round whose agents are not among ``members``."""
         return tuple(n for n, agent in zip(self.nodes, self.members, strict=True) if agent not in members)
 
 

@@ -129,7 +129,6 @@ class StatusBoard:
 
     @property
     def board(self) -> Board:
-        """As this launcher last saw it."""
         return self._board
 
     @property
@@ -238,7 +237,6 @@ class StatusBoard:
             self._keep(store, report, elapsed)
 
     def _enlist(self, store: RendezvousStore) -> None:
-        """Let the keeper know that there is this node."""
         held = store.peek("nodes")
         names = [] if held is None else json.loads(held)
         if self._node not in names:
@@ -255,7 +253,6 @@ class StatusBoard:
         return self._still_periods >= patience
 
     def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
-        """Put the reports together."""
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
         elapsed = min(elapsed_secs, 2 * period)

@@ -37,8 +37,6 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 class Cause(StrEnum):
-    """What ended a trainer."""
-
     REFUSED = "refused"
     """reft refused what the script asks for or what is left of the job, or the script cannot run (exit code 2
     of a command line): the same in every life, so that the job ends at once."""
@@ -73,7 +71,6 @@ _PEER_MESSAGES = re.compile(
 
 
 def is_size_refusal(error: BaseException) -> bool:
-    """Whether reft or DeepSpeed refused ``error``'s start for its number of trainers."""
     ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
     return ours or bool(_OF_DEEPSPEEDS_STAGES.match(str(error)))
 
@@ -129,7 +126,6 @@ class ExitNote:
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
 
     def write(self, directory: Path, local_rank: int) -> None:
-        """Leave the note for the agent."""
         from reft.durable import whole_file
 
         with whole_file(directory / f"{local_rank}.json", sync=False) as file:
@@ -137,7 +133,6 @@ class ExitNote:
 
     @classmethod
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
-        """The note of a trainer; None if there is none."""
         try:
             fields = json.loads((directory / f"{local_rank}.json").read_text())
             return cls(Cause(fields["cause"]), str(fields["error"]))

@@ -102,7 +102,6 @@ class StopSignals:
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
 
     def elapsed_secs(self) -> float:
-        """Time since the signal; 0 if there was none."""
         return time.monotonic() - self._at if self.received is not None else 0.0
 
     def quieten(self) -> None:
@@ -142,8 +141,6 @@ _WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as requested"}
 
 
 class Launcher:
-    """One node of a job."""
-
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._secret = user_secret()
@@ -165,7 +162,6 @@ class Launcher:
     # -- what the agent tells and asks -------------------------------------------------------------
 
     def round_formed(self, agreement: Agreement) -> None:
-        """All nodes are there; the trainers start after this."""
         self._memory.make_again(self._secret)
         os.environ.update(
             {
@@ -231,7 +227,6 @@ class Launcher:
         self._failed_at = self._failed_at or time.time()
 
     def round_over(self) -> None:
-        """The trainers have failed, or restart for another reason."""
         self._over_at = time.time()
         self.rendezvous.wait_as_told(self._memory.path)
 
@@ -484,7 +479,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run one node of a job to its end; returns the exit code, as :func:`main` does."""
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
@@ -619,7 +613,6 @@ def stacks(job_dir: Path, waiting: Waiting) -> str:
 
 
 def _of_trainer(path: Path, pid: int, number: int) -> str:
-    """Signal it, and wait until it has written."""
     size = path.stat().st_size if path.exists() else 0
     before, deadline = size, time.monotonic() + _STACKS_SECS
     with suppress(OSError):

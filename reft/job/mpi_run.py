@@ -343,7 +343,6 @@ def _abort(world: Any, code: int) -> NoReturn:
 
 
 def make_parser() -> Parser:
-    """The command line."""
     parser = Parser(
         prog="reft mpi-run",
         words="SCRIPT [ARGUMENTS]...",

@@ -44,8 +44,6 @@ _NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What ``reft launch`` was asked to do."""
-
     config: LaunchConfig  # torchrun's part
     entrypoint: str
     script: Path | None  # the training script; None for a module, or another program
@@ -78,7 +76,6 @@ class LaunchOptions:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """torchrun's parser with ours added."""
     parser = Parser(
         prog="reft launch",
         words="SCRIPT [ARGUMENTS]...",

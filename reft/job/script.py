@@ -72,7 +72,6 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Run a module as ``__main__``, as ``python -m`` does."""
     spec, code = _find_module(name)
     main = _new_main(file=spec.origin or name)
     main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
@@ -161,7 +160,6 @@ def _note(error: BaseException) -> Cause:
 
 
 def main(argv: list[str]) -> int:
-    """Run what ``argv`` names; returns the exit code."""
     if not argv or (argv[0] == "-m" and len(argv) < 2):
         print("usage: python -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2

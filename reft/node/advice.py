@@ -33,8 +33,6 @@ _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
 class Action(StrEnum):
-    """What is advised."""
-
     REPLACE = "replace"
     DROP = "drop"
     ADD = "add"

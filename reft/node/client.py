@@ -178,7 +178,6 @@ class DaemonClient:
         return request(self._job_dir, self._secret, operation, incarnation=self._incarnation, **fields)
 
     def close(self, timeout_secs: float = 2.0) -> None:
-        """Send what is queued, for at most ``timeout_secs``, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -450,7 +450,6 @@ def _set_apart(end: Callable[[], None]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m reft.node.daemon``, started by the launcher; returns the exit code."""
     parser = argparse.ArgumentParser(prog="reft daemon", description=__doc__)
     parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
     parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")

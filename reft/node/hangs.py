@@ -103,8 +103,6 @@ class Unchanged:
 
 
 class Watch:
-    """How long the trainers of one node have been quiet."""
-
     def __init__(self) -> None:
         self._still: dict[int, Unchanged] = {}
 

@@ -54,8 +54,6 @@ PARTS = {
 
 @dataclass
 class Round:
-    """One start of the trainers."""
-
     round: int  # 1 for the first start under a launcher
     unix_secs: float  # when all nodes were there
     nodes: list[str] = field(default_factory=list)
@@ -83,7 +81,6 @@ _ROUND = TypeAdapter(Round)
 
 
 def why(row: Round) -> str:
-    """What the start followed."""
     said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not said:
         said = [f"node {node} joined" for node in row.joined]
@@ -91,7 +88,6 @@ def why(row: Round) -> str:
 
 
 def restarts_among(rounds: Iterable[Round]) -> list[Round]:
-    """The rounds that followed a failure."""
     return [r for r in rounds if r.failures or r.lost]
 
 

@@ -55,8 +55,6 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RunsOut:
-    """A memory that is running out."""
-
     name: str
     who: str  # what grows most, and by which part of all growth; "" where nothing that is known grows
     used_bytes: int
@@ -94,8 +92,6 @@ class Point:
 
 
 class MemoryTrend:
-    """One memory, told of again and again."""
-
     def __init__(self) -> None:
         self._recent: deque[Point] = deque(maxlen=_MOST_POINTS // 2)
         self._all: list[Point] = []
@@ -105,7 +101,6 @@ class MemoryTrend:
         self.peak_bytes = 0
 
     def see(self, point: Point, limit_bytes: int) -> None:
-        """Take a look."""
         self.peak_bytes = max(self.peak_bytes, point.used_bytes)
         self._recent.append(point)
         self._keep(point)

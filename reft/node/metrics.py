@@ -194,7 +194,6 @@ class MetricsServer:
             threading.Thread(target=self._serve, name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        """Serve no more."""
         self._ended.set()
         if self._server is not None:
             self._server.shutdown()

@@ -146,7 +146,6 @@ class Accounts:
         self._stalls = 0
 
     def look(self, slow: Sequence[Straggler]) -> Counts:
-        """Take another look at the node. ``slow``: who is slow now."""
         now = time.monotonic()
         elapsed, self._looked = min(_MOST_SECS, now - self._looked), now
         counts = self._counts

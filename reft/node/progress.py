@@ -40,8 +40,6 @@ _PER_SEC = 10**9
 
 
 class Phase(IntEnum):
-    """What a trainer is at."""
-
     LOADING = 1
     """It has an engine and has not begun its first step."""
     FIRST_STEP = 2
@@ -392,11 +390,9 @@ class ProgressPage:
         words[_NANOS] = now
 
     def set_stack_signal(self, number: int) -> None:
-        """It writes its stacks on that signal."""
         self._words[_SIGNAL] = number
 
     def set_place(self, place: tuple[int, int, int]) -> None:
-        """Its pipeline stage, replica and tensor slice."""
         pp, dp, tp = place
         self._words[_PLACE] = 1 + (((pp << _PLACE_BITS) + dp) << _PLACE_BITS) + tp
 
@@ -413,11 +409,9 @@ class ProgressPage:
         self._words[_TOKENS] = per_sample
 
     def set_device(self, use: DeviceUse) -> None:
-        """What it has of its device's memory."""
         self._words[_DEVICE:_HANG_TIMEOUT] = _words(*astuple(use))
 
     def close(self) -> None:
-        """It is not watched any more."""
         self._enter(Phase.ENDED)
         self._clock.close()
         self._path.unlink(missing_ok=True)

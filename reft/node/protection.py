@@ -37,8 +37,6 @@ class Order:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an order was not carried out."""
-
     scheme: str
     cause: str
     step: int
@@ -73,7 +71,6 @@ class ProtectionRecord:
 
     @property
     def parsed(self) -> Scheme:
-        """The scheme wanted."""
         return Scheme.parse(self.scheme)
 
     @property
@@ -137,7 +134,6 @@ def read_order(job_dir: Path) -> Order | None:
 
 
 def write_record(job_dir: Path, record: ProtectionRecord) -> None:
-    """Say on this node what is in force."""
     write_json(job_dir / RECORD_FILE, asdict(record))
 
 

@@ -37,8 +37,6 @@ _MOST_BYTES = 64 * 2**20  # of a report or board, once it is unpacked: 65,536 no
 
 
 class Signal(StrEnum):
-    """The state of a node."""
-
     HEALTHY = "HEALTHY"  # Its trainers run, or wait for other nodes; it has no version of this start yet
     SNAP = "SNAP"  # a version is being copied
     COMPLETED = "COMPLETED"  # All its shards of the newest version are whole
@@ -66,7 +64,6 @@ class _Message(BaseModel):
 
 
 def cut(value: Any) -> Any:
-    """A text, no longer than a report may have it."""
     return value[:MOST_CHARACTERS] if isinstance(value, str) else value
 
 
@@ -96,7 +93,6 @@ class Counts:
 
     @property
     def lost_secs(self) -> dict[str, float]:
-        """By what it was lost to."""
         return {
             "starting": self.starting_secs,
             "recovering": self.recovering_secs,
@@ -118,7 +114,6 @@ class Counts:
         return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
 
     def waited(self, secs: float) -> Counts:
-        """No step was made for so long."""
         name = "starting_secs" if self.newest_step is None else "recovering_secs"
         changes = {name: getattr(self, name) + secs}
         return replace(self, elapsed_secs=self.elapsed_secs + secs, **changes)
@@ -171,8 +166,6 @@ class Shard:
 
 
 class NodeReport(_Message):
-    """What a node tells of itself."""
-
     node: str
     # what fails as one with it: the node, or the host of several that nobody declared to be nodes
     domain: str
@@ -214,7 +207,6 @@ class Row(_Message):
         return self.report.signal if self.offline_unix_secs is None else Signal.OFFLINE
 
     def why_offline(self) -> str:
-        """For people."""
         if self.report.left:
             return f"its launcher has ended: {self.report.why or self.report.doing}"
         return "its launcher does not report"
@@ -235,7 +227,6 @@ class Board(_Message):
     store_lost_unix_secs: float | None = None
 
     def row(self, node: str) -> Row | None:
-        """Of one node."""
         return next((r for r in self.rows if r.report.node == node), None)
 
 
@@ -442,7 +433,6 @@ def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> I
 
 
 def is_well(told: Mapping[str, Any]) -> bool:
-    """Whether the job of a :func:`summary` is as it should be."""
     needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
     bad = (Signal.UNHEALTHY, Signal.OFFLINE)
     return told["newest_commit"] is not None and not any(n["signal"] in bad for n in needed)

@@ -23,8 +23,6 @@ _MOST_ROUNDS = 64
 
 
 class StatusReader:
-    """Reads the status of a job again and again. Used by one thread at a time."""
-
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
         self._observers = [
@@ -34,7 +32,6 @@ class StatusReader:
         ]
 
     def read(self) -> dict[str, Any]:
-        """The status now, as JSON types."""
         now = time.time()
         running = any(map(_runs, self.paths))
         board, said = self._board(now, running)

@@ -56,8 +56,6 @@ class RankSpeed:
 
 
 class Kind(StrEnum):
-    """What is slow."""
-
     RANK = "rank"
     NODE = "node"
     LINK = "link"

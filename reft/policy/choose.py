@@ -81,8 +81,6 @@ class Pace(Protocol):
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to protect the job."""
-
     scheme: Scheme
     owned_by: OwnedBy | None  # what protects partitions; None where there are none, or nothing is protected
     loads: Mapping[int, Load]  # of the busiest rank of each stage
@@ -116,7 +114,6 @@ class Alternative:
 
     @property
     def lacking_bytes(self) -> int:
-        """Of memory on the fullest node."""
         return self.memory_bytes - (self.limit_bytes or 0)
 
     @property
@@ -126,7 +123,6 @@ class Alternative:
         return load.moved_bytes, self.memory_bytes, self.scheme.parities, self.scheme.copies, self.name
 
     def why_not(self, wanted: int) -> str | None:
-        """Why it does not do; None if it does."""
         if not self.available:
             return (
                 f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and cheaper'
@@ -164,7 +160,6 @@ class Choice:
         return self.chosen.why_not(self.wanted) is None
 
     def of(self, name: str) -> Alternative:
-        """The alternative of that name."""
         known = {alternative.name: alternative for alternative in self.alternatives}
         if name not in known:
             why = dict(self.excluded).get(name, f"known: {', '.join(known)}")
@@ -172,7 +167,6 @@ class Choice:
         return known[name]
 
     def why_not_chosen(self, alternative: Alternative) -> str:
-        """In words; empty for the chosen one."""
         if alternative is self.chosen:
             return ""
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
@@ -283,7 +277,6 @@ def _partition_secs(situation: Situation, scheme: Scheme) -> tuple[float, float]
 
 
 def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[int, Load]:
-    """Of every rank."""
     topology, found = situation.topology, dict[int, Load]()
     for pp, tp in topology.groups():
         ranks = topology.group(pp, tp)
@@ -301,7 +294,6 @@ def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[
 
 
 def node_bytes(topology: Topology, loads: Mapping[int, Load]) -> dict[str, int]:
-    """What each node has to reserve."""
     memory = dict.fromkeys(sorted(set(topology.nodes)), 0)
     for rank, load in loads.items():
         memory[topology.nodes[rank]] += load.memory_bytes

@@ -66,8 +66,6 @@ _CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shor
 
 
 class Why(StrEnum):
-    """What a rate follows from."""
-
     START = "as the algorithm chose it"
     PROFILE = "the first steps are being measured"
     REMEMBERED = "measured by an earlier start"
@@ -179,7 +177,6 @@ class Pairs:
         self._differences: deque[float] = deque(maxlen=_MOST_PAIRS)
 
     def step(self, secs: float, *, begins: bool, beside: bool) -> None:
-        """One more step."""
         if self._plain and secs > _PAUSE * median(self._plain):
             self._pauses += 1
             if self._pauses > _MOST_PAUSES:
@@ -217,7 +214,6 @@ class Pairs:
 
     @property
     def count(self) -> int:
-        """Pairs since :meth:`forget`, at most 64."""
         return len(self._differences)
 
     def plain_secs(self) -> float | None:

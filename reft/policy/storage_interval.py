@@ -100,8 +100,6 @@ def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> 
 
 
 class Because(StrEnum):
-    """What an interval follows from."""
-
     FAILURES = "best for the failure rate of memory and the cost of a checkpoint"
     OVERHEAD = "a shorter interval would exceed the allowed overhead"
     WRITING = "a checkpoint must be on storage before the next one is taken"
@@ -121,8 +119,6 @@ class StorageCosts:
 
 @dataclass(frozen=True)
 class Goals:
-    """What the interval has to keep to."""
-
     max_overhead: float | None = None
     # time after which memory alone no longer carries the job with the wanted probability
     # (`reft.protect.survival.persist_interval_secs`)

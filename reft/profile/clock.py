@@ -25,8 +25,6 @@ Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
 
 class _Anchor(NamedTuple):
-    """An event whose host time is known."""
-
     event: Any
     at_secs: float
     error_secs: float

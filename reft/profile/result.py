@@ -73,8 +73,6 @@ def activity_of(name: str) -> Activity:
 
 
 class Beside(StrEnum):
-    """What the device did while a chunk was copied."""
-
     IDLE = "idle"
     COMMUNICATION = "communication"
     COMPUTATION = "computation"
@@ -90,7 +88,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Percentiles of at least one value."""
         found = np.percentile(np.fromiter(values, dtype=np.float64), (10, 50, 90))
         return cls(*(round(float(secs), 9) for secs in found))
 
@@ -272,7 +269,6 @@ class ProfileResult:
         return min(self.timelines, key=lambda t: abs(t.end_secs - t.begin_secs - self.step_secs.p50))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON types."""
         return {"format": FORMAT, **_adapter().dump_python(self, mode="json")}
 
     @classmethod
@@ -288,7 +284,6 @@ class ProfileResult:
             raise ProfileError(f"not a complete profile: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 

@@ -108,7 +108,6 @@ def check_nodes(
 
 
 def measure_alone(secs: float) -> dict[str, float]:
-    """:data:`MEASURES`; each takes about so many seconds."""
     vendor = vendor_at_hand()
     if vendor is None:
         return _measure(torch.device("cpu"), secs)
@@ -242,7 +241,6 @@ def judge(
 
 
 def _slow(pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float) -> dict[int, str]:
-    """The nodes of bad pairs, and why."""
     times = {pair: [secs.get(n) for n in pair] for pair in pairs}
     took = {pair: max(t for t in ts if t is not None) for pair, ts in times.items() if None not in ts}
     bad: dict[int, str] = {}

@@ -35,8 +35,6 @@ Losses = list[str]
 
 
 class Samples(Dataset):  # type: ignore[type-arg]
-    """Samples with noise from the global generator."""
-
     def __init__(self, noise: bool = True) -> None:
         self.values = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
         self.noise = noise
@@ -107,7 +105,6 @@ class Life:
         self._note(loss)
 
     def read(self, data: Any) -> None:
-        """Train on an endless iterator; on DeepSpeed's own loader where it is None."""
         while not self.over:
             if hasattr(self.engine, "grid"):
                 self._note(self.engine.train_batch(*([] if data is None else [data])))
@@ -204,7 +201,6 @@ def resumable(life: Life) -> None:
 
 
 def loader(life: Life) -> None:
-    """reft's own, with worker processes that draw numbers."""
     life.plain()
     made = reft.data.loader(Samples(), MICRO_BATCH, shuffle=True, seed=2, num_workers=2)
     life.load()
@@ -289,7 +285,6 @@ def starts_anew(life: Life) -> None:
 
 
 def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(torchs())) -> None:
-    """A loader of which a batch is taken before the last one is trained on."""
     life.plain()
     loader = make()
     life.load()

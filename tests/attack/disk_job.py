@@ -85,7 +85,6 @@ class Lives:
         return [int(engine.global_steps), {k: client.get(k) for k in kept} if path is not None else None]
 
     def write(self, engine: Any, job: str = "one") -> None:
-        """What both nodes hold, as a checkpoint on disk."""
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
 
         def committed() -> bool:
@@ -110,7 +109,6 @@ class Lives:
         torch.distributed.barrier()
 
     def find(self, pattern: str) -> Path:
-        """A file of the checkpoints."""
         return min(self.persist.rglob(pattern))
 
 
@@ -154,7 +152,6 @@ def goes_on(lives: Lives, losses: list[str]) -> dict[str, Any]:
 
 
 def damaged(root: Path) -> dict[str, Any]:
-    """Bits flipped in the newest checkpoint, then in all of them."""
     lives = Lives(root, "damaged")
     losses = first_life(lives)
     lives.attack(lambda: flip(lives.find("global_step8/*pp_rank_1_*optim_states.pt")))
@@ -167,7 +164,6 @@ def damaged(root: Path) -> dict[str, Any]:
 
 
 def shared(root: Path) -> dict[str, Any]:
-    """Two jobs, one persist directory."""
     lives = Lives(root, "shared")
     losses = first_life(lives)
     with lives.life("two") as (other, fresh):
@@ -177,7 +173,6 @@ def shared(root: Path) -> dict[str, Any]:
 
 
 def went_back(root: Path) -> dict[str, Any]:
-    """The job goes back behind its newest checkpoint on purpose, and is restarted."""
     out: dict[str, Any] = {}
     lives = Lives(root, "back")
     with lives.life() as (engine, _):
@@ -218,7 +213,6 @@ def outlived(root: Path) -> dict[str, Any]:
 
 
 def own(root: Path) -> dict[str, Any]:
-    """Checkpoints of ``save_checkpoint``: client state, and a torn ``latest``."""
     lives = Lives(root, "own")
     with lives.life(epoch=3) as (engine, _):
         losses = train(engine, 4)
@@ -234,7 +228,6 @@ def own(root: Path) -> dict[str, Any]:
 
 
 def arguments(root: Path) -> dict[str, Any]:
-    """Client state that only DeepSpeed's own file can hold."""
     lives = Lives(root, "arguments")
     with lives.life(asked=False) as (engine, _):
         losses = train(engine, 4)

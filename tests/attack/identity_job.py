@@ -47,7 +47,6 @@ config = {
 
 
 def start() -> tuple[Any, Any]:
-    """An engine, and the path of what it has loaded."""
     torch.manual_seed(int(os.environ.get("TEST_SEED", "7")))
     model = torch.nn.Linear(args.width, 1)
     engine, *_ = reft.initialize(model=model, model_parameters=model.parameters(), config=config)

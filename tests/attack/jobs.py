@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def asked(command: str, memory_dirs: Iterable[Path], job_id: str, *more: str) ->
     places = [word for place in memory_dirs for word in ("--memory-dir", str(place))]
     done = subprocess.run(
         [sys.executable, "-m", "reft.cli", command, "--json", "--job", job_id, *places, *more],
-        env=_environment(**_of_the_suite()),
+        env=clean_environment(**_of_the_suite()),
         capture_output=True,
         text=True,
         check=False,
@@ -49,14 +49,11 @@ def asked(command: str, memory_dirs: Iterable[Path], job_id: str, *more: str) ->
 
 @dataclass
 class Started:
-    """Processes of one start of a job."""
-
     processes: list[subprocess.Popen[bytes]]  # one per rank, or the launcher alone
     out: Path  # directory where the script says what it found
     log: Path  # what all of them printed
 
     def said(self, rank: int, key: str) -> Any:
-        """Wait until a rank has said ``key``; its value."""
         return self.wait_for(
             lambda: [v for k, v in self.facts(rank).items() if k == key], f"{key!r} of rank {rank}"
         )[0]
@@ -78,7 +75,6 @@ class Started:
 
     @property
     def history(self) -> History:
-        """What its processes and those of earlier starts with the same output have written as events."""
         return History.of(self.out / "events")
 
     def wait_for_commit(self, step: int) -> None:
@@ -97,15 +93,14 @@ class Started:
                 member.kill()
         for process in self.processes:
             process.wait(DEADLINE_SECS)
-        wait_for(lambda: not any(_runs(member) for member in family), "killed processes to end")
+        wait_for(lambda: not any(runs(member) for member in family), "killed processes to end")
 
     def end(self) -> list[int]:
-        """Let the script end; the exit codes."""
         (self.out / "go").touch()
         return [process.wait(DEADLINE_SECS) for process in self.processes]
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
     """Whether it runs: one whose parent is gone may wait for ever to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -118,20 +113,33 @@ def _of_the_suite() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k in ("REFT_SECRET", "REFT_WARM")}
 
 
-def _told_to(out: Path) -> dict[str, str]:
-    """Where a script says what it found, and reft what happened."""
-    return {"TEST_OUT": str(out), "REFT_EVENTS": str(out / "events")}
-
-
-def _environment(**env: str) -> dict[str, str]:
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC", "PET_", "TEST_"))
-    }
+def clean_environment(**env: str) -> dict[str, str]:
+    """Without what a launcher of reft or torch has set."""
+    strange = ("REFT_", "TORCHELASTIC", "PET_", "TEST_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
     path = os.pathsep.join(p for p in (str(ROOT), clean.get("PYTHONPATH")) if p)
     return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
 
 
 @contextmanager
+def _started(
+    command: Sequence[str], cwd: Path, out: Path, environs: Iterable[Mapping[str, str]]
+) -> Iterator[Started]:
+    out.mkdir(parents=True, exist_ok=True)
+    started = Started([], out, out / "log")
+    told = {"TEST_OUT": str(out), "REFT_EVENTS": str(out / "events")}
+    try:
+        with started.log.open("ab") as log:
+            for env in environs:
+                given = clean_environment(**{**told, **env})
+                started.processes.append(
+                    Popen(command, cwd=cwd, env=given, stdout=log, stderr=subprocess.STDOUT)
+                )
+        yield started
+    finally:
+        started.kill()
+
+
 def ranks(
     script: Path,
     *args: str,
@@ -139,36 +147,22 @@ def ranks(
     out: Path,
     memory: Sequence[Path],
     env: Mapping[str, str] | None = None,
-) -> Iterator[Started]:
+) -> AbstractContextManager[Started]:
     """Start a script's ranks as plain ``torchrun`` does, rank r with the memory directory ``memory[r]``."""
-    out.mkdir(parents=True, exist_ok=True)
     shared = {
-        **_told_to(out),
         "TORCHELASTIC_RUN_ID": "none",
         "WORLD_SIZE": str(len(memory)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    started = Started([], out, out / "log")
-    try:
-        with started.log.open("ab") as log:
-            for rank, directory in enumerate(memory):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "REFT_MEMORY_DIR": str(directory)}
-                started.processes.append(
-                    Popen(
-                        [sys.executable, str(script), *args],
-                        cwd=cwd,
-                        env=_environment(**{**shared, **own, **(env or {})}),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        yield started
-    finally:
-        started.kill()
+    own = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "REFT_MEMORY_DIR": str(directory)}
+        for rank, directory in enumerate(memory)
+    ]
+    command = [sys.executable, str(script), *args]
+    return _started(command, cwd, out, [{**shared, **each, **(env or {})} for each in own])
 
 
-@contextmanager
 def launched(
     script: Path,
     *args: str,
@@ -176,22 +170,7 @@ def launched(
     out: Path,
     options: Sequence[str],
     env: Mapping[str, str] | None = None,
-) -> Iterator[Started]:
+) -> AbstractContextManager[Started]:
     """Start a script under one ``reft launch``, with what the suite sets."""
-    out.mkdir(parents=True, exist_ok=True)
-    started = Started([], out, out / "log")
     command = [sys.executable, "-m", "reft.job.launch", *options, str(script), *args]
-    try:
-        with started.log.open("ab") as log:
-            started.processes.append(
-                Popen(
-                    command,
-                    cwd=cwd,
-                    env=_environment(**{**_told_to(out), **_of_the_suite(), **(env or {})}),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        yield started
-    finally:
-        started.kill()
+    return _started(command, cwd, out, [{**_of_the_suite(), **(env or {})}])

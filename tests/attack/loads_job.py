@@ -23,8 +23,6 @@ FIRST_LIFE, STEPS = 5, 8
 
 
 class Heard(logging.Handler):
-    """Warnings of reft."""
-
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
@@ -40,8 +38,6 @@ def start(block: dict[str, Any] | None) -> Any:
 
 
 class Job:
-    """A job whose script calls ``loads`` at its start."""
-
     def __init__(self, root: Path, name: str, loads: Loads, heard: Heard, **block: Any) -> None:
         self.memory = root / "memory" / name
         self._block = {"enabled": True, "job_id": name, "memory_dir": str(root / "memory"), **block}
@@ -82,7 +78,6 @@ def base_weights(root: Path) -> str:
 
 
 def reference(base: str | None) -> list[str]:
-    """Losses of the undisturbed run, without reft."""
     engine = start(None)
     if base is not None:
         engine.load_checkpoint(base, load_module_only=True)
@@ -148,7 +143,6 @@ def damage_weights(job: Job) -> int:
 
 
 def positional(root: Path, base: str) -> dict[str, Any]:
-    """Everything that DeepSpeed takes by position."""
     engine = start({"enabled": True, "job_id": "positional", "memory_dir": str(root / "memory")})
     out: dict[str, Any] = {}
     try:

@@ -24,7 +24,6 @@ _STORE_NUMBER = 254
 
 @cache
 def why_not() -> str:
-    """Why namespaces cannot be made here; empty where they can."""
     if any(shutil.which(program) is None for program in ("ip", "unshare", "nsenter")):
         return "needs ip, unshare and nsenter (Debian: iproute2, util-linux)"
     tried = subprocess.run(
@@ -66,7 +65,6 @@ class Network:
             process.wait()
 
     def plug_in(self, name: str) -> None:
-        """A namespace for a node, connected with all others."""
         self._make(name, len(self._numbers))
         port = f"v{self._numbers[name]}"
         self._ip(STORE, f"link add name {port} type veth peer name eth0 netns {self._processes[name].pid}")
@@ -78,7 +76,6 @@ class Network:
         return f"{_NETWORK}.{self._numbers[name]}"
 
     def enter(self, name: str) -> list[str]:
-        """The beginning of a command that runs there."""
         return ["nsenter", "-t", str(self._processes[name].pid), "-n"]
 
     def cut(self, sources: Iterable[str], targets: Iterable[str], *, both_ways: bool = True) -> None:
@@ -92,7 +89,6 @@ class Network:
             self.cut(targets, sources, both_ways=False)
 
     def heal(self) -> None:
-        """Everybody reaches everybody again."""
         for name in self._numbers:
             self._ip(name, f"neigh flush {self._dev(name)} nud permanent")
 
@@ -140,7 +136,6 @@ class NetCluster(LocalCluster):
         return super().start_node(index)
 
     def _enter(self, name: str) -> None:
-        """What is started next is started there."""
         enter = self.network.enter(name)
         self.popen = lambda command, **options: subprocess.Popen([*enter, *command], **options)  # type: ignore
 

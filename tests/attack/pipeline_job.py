@@ -22,8 +22,6 @@ STEPS = 14
 
 
 class Killed(Life):
-    """Kills itself once."""
-
     def _note(self, loss: torch.Tensor) -> None:
         step = int(self.engine.global_steps)
         with (out / f"losses-{rank}").open("a") as file:

@@ -49,8 +49,6 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sy
 
 @dataclass
 class Episode:
-    """One job and what became of it."""
-
     setup: StormSetup
     directory: Path
     steps: int
@@ -96,7 +94,6 @@ class Storm:
         self._bag: list[Attack] = []
 
     def episode(self, setup: StormSetup, number: int, until: float) -> Episode:
-        """Run one job to its end, with attacks until ``until`` (monotonic)."""
         began = time.monotonic()
         name = f"{number:03d}-{setup.name}"
         with memory_of(setup, self._scratch.root / name) as (memory_root, fillable):
@@ -180,7 +177,6 @@ class Storm:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; the result is the exit code."""
     args = _parser().parse_args(argv)
     # Told to end, the storm leaves no job behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -213,12 +209,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def attacks_of(episodes: Sequence[Episode]) -> int:
-    """How many there were."""
     return sum(len(e.attacks) for e in episodes)
 
 
 def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float) -> dict[str, Any]:
-    """What ``--json`` writes."""
     recoveries = [r for e in episodes if e.verdict for r in e.verdict.recoveries]
     return {
         "good": not any(e.problems for e in episodes),

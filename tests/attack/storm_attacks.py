@@ -27,8 +27,6 @@ _COMMITS_AFTER_DAMAGE = 4
 
 @dataclass
 class Strike:
-    """One attack as it is carried out."""
-
     job: StormJob  # under attack
     rng: Random  # decides what the seed decides
     fillable: bool  # a file system of their own holds the nodes' memory
@@ -49,8 +47,6 @@ class Strike:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of attack."""
-
     name: str  # for ``--kinds`` and the report
     strike: Callable[[Strike], None]  # does it; what it starts is over when a later version is committed
     # whether it makes sense for a setup whose memory may be filled up, or not
@@ -114,7 +110,6 @@ def spare_takeover(s: Strike) -> None:
 
 
 def _is_spare(job: StormJob, index: int, node_id: str) -> bool:
-    """Whether node ``index`` knows of that spare."""
     said = asked("status", [job.cluster.current[index].memory_dir], job.cluster.job_id)
     return any(node["node"] == node_id and node["spare"] for node in said.get("nodes", ()))
 
@@ -159,7 +154,6 @@ def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
 
 
 def stop_job(s: Strike) -> None:
-    """SIGTERM or Ctrl-C, and another run goes on from memory."""
     number = s.rng.choice([signal.SIGTERM, signal.SIGINT])
     codes = tell_to_stop(s.job, number)
     s.say(f"by {number.name}: launchers ended with {codes}")
@@ -267,7 +261,6 @@ def _arenas(job_dir: Path) -> list[Path]:
 
 
 def flip(path: Path, rng: Random) -> None:
-    """Change one bit of a file."""
     at = rng.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(at)

@@ -38,8 +38,6 @@ class Chapter:
 
 
 class StormCluster(LocalCluster):
-    """Nodes that may also come back with the memory that they had."""
-
     port = 0
 
     def start(self) -> None:
@@ -49,7 +47,6 @@ class StormCluster(LocalCluster):
             self.start_node(index)
 
     def restart_node(self, index: int) -> LocalNode:
-        """Start the launcher of a node anew: same name, same memory."""
         kept, old = self.history, self.current[index]
         self.history = [node for node in kept if node.index != index or node.generation < old.generation]
         node = self.start_node(index)
@@ -72,7 +69,6 @@ class StormCluster(LocalCluster):
             self.kill_rendezvous()
 
     def come_back(self) -> None:
-        """Start what :meth:`cut_power` has killed."""
         if self.rendezvous is None or self.rendezvous.poll() is not None:
             self.start_rendezvous(self.port)
         for index in sorted(self.current):
@@ -121,13 +117,11 @@ class StormJob(FaultJob):
     # -- looking -----------------------------------------------------------------------------------
 
     def poll(self) -> History:
-        """What has happened up to now."""
         for event in self._reader.poll():
             self.live.feed(event)
         return self.live
 
     def codes(self) -> list[int | None]:
-        """Exit codes of the launchers of all nodes; None: it runs."""
         return [node.process.poll() for node in self.cluster.current.values()]
 
     @property
@@ -136,7 +130,6 @@ class StormJob(FaultJob):
 
     @property
     def newest_commit(self) -> int:
-        """Newest step that was committed in any life."""
         return max((step for life in self.poll().incarnations.values() for step in life.committed), default=0)
 
     def under_way(self) -> int:
@@ -151,7 +144,6 @@ class StormJob(FaultJob):
         return min((node["protection"] or {}).get("tolerance", 0) for node in nodes)
 
     def asked(self, command: str) -> dict[str, Any]:
-        """What a command of reft says of the memory of all nodes."""
         nodes = self.cluster.current.values()
         return asked(command, [node.memory_dir for node in nodes], self.cluster.job_id)
 
@@ -172,7 +164,6 @@ class StormJob(FaultJob):
         self.restored = restored
 
     def all_chapters(self) -> list[Chapter]:
-        """All of them, the one that is being written too."""
         return [*self.chapters, Chapter(self.events_dir, self.restored)]
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -193,7 +184,6 @@ class StormJob(FaultJob):
         return True
 
     def wait_for_commits(self, number: int) -> bool:
-        """Until so many further versions are committed."""
         wanted = self.newest_commit + number
         return self.wait(lambda: self.newest_commit >= wanted, f"a commit of step {wanted}")
 
@@ -205,7 +195,6 @@ class StormJob(FaultJob):
         )
 
     def state(self) -> str:
-        """Where the job stands, for an error message."""
         life = self.poll().current
         return (
             f"incarnation {life.number}, step {life.last_step}, newest commit {self.newest_commit}, "
@@ -213,7 +202,6 @@ class StormJob(FaultJob):
         )
 
     def left_over(self) -> list[str]:
-        """What must not be there when all launchers have ended: processes, and after a good end memory."""
         wrong = [f"left behind: {line}" for line in super().left_over()]
         if any(self.codes()):
             return wrong
@@ -241,8 +229,6 @@ class StormJob(FaultJob):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found."""
-
     problems: tuple[str, ...]  # promises that were broken
     recoveries: tuple[Recovery, ...]  # returns to training
     losses: int  # that were compared, every repetition counted
@@ -290,7 +276,6 @@ def wrong_beginning(restored: int, history: History) -> list[str]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Which step a checkpoint on disk holds."""
     return int(checkpoint.name.removeprefix("global_step"))
 
 

@@ -21,8 +21,6 @@ BF16_AOR = replace(
 
 @dataclass(frozen=True)
 class StormSetup:
-    """One kind of job."""
-
     name: str  # for people and ``--setups``
     shape: Shape  # layout and nodes
     optimizer: Optimizer  # number format

@@ -3,34 +3,23 @@ were."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.job.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster, deepspeed_json
 
 RESTARTS, WARM_UP = 50, 10
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 16,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "steps_per_print": 1000000,
-    "reft": {"enabled": True},
-}
 _MORE_BYTES = 8 * 2**20  # Allocators keep a little; a leak of 200 KB a restart is more
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
-
     descriptors: int
     threads: int
     rss_bytes: int
@@ -55,16 +44,11 @@ def files(job: WatchedCluster) -> int:
     return sum(1 for index in job.current for _ in job.job_dir(index).rglob("*"))
 
 
-def persist(folder: Path) -> dict[str, Any]:
-    return {"dir": str(folder / "persisted"), "interval_steps": 5, "keep": 2}
-
-
 def trainers(job: WatchedCluster) -> set[int]:
     return {trainer.pid for index in job.current for trainer in job.trainers(index)}
 
 
 def all_run(job: WatchedCluster, told: str, ended: set[int]) -> bool:
-    """New trainers, as many as before, have each told of themselves."""
     now = trainers(job)
     enough = len(now) == len(ended) if ended else len(now) >= len(job.current)
     return enough and not now & ended and now <= {event["pid"] for event in job.events(told)}
@@ -77,9 +61,10 @@ def test_p9_what_outlives_fifty_restarts_holds_no_more_than_before(tmp_path: Pat
     before: dict[int, Held] = {}
     ended: set[int] = set()
     options = ("--max-restarts", str(2 * RESTARTS))
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG | {"reft": {**CONFIG["reft"], "persist": persist(tmp_path)}}))
-    script = ("paced.py", str(config), "1000000") if engine else ("light.py", "wait", "plain")
+    persist = {"dir": str(tmp_path / "persisted"), "interval_steps": 5, "keep": 2}
+    sizes = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2}
+    config = deepspeed_json(tmp_path, reft={"enabled": True, "persist": persist}, **sizes)
+    script = ("paced.py", config, "1000000") if engine else ("light.py", "wait", "plain")
     told, procs = ("step", 2) if engine else ("ready", 1)
     with cluster(tmp_path, *script, nodes=2, procs_per_node=procs, options=options) as job:
         for number in range(RESTARTS + 1):

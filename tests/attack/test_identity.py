@@ -40,13 +40,11 @@ class Jobs:
         return self._stack.enter_context(ranks(SCRIPT, *arguments, cwd=cwd, out=out, memory=memory, env=env))
 
     def launch(self, name: str, *args: str) -> Started:
-        """With ``reft launch``."""
         cwd, out = self._place(name)
         arguments, options = ("--ckpt", str(cwd / "ckpt"), *args), ("--memory-dir", str(self.memory))
         return self._stack.enter_context(launched(SCRIPT, *arguments, cwd=cwd, out=out, options=options))
 
     def names(self) -> set[str]:
-        """Of all jobs that have memory."""
         return {path.name for path in self.memory.iterdir()}
 
 

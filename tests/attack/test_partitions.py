@@ -33,18 +33,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 
 
 class Partitioned(FaultJob):
-    """A job whose nodes have a network between them that can be cut."""
-
     cluster: NetCluster
     persist_dir: Path
 
     def latest(self) -> int:
-        """The step that ``latest`` on shared storage names; 0: none."""
         latest = self.persist_dir / self.cluster.job_id / "latest"
         return int(latest.read_text().removeprefix("global_step")) if latest.exists() else 0
 
     def goes_on(self, start: int) -> None:
-        """Wait until this start of the job, or a later one, has written a checkpoint."""
 
         def newest() -> int:
             lives = self.history.incarnations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ import pytest
 
 from tests.attack.test_strangers import MOST_TOLD, WAIT_SECS, Bomb, read_all
 from tests.etcd import EtcdCluster
-from tests.job.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster, deepspeed_json
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +28,7 @@ ROW = re.compile(r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\|
 _ACCEPTS = 0x10000  # of a socket in /proc/net/unix that listens
 _CHALLENGE_BYTES = 32
 DAEMON_SOCKET = "daemon.sock"
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-    "steps_per_print": 2,
-}
+CONFIG = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
 STEPS, RANKS = 8, 4
 METRICS_PORT = free_port()
 CONTROL_DOORS = 2 * RANKS  # One of each rank for training, one for the snapshot worker
@@ -43,8 +36,6 @@ CONTROL_DOORS = 2 * RANKS  # One of each rank for training, one for the snapshot
 
 @dataclass(frozen=True)
 class Listening:
-    """A socket on which a process listens."""
-
     process: str  # rendezvous, launcher, daemon, trainer or other
     node: int  # of the process; -1: none
     # host and port, or the name of a Unix socket, an abstract one's with an @ first
@@ -74,7 +65,6 @@ def short(address: str) -> Iterator[str]:
 
 
 def documented() -> dict[str, str]:
-    """Guard of every socket in the table."""
     text = (ROOT / "docs" / "security.md").read_text()
     lines = text.split("## Sockets")[1].split("\n## ")[0].splitlines()
     found = {row["name"]: row["guard"] for line in lines if (row := ROW.match(line))}
@@ -83,7 +73,6 @@ def documented() -> dict[str, str]:
 
 
 def unix_listeners() -> dict[str, str]:
-    """Names of all Unix sockets that listen here, by inode."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {row[6]: row[7] if len(row) > 7 else "" for row in rows if int(row[3], 16) & _ACCEPTS}
 
@@ -97,7 +86,6 @@ def inodes(pid: int) -> Iterator[str]:
 
 
 def processes(job: WatchedCluster) -> Iterator[tuple[str, int, psutil.Process]]:
-    """Kind, node and process, for all processes of the job."""
     kinds = {job.rendezvous.pid: ("rendezvous", -1)} if job.rendezvous else {}
     for index, node in job.current.items():
         kinds[node.process.pid] = "launcher", index
@@ -108,7 +96,6 @@ def processes(job: WatchedCluster) -> Iterator[tuple[str, int, psutil.Process]]:
 
 
 def listening(job: WatchedCluster) -> list[Listening]:
-    """Every socket on which a process of the job listens."""
     names, found = unix_listeners(), []
     for kind, node, process in processes(job):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -169,10 +156,9 @@ def attack(at: Listening, guard: str, junk: Iterable[bytes]) -> None:
                 assert len(got) <= MOST_TOLD, f"{at} has told {len(got)} bytes"
 
 
-def run(tmp_path: Path, config: Path, attacked: bool) -> dict[str, list[str]]:
-    """Losses by rank, as they were printed."""
+def run(tmp_path: Path, config: str, attacked: bool) -> dict[str, list[str]]:
     options = ("--nproc-per-node", "2", "--rank-order", "across-nodes")
-    with cluster(tmp_path, "stages.py", str(config), nodes=2, procs_per_node=2, options=options[2:]) as job:
+    with cluster(tmp_path, "stages.py", config, nodes=2, procs_per_node=2, options=options[2:]) as job:
         files = [job.events_dir / f"losses-{rank}" for rank in range(RANKS)]
         job.wait_until(
             lambda: all(f.exists() and len(f.read_text().splitlines()) == 4 for f in files), 240, "four steps"
@@ -230,14 +216,13 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
 
 @pytest.mark.integration
 def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
     block = {"enabled": True, "metrics": {"port": METRICS_PORT}}
-    config.write_text(json.dumps({**CONFIG, "reft": block}))
+    config = deepspeed_json(tmp_path, reft=block, **CONFIG)
     (tmp_path / "attacked").mkdir()
     attacked = run(tmp_path / "attacked", config, attacked=True)
     assert {len(losses) for losses in attacked.values()} == {STEPS}
     (tmp_path / "quiet").mkdir()
-    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
+    config = deepspeed_json(tmp_path, **CONFIG)
     assert run(tmp_path / "quiet", config, attacked=False) == attacked
 
 

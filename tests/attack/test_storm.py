@@ -21,8 +21,6 @@ REFERENCE = {step: float(step).hex() for step in range(1, 31)}
 
 
 class Written:
-    """A directory of events, as the ranks of a job write them."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
@@ -30,7 +28,6 @@ class Written:
         self._time = 0.0
 
     def life(self, steps: range, committed: int = 0, restored: tuple[int, str] | None = None) -> None:
-        """One incarnation of one rank."""
         self._lives += 1
         self.write("attached", incarnation=self._lives, node="node0", coordinate="(0, 0, 0)", tolerance=1)
         if restored is not None:

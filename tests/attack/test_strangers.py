@@ -40,8 +40,6 @@ def listening(pid: int) -> set[str]:
 
 
 class Bomb:
-    """Runs a command where it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -50,7 +48,6 @@ class Bomb:
 
 
 def throw(port: int, run_id: str, bomb: bytes) -> None:
-    """Write ``bomb`` as TorchElastic's rendezvous state, with torch's own client."""
     with contextlib.suppress(RuntimeError, TimeoutError):
         store = TCPStore(
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)

@@ -58,7 +58,6 @@ def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | 
 
 
 def throttle(pid: int, ended: threading.Event, _: KeyValueStore) -> None:
-    """A quota of a third of the processor."""
     with suppress(ProcessLookupError):
         while not ended.is_set():
             os.kill(pid, signal.SIGSTOP)
@@ -68,7 +67,6 @@ def throttle(pid: int, ended: threading.Event, _: KeyValueStore) -> None:
 
 
 def hang(pid: int, ended: threading.Event, store: KeyValueStore) -> None:
-    """Once all have come, it stands still for ever."""
     while not ended.is_set() and not store.check([f"name/{n}" for n in range(NODES)]):
         time.sleep(0.02)
     os.kill(pid, signal.SIGSTOP)

@@ -141,7 +141,6 @@ def ended(tmp_path: Path, *, reason: str | None = None) -> JobDir:
 
 
 def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
-    """A board, and a daemon that runs: this process."""
     job = ended(tmp_path)
     write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
     rows = tuple(Row(report=NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5)) for n in nodes)

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.attack.jobs import DEADLINE_SECS, launched
+from tests.job.cluster import deepspeed_json
 
 SCRIPTS = Path(__file__).parent / "scripts"
 STEPS = 8  # of each script
 
 
 class Run:
-    """Starts of a script in one directory, as the job ``contact``."""
-
     def __init__(self, root: Path, script: str) -> None:
         self._root, self._script = root, script
         self.memory, self.saved, self.out = root / "memory", root / "saved", root / "out"
         self.persisted = root / "persisted"
 
     def start(self, block: dict[str, Any], *options: str, **env: str) -> tuple[int, str]:
-        """Run it to its end; the launcher's exit code, and what was printed."""
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "steps_per_print": None,
-            "reft": {"enabled": True, **block},
-        }
-        path = self._root / "ds_config.json"
-        path.write_text(json.dumps(config))
+        config = deepspeed_json(self._root, reft={"enabled": True, **block})
         options = ("--memory-dir", str(self.memory), "--job-id", "contact", *options)
-        arguments = (str(path), str(self.saved / "contact"))
+        arguments = (config, str(self.saved / "contact"))
         script = SCRIPTS / self._script
         with launched(script, *arguments, cwd=self._root, out=self.out, options=options, env=env) as started:
             started.log.write_bytes(b"")

@@ -31,8 +31,6 @@ VERSIONS = Versions()
 
 
 class Heard(logging.Handler):
-    """Warnings of reft, and the step that the engine was at."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[tuple[int, str]] = []
@@ -47,8 +45,6 @@ HEARD = Heard()
 
 
 class Counting(nn.Linear):
-    """Keeps a number that is no tensor in its state dict."""
-
     calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +59,6 @@ class Counting(nn.Linear):
 
 
 class Place:
-    """Where a set-up keeps what."""
-
     def __init__(self, root: Path, name: str, strict: bool = False) -> None:
         self.name = name
         self.strict = strict
@@ -350,7 +344,6 @@ def tried(name: str, root: Path, *, strict: bool = False) -> dict[str, Any]:
 
 
 def exit_code(error: reft.ReftError) -> int:
-    """Of a process that it ends."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as stop:

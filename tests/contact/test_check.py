@@ -15,7 +15,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def check(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What is refused and warned of in a configuration."""
     path = directory / "ds.json"
     path.write_text(json.dumps({"reft": ON, **config}))
     found: dict[str, Any] = command("config", "--check", path, "--json").json
@@ -23,7 +22,6 @@ def check(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(directory: Path, script: str) -> list[str]:
-    """What a script lacks."""
     path = directory / "train.py"
     path.write_text(script)
     found = command("config", "--script", path, "--json").json

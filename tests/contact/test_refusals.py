@@ -4,16 +4,16 @@ traceback and code."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.attack.jobs import clean_environment
+
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).resolve().parents[2]
 REFUSED = """
 import reft
 
@@ -37,10 +37,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def run(directory: Path, source: str, *launcher: str, **env: str) -> tuple[int, str]:
     script = directory / "train.py"
     script.write_text(source)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC", "PET_"))}
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env=clean_environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

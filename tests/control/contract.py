@@ -22,8 +22,6 @@ from .ranks import DEADLINE_SECS
 
 @dataclass
 class Rank:
-    """One rank of a case."""
-
     rank: int  # rank, size: as usual
     size: int
     open: Callable[[], Transport]  # the next transport, collectively
@@ -33,7 +31,6 @@ class Rank:
         (self.place / f"{name}-{self.rank}").touch()
 
     def hear(self, name: str, ranks: Sequence[int]) -> None:
-        """Wait until these have told it."""
         pause, waited = threading.Event(), 0.0
         while not all((self.place / f"{name}-{rank}").exists() for rank in ranks):
             assert waited < DEADLINE_SECS, f"{name}: not told by all of {ranks}"

@@ -15,8 +15,6 @@ SECRET = b"s" * 32
 
 
 class Table:
-    """A store of this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._values: dict[str, bytes] = {}
@@ -66,7 +64,6 @@ def join(store: Table, rank: int, ranks: int = 2, node: str = "a", **options: An
 
 
 def connected(nodes: list[str]) -> list[Overlay]:
-    """The overlays of ranks that are threads of this process."""
     store = Table()
     return on_all(lambda rank: join(store, rank, len(nodes), nodes[rank]), len(nodes))
 

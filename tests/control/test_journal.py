@@ -33,7 +33,6 @@ def test_what_was_stored_is_there_again(tmp_path: Path) -> None:
 
 
 def two_records(directory: Path) -> tuple[bytes, int]:
-    """A journal of two records, and where the first one ends."""
     journal = Journal(directory, SECRET)
     table = {"a": b"1"}
     journal.note(table, "a")

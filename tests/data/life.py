@@ -22,8 +22,6 @@ def seed(value: int) -> None:
 
 
 class Engine:
-    """What :class:`DataPosition` asks a plain engine for."""
-
     training = True
 
     def gradient_accumulation_steps(self) -> int:

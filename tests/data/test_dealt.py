@@ -28,7 +28,6 @@ Kind = tuple[bool, bool]
 
 
 def read(samples: int, replicas: int, kind: Kind, begin: int, end: int | None) -> list[int]:
-    """What these batches of all replicas hold."""
     found = []
     for rank in range(replicas):
         for (batch,) in list(loader(samples, replicas, rank, *kind))[begin:end]:

@@ -113,8 +113,6 @@ def test_p8_a_loader_that_is_made_anew_has_a_ledger_of_its_own(job: Job) -> None
 
 
 class Failing:
-    """A store that fails once, when it has been asked so often."""
-
     def __init__(self, after: int) -> None:
         self._store, self._left = HashStore(), after
 
@@ -239,8 +237,6 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
 
 
 class Replica:
-    """One that trains step by step."""
-
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.reading = iter(loader)
@@ -261,7 +257,6 @@ class Attacked:
         self._begin(None)
 
     def _begin(self, version: dict[str, Any] | None) -> None:
-        """All processes are new, and so is their store."""
         self._job.start(self._rng.randint(1, 4))
         loaders = self._job.loaders(shuffle=True, seed=5, num_workers=self._workers)
         if version is not None:

@@ -90,8 +90,6 @@ def test_p8_each_micro_batch_is_taken_once_whoever_is_faster(seed: int) -> None:
     ledgers: dict[int, batches.SharedLedger] = {}
 
     class Raced:
-        """Another replica takes between this one's look and its write."""
-
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 

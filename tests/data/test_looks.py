@@ -31,7 +31,6 @@ def numbers(life: Life) -> list[int]:
 
 
 def taken_in(life: Life, kind: str) -> int:
-    """Batches of the pass, as a version has it."""
     state = life.data.state()
     if kind == "loader":
         return int(state["samples"]["looked"]["consumed"] % SAMPLES // BATCH)

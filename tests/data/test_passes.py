@@ -34,8 +34,6 @@ SAMPLES, BATCH = 22, 4
 
 
 class Noisy(Dataset):  # type: ignore[type-arg]
-    """Samples with numbers of every generator; in worker processes without."""
-
     def __init__(self) -> None:
         self.loaded: list[int] = []
 
@@ -114,7 +112,6 @@ def numbers(batch: Any) -> list[float]:
 
 
 def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[str, Any]]]:
-    """Every batch with its step; behind each the position, encoded, and the random states."""
     watch, loader = Watch(), LOADERS[name]()
     seed(1)
     found = []

@@ -52,7 +52,6 @@ class Session:
         return found
 
     def left(self) -> list[str]:
-        """Processes, memory and temporary files that are still there."""
         files = [*self.memory_dir.rglob("*"), *self.folder.iterdir()]
         return [*map(str, self.processes()), *(str(f) for f in files if f.name != REPORT)]
 

@@ -16,8 +16,6 @@ STEPS = 6
 
 
 class Recorder:
-    """Writes event files: those of reft and those of the training script, one pair per process."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +51,6 @@ def loss_at(step: int) -> float:
 
 @pytest.fixture
 def reference(tmp_path: Path) -> History:
-    """An undisturbed run without reft: nothing but steps."""
     recorder = Recorder(tmp_path / "reference")
     for step in range(1, STEPS + 1):
         recorder.step(0, 100, step, 1000.0 + step, loss_at(step))

@@ -14,14 +14,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class WatchedCluster(LocalCluster):
-    """A cluster whose trainers write events."""
-
     @property
     def events_dir(self) -> Path:
         return self.directory / "events"
 
     def events(self, event: str | None = None, **wanted: Any) -> list[dict[str, Any]]:
-        """Events of all trainers in the order of time."""
         found = []
         for fields in self._written("worker-*.jsonl"):
             if event in (None, fields["event"]) and all(fields.get(k) == v for k, v in wanted.items()):
@@ -35,7 +32,6 @@ class WatchedCluster(LocalCluster):
         return self.events(event, **wanted)
 
     def launcher_events(self, event: str) -> list[dict[str, Any]]:
-        """Events of the launchers."""
         found = [e for e in self._written("reft--1-*.jsonl") if e["event"] == event]
         return sorted(found, key=lambda e: e["time"])
 
@@ -50,8 +46,20 @@ class WatchedCluster(LocalCluster):
         (self.events_dir / "finish").touch()
 
     def none_left(self) -> bool:
-        """No process but the rendezvous is left."""
         return all(self.rendezvous and p.pid == self.rendezvous.pid for p in self.survivors())
+
+
+def deepspeed_json(directory: Path, **keys: Any) -> str:
+    """The path of DeepSpeed's JSON with the block; ``keys`` come into it, or replace what is there."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "steps_per_print": None,
+        "reft": {"enabled": True},
+    }
+    path = directory / "ds_config.json"
+    path.write_text(json.dumps(config | keys))
+    return str(path)
 
 
 @contextmanager

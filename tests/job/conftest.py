@@ -26,7 +26,6 @@ def job_dir(tmp_path: Path) -> JobDir:
 
 @pytest.fixture
 def process(job_dir: JobDir) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon as the launcher starts it."""
     daemon = spawn(job_dir)
     wait_for(lambda: answers(job_dir), "the daemon")
     yield daemon

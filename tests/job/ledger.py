@@ -23,8 +23,6 @@ SIZE, SEED, BATCH, STEP = 101, 11, 2, 24
 
 
 class Samples:
-    """Samples with noise from all generators."""
-
     width = 6
 
     def __len__(self) -> int:
@@ -40,7 +38,6 @@ def digest(sample: torch.Tensor) -> str:
 
 
 def state_digest() -> str:
-    """Of every byte of the random states of Python, NumPy and torch."""
     numpys = np.random.get_state(legacy=True)
     states = (
         random.getstate(),
@@ -86,13 +83,11 @@ class Books:
         return self._lines
 
     def last_step(self) -> int:
-        """Of the life that runs now; 0 before it trains."""
         lines = self.lines()
         life = max((line["life"] for line in lines), default=0)
         return max((line["step"] for line in lines if line["life"] == life and "step" in line), default=0)
 
     def lives(self) -> int:
-        """Lives in which a rank has begun to train."""
         return len({line["life"] for line in self.lines() if "step" in line})
 
     def resumed(self) -> int:

@@ -47,8 +47,6 @@ class Killed(BaseException):
 
 
 class Clock:
-    """In the place of the ``time`` module and of ``datetime`` in what is simulated."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.pause: Callable[[float], None] = lambda secs: None
@@ -73,8 +71,6 @@ class Clock:
 
 @dataclass
 class Table:
-    """What the server of the store holds, and who is connected."""
-
     values: dict[str, bytes] = field(default_factory=dict)
     held_by: dict[str, Connection] = field(default_factory=dict)
     left_at: dict[str, float] = field(default_factory=dict)
@@ -82,7 +78,6 @@ class Table:
     answers: bool = True
 
     def forget(self) -> None:
-        """The server was restarted and has kept nothing."""
         self.values.clear()
         self.held_by.clear()
         self.left_at.clear()
@@ -90,8 +85,6 @@ class Table:
 
 
 class Connection(RendezvousStore):
-    """A node's."""
-
     def __init__(self, table: Table, clock: Clock, randomness: random.Random) -> None:
         self._table, self._clock, self._random = table, clock, randomness
         self.names: set[str] = set()
@@ -188,8 +181,6 @@ class LeasedConnection(Connection):
 
 @dataclass(eq=False)
 class Node:
-    """One launcher, and what it has seen."""
-
     name: str  # of the node
     world: World
     # the start that its trainers run in, with the names of all nodes of it; None: they do not
@@ -203,7 +194,6 @@ class Node:
     _turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def run(self) -> None:
-        """The launcher's loop (:mod:`reft.job.agent`) around the rendezvous."""
         world = self.world
         self.wait_for_turn()
         connection = world.connection(world.table, world.clock, world.random)
@@ -366,7 +356,6 @@ class World:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """While it holds, the rendezvous lives in this world's time."""
         with contextlib.ExitStack() as stack:
             for module in (handler_module, state_module, dynamic_rendezvous):
                 stack.enter_context(patch.object(module, "time", self.clock))
@@ -382,7 +371,6 @@ class World:
             self.run(1.0)
 
     def start(self) -> Node:
-        """A launcher, on another node."""
         node = Node(f"node{len(self.nodes)}", self)
         self.nodes.append(node)
         threading.Thread(target=node.run, daemon=True).start()
@@ -399,7 +387,6 @@ class World:
         node.stands_until = self.clock.now + secs
 
     def scale(self, nodes: int, without: tuple[str, ...] = ()) -> None:
-        """``reft scale``."""
         number = 1 if self.order is None else self.order.number + 1
         self.order = ScaleOrder(number, nodes, without)
 
@@ -412,7 +399,6 @@ class World:
         return [n for n in self.nodes if not n.end and not n.is_killed]
 
     def run(self, secs: float) -> None:
-        """Let so much time pass."""
         until = self.clock.now + secs
         while self._queue and self._queue[0][0] <= until:
             at, _, node = heapq.heappop(self._queue)
@@ -436,6 +422,5 @@ class World:
         node.wait_for_turn()
 
     def shared(self) -> Any:
-        """What the nodes share now."""
         held = self.table.values.get(f"rendezvous/{JOB}")
         return None if held is None else decode_state(held)

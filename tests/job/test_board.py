@@ -22,7 +22,7 @@ from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
 
-from .cluster import cluster
+from .cluster import cluster, deepspeed_json
 from .test_resizing import CONFIG, OPTIONS, trains
 
 
@@ -30,8 +30,6 @@ from .test_resizing import CONFIG, OPTIONS, trains
 def test_a_whole_job_is_shown_from_any_node_through_a_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG))
 
     def status(index: int) -> dict[str, Any]:
         capsys.readouterr()
@@ -39,7 +37,7 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
         told: dict[str, Any] = json.loads(capsys.readouterr().out)
         return told
 
-    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=OPTIONS) as job:
+    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
         trains(job, 3, 0, lives=1)
         nodes = {f"node{i}" for i in range(3)}
         job.wait_until(lambda: all(status(i)["tolerance_left"] == 1 for i in range(3)), 60, "versions")

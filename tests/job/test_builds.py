@@ -28,7 +28,6 @@ SAID = "by a build that has ended"
 
 @contextmanager
 def building(lock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock as torch does while it compiles."""
     lock.parent.mkdir(parents=True)
     command = [sys.executable, "-c", BUILDER, str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as builder:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from reft.config_read import parse_block
@@ -25,6 +26,7 @@ from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request
 from reft.node.daemon import END_SIGNAL
+from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
 # -- who may talk to it ----------------------------------------------------------------------------
@@ -160,24 +162,17 @@ def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> Non
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert launcher.stdout is not None
-    daemon_pid, orphan_pid = (int(x) for x in launcher.stdout.readline().split())
+    daemon, orphan = (psutil.Process(int(x)) for x in launcher.stdout.readline().split())
     try:
         wait_for(lambda: answers(job_dir), "the daemon")
-        assert request(job_dir.path, job_dir.secret, "workers", pids=[orphan_pid]) == 1
+        assert request(job_dir.path, job_dir.secret, "workers", pids=[orphan.pid]) == 1
     finally:
         launcher.kill()
         launcher.wait()
         launcher.stdout.close()
-    wait_for(lambda: not alive(daemon_pid), "the daemon's end")
-    wait_for(lambda: not alive(orphan_pid), "the trainer's end")
+    wait_for(lambda: not runs(daemon), "the daemon's end")
+    wait_for(lambda: not runs(orphan), "the trainer's end")
     assert (job_dir.path / arena_name(0, 0)).exists()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.process

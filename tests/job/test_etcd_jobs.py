@@ -27,7 +27,6 @@ def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 def trains(job: WatchedCluster, attempt: int) -> None:
-    """Wait for 20 more steps."""
     made = len(job.events("step", attempt=attempt))
     job.wait_for("step", made + 20, WAIT_SECS, attempt=attempt)
 

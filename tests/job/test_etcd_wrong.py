@@ -23,7 +23,6 @@ USER = {"REFT_ETCD_USER": "reft", "REFT_ETCD_PASSWORD": "right"}
 def launch(
     tmp_path: Path, endpoint: str, *options: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One node of a job whose script ends at once."""
     script = tmp_path / "train.py"
     script.write_text("import os\nprint('trained', [k for k, v in os.environ.items() if v == 'right'])\n")
     command = [
@@ -41,7 +40,6 @@ def launch(
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
-    """In one line, and with that exit code."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -79,7 +77,6 @@ def test_wrong_settings_are_refused(
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member, with users."""
     with EtcdCluster(tmp_path_factory.mktemp("etcd"), size=1) as cluster:
         for command in (
             "user add root:top",

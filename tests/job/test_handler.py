@@ -34,7 +34,6 @@ def parameters(port: int) -> RendezvousParameters:
 
 
 def rewrite(port: int, change: Any) -> None:
-    """Change the shared state, as another node does."""
     store = client(port)
     while True:
         held = store.peek("rendezvous/job")
@@ -103,7 +102,6 @@ def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], por
 
 @pytest.fixture
 def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[StoreRendezvous]:
-    """A third node, for which there is no place."""
     handler = StoreRendezvous(client(server.port), parameters(server.port))
     joining = go_on(handler)
     wait_for(lambda: handler._this_node in shared(server.port).redundancy_list, "it")
@@ -175,7 +173,6 @@ def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
 
 
 def gather(handlers: list[StoreRendezvous]) -> list[int]:
-    """All form a round; returns what sizes they say it has."""
     found: list[int] = []
     threads = [
         threading.Thread(target=lambda h=h: found.append(h.next_rendezvous().world_size)) for h in handlers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ import pytest
 from reft.job.exits import EX_FENCED
 from reft.tools.demo.cluster import KillKind
 
-from .cluster import WatchedCluster, cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 
 TIMEOUT_SECS = 1800.0  # of the collectives: after these a rank that waits would end by itself
 DEADLINE_SECS = 400.0
@@ -26,37 +25,18 @@ HUNG = "the job hangs"
 
 @contextmanager
 def job(
-    tmp_path: Path,
-    fault: str,
-    *,
-    slow_secs: float = SLOW_SECS,
-    steps: int = 40,
-    timeout_secs: float = TIMEOUT_SECS,
-    options: tuple[str, ...] = (),
+    tmp_path: Path, fault: str, *, steps: int = 40, options: tuple[str, ...] = ()
 ) -> Iterator[WatchedCluster]:
-    config = tmp_path / "ds_config.json"
-    config.write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 4,
-                "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-                "steps_per_print": None,
-                "reft": {
-                    "enabled": True,
-                    "hang_factor": HANG_FACTOR,
-                    "hang_timeout_secs": 360.0,
-                    "allow_unprotected": True,
-                    "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
-                },
-            }
-        )
-    )
-    env = {
-        "TEST_SLOW_SECS": str(slow_secs),
-        "TEST_STEPS": str(steps),
-        "TEST_TIMEOUT_SECS": str(timeout_secs),
+    block = {
+        "enabled": True,
+        "hang_factor": HANG_FACTOR,
+        "hang_timeout_secs": 360.0,
+        "allow_unprotected": True,
+        "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
     }
-    with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env, options=options) as made:
+    script = ("hanging.py", deepspeed_json(tmp_path, reft=block), fault)
+    env = {"TEST_SLOW_SECS": str(SLOW_SECS), "TEST_STEPS": str(steps), "TEST_TIMEOUT_SECS": str(TIMEOUT_SECS)}
+    with cluster(tmp_path, *script, nodes=2, env=env, options=options) as made:
         yield made
 
 
@@ -140,7 +120,6 @@ def test_a_node_that_falls_silent_is_gone_on_without_and_ends_itself(tmp_path: P
 
 
 def goes_on(made: WatchedCluster) -> bool:
-    """Whether steps are made now."""
     before = (made.events_dir / "losses-0").stat().st_size
     time.sleep(1.0)
     return (made.events_dir / "losses-0").stat().st_size > before

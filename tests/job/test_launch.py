@@ -28,7 +28,6 @@ from .cluster import WatchedCluster, cluster
 
 
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
-    """One node that needs no other."""
     return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from reft.engine.checks.start import what_is_missing
+from tests.attack.jobs import clean_environment
 from tests.attack.test_p10_inert import MOST_MODULES
 from tests.machine import free_port
 
-from .cluster import SCRIPTS
+from .cluster import SCRIPTS, deepspeed_json
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(SCRIPTS / "unlaunched.py")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
 DEEPSPEED = ("deepspeed.launcher.runner", "--num_gpus", "2")
@@ -37,35 +36,14 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 
 def config(directory: Path) -> str:
     """DeepSpeed's JSON with the block, on a path for scripts' arguments."""
-    block = {"enabled": True, "memory_dir": str(directory / "memory")}
-    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
-    path = directory / "ds_config.json"
-    path.write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 4,
-                "optimizer": optimizer,
-                "reft": block,
-                "steps_per_print": None,
-            }
-        )
-    )
-    return str(path)
-
-
-def environ(out: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Without what a launcher of reft or torch has set."""
-    strange = ("REFT_", "TORCHELASTIC", "PET_", "TEST_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
-    own = {"TEST_OUT": str(out), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return {**clean, **own, **(env or {})}
+    return deepspeed_json(directory, reft={"enabled": True, "memory_dir": str(directory / "memory")})
 
 
 def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=out,
-        env=environ(out, env),
+        env=clean_environment(TEST_OUT=str(out), **(env or {})),
         check=False,
         text=True,
         stdout=subprocess.PIPE,
@@ -76,7 +54,6 @@ def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subpr
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python environment of its own, with this one's packages."""
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, with_pip=False)
     python = directory / "bin" / "python"
@@ -144,7 +121,6 @@ def command(launcher: tuple[str, ...], python: str = sys.executable) -> tuple[st
 
 
 def configured(directory: Path, way: str) -> str:
-    """The JSON; where the script attaches reft itself, without the block."""
     path = config(directory)
     if way == "attach":
         content = json.loads(Path(path).read_text())
@@ -206,11 +182,10 @@ def start(folder: Path, *arguments: str) -> tuple[list[int], str]:
             *(SCRIPT, str(folder / "ds_config.json"), *arguments),
         )
         own = {"REFT_MEMORY_DIR": str(folder / f"host{rank}"), "REFT_NODE_ID": f"host{rank}"}
+        env = clean_environment(TEST_OUT=str(folder), **own)
         with (folder / f"host{rank}.log").open("w") as log:
             started.append(
-                subprocess.Popen(
-                    command, cwd=folder, env=environ(folder, own), stdout=log, stderr=subprocess.STDOUT
-                )
+                subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
             )
     try:
         codes = [process.wait(600) for process in started]

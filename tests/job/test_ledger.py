@@ -3,25 +3,16 @@ trained on exactly once (P8)."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .cluster import WatchedCluster, cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 from .ledger import STEP, Books, judge, judge_rng
 
-CONFIG: dict[str, Any] = {
-    "train_batch_size": STEP,
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "steps_per_print": None,
-    "reft": {"enabled": True, "tolerance": 0},
-}
 PATIENCE_SECS = 900
 DEGREES = (4, 3, 4, 2)
 KILLS = int(os.environ.get("REFT_KILLS", "8"))  # of each long job; ``make nightly`` has a hundred
@@ -39,7 +30,6 @@ def wait_for_life(job: WatchedCluster, books: Books, number: int) -> None:
 
 
 def strike(job: WatchedCluster, books: Books, rng: random.Random) -> None:
-    """Kill one trainer of the running life with SIGKILL."""
     life = books.lives()
     wait_for(job, books, rng.randrange(1, 60))
     rng.choice(job.trainers(0)).kill()
@@ -48,7 +38,6 @@ def strike(job: WatchedCluster, books: Books, rng: random.Random) -> None:
 
 
 def newest(disk: Path) -> str:
-    """Name of the newest checkpoint."""
     return next((file.read_text() for file in disk.rglob("latest")), "")
 
 
@@ -71,9 +60,11 @@ def run(
     versions of the one before."""
     seed = random.SystemRandom().randrange(10**6) if "REFT_RANDOM_EXAMPLES" in os.environ else 1
     rng = random.Random(seed)
-    config, disk = tmp_path / "ds.json", tmp_path / "disk"
-    persist = {"persist": {"dir": str(disk), "interval_steps": 2}} if tier == "storage" else {}
-    config.write_text(json.dumps({**CONFIG, "reft": {**CONFIG["reft"], **persist}}))
+    disk, block = tmp_path / "disk", {"enabled": True, "tolerance": 0}
+    if tier == "storage":
+        block["persist"] = {"dir": str(disk), "interval_steps": 2}
+    sizes = {"train_batch_size": STEP, "train_micro_batch_size_per_gpu": 2}
+    config = deepspeed_json(tmp_path, reft=block, **sizes)
     books = Books(tmp_path / "books")
     (tmp_path / "books").mkdir()
     for number, (degree, kills) in enumerate(launches):
@@ -83,7 +74,7 @@ def run(
         with cluster(
             tmp_path / f"launch{number}",
             "ledger.py",
-            *(str(config), str(workers), str(steps)),
+            *(config, str(workers), str(steps)),
             nodes=1,
             procs_per_node=degree,
             options=("--max-restarts", "1000"),

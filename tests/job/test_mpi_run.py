@@ -36,7 +36,6 @@ class Nodes:
         (root / "home").mkdir()
 
     def run(self, name: str, nodes: Sequence[str], block: dict[str, object] | None) -> tuple[int, str]:
-        """One step; its exit code and output."""
         command = [
             *(PRETRAIN, *MODEL, "--pp", "1", "--dp", str(len(nodes)), "--tp", "1"),
             *("--zero", "1", "--dtype", "bf16", "--grad-accum-dtype", "fp32", "--steps", str(STEPS)),
@@ -70,7 +69,6 @@ class Nodes:
         return job.returncode, output
 
     def losses(self, name: str) -> dict[int, str]:
-        """The last loss reported for each step, as ``float.hex``."""
         found = History.of(self.root / f"events-{name}").losses
         return {step: losses[-1] for step, losses in found.items()}
 
@@ -81,7 +79,6 @@ class Nodes:
         return read_json(self.memory(node) / JOB / "daemon.json")
 
     def lose(self, node: str) -> None:
-        """With its daemon and its memory."""
         daemon = self.daemon(node)
         assert daemon is not None
         process = psutil.Process(int(daemon["pid"]))  # type: ignore[call-overload]

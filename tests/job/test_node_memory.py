@@ -55,7 +55,6 @@ def test_p7_a_directory_made_again_is_held_again(tmp_path: Path) -> None:
 
 
 def left_by_an_earlier_run(memory_dir: Path) -> Path:
-    """The directory of a dead job."""
     job = JobDir.open_or_create(memory_dir, "job", "node0", secret=SECRET)
     Arena.create(job.path / "rank0-slot0.arena", 4096, 4, SECRET).close()
     return job.path

@@ -22,13 +22,11 @@ def members(job: WatchedCluster, attempt: int) -> set[str]:
 
 
 def node_of_rank(job: WatchedCluster, rank: int, attempt: int) -> int:
-    """Index of the node with global rank ``rank`` in a round."""
     name = job.events("start", rank=rank, attempt=attempt)[0]["node"]
     return next(n.index for n in job.history if n.node_id == name)
 
 
 def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
-    """Wait until every rank of a round has made a few steps."""
     job.wait_until(
         lambda: {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == set(range(nodes)),
         240,

@@ -26,8 +26,6 @@ WAIT_SECS = 120.0
 
 @dataclass
 class Backend:
-    """Makes stores of one kind, and closes them."""
-
     make: Callable[[bytes, str], RendezvousStore]
     made: list[RendezvousStore] = field(default_factory=list)
     holds: Callable[[str], bool] = lambda _: True

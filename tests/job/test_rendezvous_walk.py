@@ -180,7 +180,6 @@ def of_sizes(seed: int, sizes: tuple[int, ...], store: type[Connection], stages:
 
 
 def members(world: World) -> tuple[str, ...]:
-    """Nodes that train, by rank."""
     return next(n.trains[1] for n in world.alive if n.trains)
 
 

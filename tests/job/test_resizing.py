@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from .cluster import WatchedCluster, cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 
 CONFIG = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
-    "steps_per_print": None,
-    "reft": {"enabled": True},
 }
 OPTIONS = (
     *("--nnodes", "2:3", "--max-restarts", "0"),
@@ -42,9 +39,7 @@ def trains(job: WatchedCluster, replicas: int, beyond: int, lives: int) -> int:
 
 @pytest.mark.integration
 def test_p3_a_job_goes_on_with_fewer_nodes_and_grows_back(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG))
-    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=OPTIONS) as job:
+    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
         assert trains(job, 3, 0, lives=1) == 0
 
         job.kill_node(1)

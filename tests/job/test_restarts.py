@@ -10,19 +10,13 @@ import pytest
 from reft.cli import main
 from reft.node.history import PARTS, note, read_history
 
-from .cluster import WatchedCluster, cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 
 LIVES = 4  # More than the restarts that are allowed without a new version
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    "steps_per_print": None,
-    "reft": {"enabled": True},
-}
 
 
-def one_node(directory: Path, script: str, *args: str, options: tuple[str, ...] = ()):
-    options = ("--keep-memory", *options)
+def one_node(directory: Path, script: str, *args: str):
+    options = ("--keep-memory",)
     return cluster(directory, script, *args, nodes=1, options=options, external_rendezvous=False)
 
 
@@ -34,9 +28,7 @@ def restarts_used(job: WatchedCluster) -> list[int]:
 def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps(CONFIG))
-    with one_node(tmp_path, "relapse.py", str(config), str(LIVES)) as job:
+    with one_node(tmp_path, "relapse.py", deepspeed_json(tmp_path), str(LIVES)) as job:
         assert job.wait(300) == {0: 0}
         assert restarts_used(job) == [0] + [1] * LIVES
         began = [int(line) for line in (job.events_dir / "lives").read_text().split()]

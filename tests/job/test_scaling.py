@@ -25,7 +25,7 @@ from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_an
 from reft.node.history import read_history
 from reft.protect.codes import Scheme
 
-from .cluster import WatchedCluster, cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 from .test_resizing import CONFIG, OPTIONS, last_step, trains
 
 
@@ -48,10 +48,7 @@ def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None
 def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG))
-    options = ("--nnodes", "2:3", *OPTIONS[2:])
-    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=options) as job:
+    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
         trains(job, 3, 0, lives=1)
         for wrong, why in [("1", "give a number from 2 to 3"), ("4", "give a number from 2 to 3")]:
             assert scale(job, 0, wrong) == EXIT_NOT_WELL
@@ -204,8 +201,6 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
 
 
 class Node:
-    """A launcher's scaler, with what it shares and is told by hand."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = JobState()

@@ -140,7 +140,6 @@ def test_the_first_host_of_a_list(listed: str, first: str) -> None:
 
 @pytest.fixture
 def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a scontrol of few words."""
 
     def make(config: str, script: str, srun: int = 0) -> None:
         program = tmp_path / "scontrol"

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.attack.jobs import runs
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
 
@@ -46,8 +47,6 @@ os.rename(file.name, file.name.removesuffix(".part"))
 
 
 class Job:
-    """One node under ``reft launch --warm``."""
-
     def __init__(
         self,
         tmp_path: Path,
@@ -72,7 +71,6 @@ class Job:
             )
 
     def found(self, restarts: int = 0) -> list[dict[str, Any]]:
-        """What both trainers saw."""
         paths = [Path(f"{self._out}.{restarts}.{rank}") for rank in range(2)]
         wait_for(lambda: all(p.exists() for p in paths) or self._ended(), "it", DEADLINE_SECS)
         return [json.loads(path.read_text()) for path in paths]
@@ -132,7 +130,7 @@ def test_restarts_fork_too_and_all_end_with_the_launcher(tmp_path: Path) -> None
     assert "the preloading process has ended (killed by SIGKILL)" in job.log.read_text()
     left = [job.server(), *(psutil.Process(found["pid"]) for found in third)]
     job.end(signal.SIGKILL)
-    wait_for(lambda: not any(map(_lives, left)), "it", DEADLINE_SECS)
+    wait_for(lambda: not any(map(runs, left)), "it", DEADLINE_SECS)
 
 
 @pytest.mark.integration
@@ -148,7 +146,7 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     wait_for(hanging.exists, "it", DEADLINE_SECS)
     server = job.server()
     job.end(number)
-    wait_for(lambda: not _lives(server), "it", DEADLINE_SECS)
+    wait_for(lambda: not runs(server), "it", DEADLINE_SECS)
 
 
 @pytest.mark.integration
@@ -177,7 +175,3 @@ def test_a_module_that_starts_threads_is_named_and_trainers_start_cold(tmp_path:
         "reft: starts_thread starts 1 threads during its import: trainers start without preloaded imports"
         in log
     )
-
-
-def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -61,8 +61,6 @@ job_of_every_kind = pytest.mark.parametrize(("cluster", "model"), PLANS)
 
 
 class Job(NamedTuple):
-    """A job's two files."""
-
     json_path: Path
     deepspeed: dict[str, Any]
     megatron: dict[str, Any]

@@ -9,7 +9,6 @@ from reft.policy.rate import Due
 
 
 def due_steps(start: int, intervals: dict[int, int], until: int) -> list[int]:
-    """Due steps with intervals that hold from a step on each."""
     due, now, found = Due(start), 1, []
     for step in range(start + 1, until):
         now = intervals.get(step, now)

@@ -21,7 +21,6 @@ from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, S
 
 
 def with_block(path: Path, base: str, **block: Any) -> str:
-    """A configuration whose block differs from another one's."""
     config = json.loads(Path(base).read_text())
     config["reft"] |= block
     return write(path, config)

@@ -24,7 +24,6 @@ FORWARD, BACKWARD, REDUCE, OPTIMIZER, LATENCY = 2e-3, 4e-3, 1e-3, 3e-3, 2e-4
 
 
 def costs(stages: int, *, optimizer_secs: float = OPTIMIZER) -> Costs:
-    """Equal stages."""
     return Costs(
         (FORWARD,) * stages,
         (BACKWARD,) * stages,
@@ -35,7 +34,6 @@ def costs(stages: int, *, optimizer_secs: float = OPTIMIZER) -> Costs:
 
 
 def train_schedule(stages: int, micro_batches: int) -> Schedule:
-    """DeepSpeed's own 1F1B."""
     return from_deepspeed([TrainSchedule(micro_batches, stages, p) for p in range(stages)], micro_batches)
 
 
@@ -118,7 +116,6 @@ def with_chunks(
 
 
 def found_idle(result: ProfileResult) -> Idle:
-    """The seconds of waiting that the profiler saw."""
     return {
         (rank.stage_id, timeline.step, s.position): s.secs
         for timeline in result.timelines

@@ -85,15 +85,11 @@ def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
 
 
 class _Pacer:
-    """Takes what a weaver tells, plans nothing."""
-
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: None
 
 
 class _Engine:
-    """Executes schedules as DeepSpeed's pipeline engine does."""
-
     def __init__(self) -> None:
         self.executed = []
 

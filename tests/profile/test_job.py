@@ -38,7 +38,6 @@ JOB += ["--seq", "128", "--steps", STEPS]
 
 
 def run_job(folder: Path, *command: object) -> dict[int, str]:
-    """Run the pretraining job; the losses by step, bit for bit."""
     events = folder / "events"
     text = Path(os.__file__).parent / "argparse.py"
     paths = ["--data", text, "--cache-dir", folder / "cache", "--save-dir", folder / "save"]

@@ -181,7 +181,6 @@ def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch)
 
 
 def run_with(monkeypatch, tmp_path, job) -> int:
-    """``reft profile`` of a job that is a function of its directory."""
     monkeypatch.setenv(ENV_PROFILE, "")
     monkeypatch.setattr("reft.job.launch.launch", lambda options: job() or 0)
     return cli_profile.main(["--dir", str(tmp_path), "--steps", "3", "train.py"])

@@ -19,7 +19,6 @@ besides = st.builds(Beside, parts, speeds)
 
 @st.composite
 def snapshots(draw):
-    """A schedule, its costs, and a copy on each stage."""
     stages = draw(st.integers(1, 5))
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     schedule = SCHEDULES[name](stages, stages * draw(st.integers(2, 4)))

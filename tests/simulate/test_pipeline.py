@@ -24,7 +24,6 @@ whole_secs = st.integers(1, 1000).map(float)
 
 @st.composite
 def any_schedule(draw):
-    """A schedule and unequal costs for it."""
     name = draw(st.sampled_from([*SCHEDULES, "deepspeed", "deepspeed dualpipe-v"]))
     stages = draw(st.integers(2, 6))
     groups = draw(st.integers(2, 4))

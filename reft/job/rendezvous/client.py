@@ -86,7 +86,6 @@ class ServedPlace:
         return format_endpoint(host, self._server.port if self._server is not None else port)
 
     def outlives_nodes(self, store: RendezvousStore) -> bool:
-        """Whether no worker node's death takes the store along."""
         with suppress(StoreError):
             return is_served_by_reft(store)
         return False
@@ -96,7 +95,6 @@ class ServedPlace:
             self._server.close()
 
     def _has_to_serve(self) -> bool:
-        """Whether this node has to serve the store itself."""
         conf: dict[str, Any] = self._config.rdzv_configs
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
@@ -294,7 +292,6 @@ class RendezvousClient:
             self.handler.wait_secs = told.get("wait_secs")
 
     def is_spare(self) -> bool:
-        """Whether this node waits for the place of another one."""
         return self.handler is not None and self.handler.is_spare
 
     def close(self, outcome: str) -> None:
@@ -319,7 +316,6 @@ class RendezvousClient:
             logger.debug("the rendezvous could not be closed: %s", error)
 
     def has_taken_part(self) -> bool:
-        """Whether this node was in a start of the job."""
         return self._incarnations()[0] > 0
 
     def _incarnations(self) -> tuple[int, int]:
@@ -338,7 +334,6 @@ class RendezvousClient:
                 self._store.delete(committed_key(self._options.job_id))
 
     def outcome(self) -> str | None:
-        """What was said when the rendezvous was closed."""
         if self._store is None:
             return None
         with suppress(StoreError):

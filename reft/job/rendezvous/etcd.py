@@ -81,8 +81,6 @@ _MOST_OPERATIONS = 100  # in one transaction; etcd takes 128
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """How to reach a cluster."""
-
     endpoints: tuple[str, ...]  # ``host:port`` of its members, at least one
     tls: bool = False
     user: str | None = None  # with ``password``; None where etcd's authentication is off
@@ -260,7 +258,6 @@ class EtcdLine:
         return bool(status.leader)
 
     def close(self) -> None:
-        """End all connections; requests under way fail."""
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -339,7 +336,6 @@ class EtcdStore(RendezvousStore):
     def of(
         cls, settings: EtcdSettings, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
     ) -> EtcdStore:
-        """Made with a line of its own."""
         return cls(EtcdLine(settings), secret, run_id, timeout_secs=timeout_secs)
 
     def lasting(self) -> EtcdStore:
@@ -613,7 +609,6 @@ class _Leases:
         return was_there
 
     def forget(self, lease: int) -> None:
-        """It is not there any more."""
         self._kept.pop(lease, None)
 
 

@@ -273,13 +273,11 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def is_full(self) -> bool:
-        """Whether the round that runs has as many nodes as it may have."""
         state = self.state
         return state.complete and len(state.participants) >= limited(self._settings, state).max_nodes
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this node was told to leave."""
         return self._this_node in self.state.leaving
 
     def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
@@ -343,7 +341,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        """Numbers of nodes with which the job can train."""
         sizes = self.state.sizes or self._last_sizes or Sizes()
         return sizes.of(self._settings.min_nodes, self._settings.max_nodes)
 
@@ -354,7 +351,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def is_spare(self) -> bool:
-        """Whether this node waits for the place of another one."""
         return self._this_node in self.state.redundancy_list
 
     def num_nodes_waiting(self) -> int:
@@ -382,7 +378,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
     @property
     def is_scaled_down(self) -> bool:
-        """Whether nodes of this round were told to leave."""
         scaling = self.state.scaling
         return self._place is not None and scaling is not None and scaling.round == self._place[0]
 

@@ -92,7 +92,6 @@ class Scaler:
             logger.debug("scaling: %s", error)
 
     def left(self) -> None:
-        """This node has left the job."""
         if self._order is not None:
             self._answer(self._order.nodes, done=True)
 
@@ -170,7 +169,6 @@ class Scaler:
         self._answer(running)
 
     def _waits_on(self, what: tuple[Any, int]) -> bool:
-        """Whether an order, in a start of the job, may wait longer."""
         now = time.monotonic()
         if what != self._waits:
             self._waits, self._waits_since = what, now
@@ -407,7 +405,6 @@ def of_the_way(order: ScaleOrder, now: Situation) -> str:
 
 
 def _other_numbers(now: Situation) -> str:
-    """What may be asked for."""
     numbers = range(now.least, now.most + 1)
     others = [n for n in numbers if n != len(now.nodes) and not now.why_not(n, asked=True)]
     if not others:

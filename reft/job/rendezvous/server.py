@@ -68,12 +68,10 @@ class RendezvousServer:
         self.info = RendezvousInfo(endpoint, name, self._server.port, os.getpid(), self._server.host)
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.close()
 
 
 def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
-    """Whether something listens at ``endpoint``."""
     try:
         with socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs):
             return True
@@ -87,7 +85,6 @@ def is_served_by_reft(store: RendezvousStore) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft rendezvous``; returns the exit code."""
     parser = Parser(
         prog="reft rendezvous",
         allow_abbrev=False,

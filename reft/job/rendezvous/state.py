@@ -291,7 +291,6 @@ def decode_state(data: bytes) -> JobState:
 
 
 def member_of(node: _NodeDesc) -> Member:
-    """The node, as it is named there."""
     return node.addr, node.pid, node.local_id
 
 
@@ -309,7 +308,6 @@ def limited(settings: RendezvousSettings, state: JobState) -> RendezvousSettings
 
 
 def look_secs(nodes: int) -> float:
-    """Seconds between two looks at the shared state of a rendezvous of so many nodes."""
     return min(_MOST_SECS, max(_LEAST_SECS, nodes / _NODES_PER_SEC))
 
 
@@ -433,7 +431,6 @@ class StateHolder(_RendezvousStateHolder):
             _remove_participant_epilogue(state, self._settings)
 
     def _ended(self) -> set[str]:
-        """Names of launchers that have ended."""
         try:
             left = self.store.left(self._here)
         except StoreError as error:

@@ -40,8 +40,6 @@ class LocalClusterError(ReftError, RuntimeError):
 
 
 class KillKind(StrEnum):
-    """How a node fails."""
-
     NODE = "node"  # All its processes are killed and its memory is gone: a lost host
     PROCESS = "process"  # One trainer is killed; launcher, daemon and memory stay
     STOP = "stop"  # All its processes stand still: a host that hangs, or is cut off
@@ -192,7 +190,6 @@ class LocalCluster:
     # -- failures ----------------------------------------------------------------------------------
 
     def kill_node(self, index: int, kind: KillKind | str = KillKind.NODE) -> LocalNode:
-        """Let node ``index`` fail, now."""
         node = self.current[index]
         kind = KillKind(kind)
         if kind is KillKind.PROCESS:
@@ -257,16 +254,13 @@ class LocalCluster:
             time.sleep(_POLL_SECS)
 
     def log(self, index: int, generation: int | None = None) -> str:
-        """Output of a node's launcher and trainers."""
         wanted = self.current[index].generation if generation is None else generation
         return (self.directory / f"{node_id(index, wanted)}.log").read_text(errors="replace")
 
     def job_dir(self, index: int) -> Path:
-        """The job's memory on a node."""
         return self.current[index].memory_dir / self.job_id
 
     def status(self, index: int) -> dict[str, Any] | None:
-        """What the node's daemon says of itself."""
         return read_json(self.job_dir(index) / STATUS_FILE)
 
     def survivors(self) -> list[psutil.Process]:

@@ -106,7 +106,6 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[Kill, ...]:
 
 
 def reft_block(options: argparse.Namespace) -> dict[str, Any]:
-    """The ``reft`` block of the disturbed run."""
     return {"enabled": True, "protection": options.protection, "allow_unprotected": True}
 
 

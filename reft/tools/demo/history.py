@@ -24,8 +24,6 @@ class Event:
 
 
 class EventReader:
-    """Reads the event files of a directory as they grow."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._offsets: dict[str, int] = {}
@@ -98,7 +96,6 @@ class History:
 
     @classmethod
     def of(cls, directory: Path) -> History:
-        """Read everything that a job left in ``directory``."""
         history = cls()
         for event in EventReader(directory).poll():
             history.feed(event)
@@ -106,7 +103,6 @@ class History:
 
     @property
     def current(self) -> Incarnation:
-        """The newest incarnation."""
         return self.incarnations[max(self.incarnations)] if self.incarnations else Incarnation(0)
 
     @property
@@ -120,7 +116,6 @@ class History:
         return self.incarnations.setdefault(number, Incarnation(number))
 
     def feed(self, event: Event) -> None:
-        """Take in one event."""
         if event.rank < 0:
             return  # a launcher's
         if event.kind == "attached":

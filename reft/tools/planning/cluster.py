@@ -81,8 +81,6 @@ class Machine(BaseModel):
 
 
 class Failure(BaseModel):
-    """One cause by which nodes fail."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mtbf_days: PositiveFloat  # mean time between failures of one node
@@ -96,8 +94,6 @@ class Failure(BaseModel):
 
 
 class Cluster(Machine):
-    """What a job runs on."""
-
     host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
     failures: tuple[Failure, ...] = Field(min_length=1)
     storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known

@@ -12,8 +12,6 @@ from reft.tools.planning.plan import JobPlan
 
 
 def show_plan(plan: JobPlan, console: Console) -> None:
-    """Print it."""
-
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False)
 

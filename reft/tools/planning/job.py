@@ -36,8 +36,6 @@ class Layouting:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job that does not run yet."""
-
     training: Training  # model, machine and degrees
     cluster: Cluster  # what it runs on. block: the ``reft`` block.
     block: ReftConfig
@@ -65,7 +63,6 @@ class PlannedJob:
         return tuple(by_stage[c.pp] for c in self.topology.coordinates)
 
     def stage_parameters(self, stage_id: int) -> float:
-        """Of one device."""
         if self.parameters is not None:
             return self.parameters / (self.training.tensor * self.training.stages)
         return self.training.stage_parameters(stage_id)

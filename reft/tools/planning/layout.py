@@ -29,7 +29,6 @@ class Layout:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Size of every axis, in the order of ``order``."""
         sizes = {"pipe": self.degrees.pp, "data": self.degrees.dp, "model": self.degrees.tp}
         return tuple(sizes[axis] for axis in self.order)
 
@@ -71,7 +70,6 @@ def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
 
 
 def parse_order(text: str) -> tuple[str, ...]:
-    """``"data-pipe-model"`` to its axes."""
     order = tuple(text.replace(",", "-").split("-"))
     if sorted(order) != sorted(AXES):
         raise ConfigError(

@@ -67,7 +67,6 @@ SHAPES = {
 
 
 def named_shape(name: str) -> PlannedShape:
-    """One of :data:`SHAPES`."""
     if name in SHAPES:
         return SHAPES[name]
     near = get_close_matches(name, SHAPES, n=1)

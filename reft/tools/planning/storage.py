@@ -52,7 +52,6 @@ class StoragePlan:
 
     @property
     def overhead(self) -> float:
-        """Fraction of the training time."""
         steps = self.interval_steps
         return self.costs.cost_secs / (steps * self.costs.step_secs) if steps else 0.0
 
@@ -123,7 +122,6 @@ def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, versio
 
 
 def duration(secs: float) -> str:
-    """A length of time for people."""
     for unit, scale in (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0)):
         if secs >= 2 * scale:
             return f"{secs / scale:,.1f} {unit}"

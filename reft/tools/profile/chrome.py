@@ -17,7 +17,6 @@ _STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
 
 
 def write_trace(result: ProfileResult, path: Path) -> None:
-    """Write the JSON object format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"displayTimeUnit": "ms", "traceEvents": list(_events(result))}
     path.write_text(json.dumps(data, separators=(",", ":")) + "\n")

@@ -203,7 +203,6 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write it; the suffix chooses the format."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

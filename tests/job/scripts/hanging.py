@@ -23,7 +23,6 @@ KIND, _, WHERE = sys.argv[2].partition("@")
 
 
 def is_due(step: int) -> bool:
-    """Once, in the first life."""
     if KIND == "none" or f"{step}:{RANK}" != WHERE or (OUT / "hung").exists():
         return False
     (OUT / "hung").write_text(f"{os.getpid()} {time.time()}")
@@ -51,7 +50,6 @@ class Model(nn.Module):
 
 
 def pause_after(engine: object, model: Model, step: int) -> None:
-    """What takes its time without being a hang, once each."""
     if KIND != "slow":
         return
     secs = float(os.environ["TEST_SLOW_SECS"])
@@ -71,8 +69,6 @@ def pause_after(engine: object, model: Model, step: int) -> None:
 
 
 class Slow:
-    """Takes its time to be saved."""
-
     def __init__(self, secs: float) -> None:
         self.secs = secs
 

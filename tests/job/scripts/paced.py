@@ -20,8 +20,6 @@ WIDTH = 1024
 
 
 class Batches:
-    """The same batch for ever."""
-
     def __iter__(self) -> "Batches":
         return self
 
