@@ -221,7 +221,6 @@ class DataPosition:
     # -- versions ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Encodable position after the step that just ended."""
         if self.left_to_program:
             return {}
         if self._unmoved is not None:
@@ -340,7 +339,6 @@ class DataPosition:
 
 
 def _why_equal(engine: Any) -> str | None:
-    """See :class:`~reft.data.watch.Listener`."""
     if hasattr(engine, "grid"):
         return "the stages of a pipeline run a fixed number of micro-batches"
     stage = getattr(engine, "zero_optimization_stage", int)()

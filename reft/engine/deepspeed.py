@@ -108,7 +108,6 @@ def own_flops_per_token(engine: Any, at: Coordinate) -> int:
 
 
 def _tied_elsewhere(module: Any) -> Iterator[Any]:
-    """Parameters that an earlier stage has too."""
     rank = getattr(module, "global_rank", 0)
     for comm in getattr(module, "tied_comms", {}).values():
         if rank != min(comm["ranks"]):
@@ -186,9 +185,7 @@ _SESSION = "_reft_session"
 
 
 def attach(
-    engine: Any,
-    client_state: ClientState | None = None,
-    config: Mapping[str, Any] | None = None,
+    engine: Any, client_state: ClientState | None = None, config: Mapping[str, Any] | None = None
 ) -> Session:
     """Protect an engine. Collective: call it on all ranks at the same point.
 
@@ -274,7 +271,6 @@ def resume(engine: Any) -> tuple[Any, Any]:
 
 
 def session_of(engine: Any) -> Session | None:
-    """The session of an engine, or None."""
     return getattr(engine, _SESSION, None)
 
 

@@ -119,8 +119,6 @@ HELD = "held"  # key of a host state: `Held.encode`, or in words why there is no
 
 
 class Description:
-    """Describes the live state."""
-
     def __init__(self, engine: Any, adapter: StateAdapter) -> None:
         self._engine = engine
         self._adapter = adapter
@@ -213,7 +211,6 @@ def _several_matrices(module: Any) -> list[str]:
 
 
 def _universal_info(module: Any) -> Mapping[str, Any]:
-    """What a model tells DeepSpeed's universal checkpoints of its parameters."""
     info = getattr(module, "universal_checkpoint_info", None)
     info = info() if callable(info) else info  # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
     return info if isinstance(info, Mapping) else {}

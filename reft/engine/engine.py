@@ -36,8 +36,7 @@ class TrainingEngine(Protocol):
 
     Whoever implements it also calls the session: ``before_optimizer_step`` and its fence around every
     optimizer step, ``after_step`` behind it; and restores through
-    :class:`~reft.engine.load.memory.MemoryRestorer`.
-    """
+    :class:`~reft.engine.load.memory.MemoryRestorer`."""
 
     name: str
     device: torch.device
@@ -103,8 +102,7 @@ class EngineState:
         """What the snapshot worker needs of the version; a cause where it cannot be had. Never raises.
 
         The first version of a layout is taken whatever it takes: memory is reserved at the start (P9), not at
-        the expense of the versions that follow.
-        """
+        the expense of the versions that follow."""
         try:
             known = self._images
             images = self._current_images()
@@ -199,7 +197,6 @@ class Recomputing:
 
     @property
     def recipe(self) -> AdamRecipe | None:
-        """For the snapshot worker; None where everything is sent."""
         return None if self.capture is None else self.capture.recipe
 
     def follow(self) -> bool:

@@ -27,13 +27,7 @@ from reft.memory.jobdir import find_jobs, make_job_directory, newest_record, not
 from reft.memory.joblock import JobLock, holder
 from reft.naming import Label, kernel_id, own_name_of_process, siblings
 from reft.state.codec import decode, encode
-from reft.state.fingerprint import (
-    AT_LAUNCH,
-    Fact,
-    Fingerprint,
-    differences,
-    require_same,
-)
+from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -44,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs."""
-
     node: str  # what the launcher calls the node, else the host's name
     # somebody gave the node this name (``--node-id``), and thereby says that it fails by itself
     declared: bool
@@ -112,7 +104,6 @@ _newest: WeakValueDictionary[str, Session] = WeakValueDictionary()  # by the job
 
 
 def note_session(memory: Path, session: Session) -> None:
-    """``session`` has the memory until it is closed."""
     _newest[os.path.realpath(memory)] = session
 
 

@@ -122,7 +122,6 @@ class CommitNotes:
             self._changed.notify()
 
     def close(self, timeout_secs: float = 2.0) -> None:
-        """Note what is left, for at most ``timeout_secs``, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -181,7 +180,7 @@ def _connect(endpoint: str, answer_secs: float) -> KeyValueStore | None:
 
 
 def open_control(config: ReftConfig) -> ControlGroup:
-    """Connect this rank with the others. Collective."""
+    """Collective."""
     return ControlGroup(
         config.commit_timeout_secs,
         node=Place.here().node,
@@ -299,7 +298,6 @@ class JobMemory:
             logger.warning("the number of this start cannot be recorded in %s: %s", self.job_dir.path, error)
 
     def record_identity(self) -> None:
-        """Note what is trained, for the next start to compare with."""
         if self._writes:
             self.identity.record(self.job_dir.path, self.incarnation)
 
@@ -311,6 +309,5 @@ class JobMemory:
         self._note()
 
     def close(self) -> None:
-        """Let go of the memory; it stays."""
         if self._lock is not None:
             self._lock.close()

@@ -84,7 +84,6 @@ def uncollected() -> Iterator[None]:
 
 
 def ds_config_of(engine: Any) -> Mapping[str, Any]:
-    """The DeepSpeed JSON of an engine, as a mapping."""
     params = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if isinstance(params, Mapping):
         return params

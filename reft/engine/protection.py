@@ -17,14 +17,7 @@ from reft.engine.identity import local_rank
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
 from reft.memory.free_memory import default_margin_bytes, free_bytes
-from reft.node.protection import (
-    OrderWatch,
-    ProtectionRecord,
-    read_record,
-    resume,
-    write_order,
-    write_record,
-)
+from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_order, write_record
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
@@ -185,12 +178,7 @@ class Protection:
         self.note()
         orders = OrderWatch(self._job_dir)
         return SchemeSwitch(
-            control,
-            self._topology,
-            self.record,
-            orders,
-            keeping=self._keeping,
-            on_change=self._changed,
+            control, self._topology, self.record, orders, keeping=self._keeping, on_change=self._changed
         )
 
     @property
@@ -203,7 +191,6 @@ class Protection:
         write_order([self._job_dir], scheme)
 
     def why_unprotected(self) -> str:
-        """What to say where the loss of one node is fatal."""
         if self.record.in_force == "none":
             return 'the protection is "none"'
         if self._topology.degrees.dp == 1:
@@ -244,7 +231,6 @@ class Protection:
             logger.warning("%s", self._words(before, record))
 
     def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
-        """What has changed."""
         if now.refused is not None and now.number != before.number:
             refused = now.refused
             return (

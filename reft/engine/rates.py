@@ -145,7 +145,6 @@ class TierRate:
             self._begun_secs[step] = self._clock()
 
     def arrived(self, step: int) -> None:
-        """The tier has the version of ``step``, on all ranks."""
         with self._lock:
             self._arrived_step = step
             begun = self._begun_secs.pop(step, None)
@@ -156,8 +155,7 @@ class TierRate:
 
     def wanted_interval(self, windows: int = 1) -> int:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
-        ``windows``: how often one fits into the idle time, as planned.
-        """
+        ``windows``: how often one fits into the idle time, as planned."""
         with self._lock:
             wanted = self._bounded(max(windows, self._wanted_interval()))
             news, self._news = self._news, None
@@ -259,7 +257,6 @@ class TierRate:
         return max(k for k in range(1, most + 1) if self._fits(k) == k)
 
     def to_json(self) -> dict[str, Any]:
-        """What is told of it, with the counters."""
         with self._lock:
             rate, costs = self.rate, self.costs
             longest = max(self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps)
@@ -343,7 +340,6 @@ class StorageRate(TierRate):
             self._due = Due(step)
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
-        """The daemon has answered to the note of a commit."""
         last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
         with self._lock:
             if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
@@ -417,8 +413,7 @@ class MemoryLosses:
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
     """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a version that is
-    due there exists.
-    """
+    due there exists."""
 
     def fits(steps: int) -> int:
         if not persist_steps:

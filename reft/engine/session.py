@@ -146,7 +146,6 @@ class Reports:
             self._notes.committed(label)
 
     def skipped(self, step: int, cause: str) -> None:
-        """A version was given up."""
         self._daemon.notify_skip(step, cause, self._stats.to_json())
         self._events.write("skip", step=step, cause=cause)
 
@@ -159,13 +158,7 @@ class Reports:
 class DeviceMemory:
     """Notes a device's memory on a trainer's page, behind steps."""
 
-    def __init__(
-        self,
-        page: ProgressPage,
-        device: torch.device,
-        *,
-        every_secs: float = 1.0,
-    ) -> None:
+    def __init__(self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0) -> None:
         self._page = page
         self._device = device
         self._vendor = vendor_of(device)
@@ -196,11 +189,7 @@ class DeviceMemory:
         if not self._total:
             free, _ = vendor.module.mem_get_info(self._device)
             self._total = free + reserved["current"]
-        return DeviceUse(
-            total=self._total,
-            allocated=allocated["current"],
-            peak_allocated=allocated["peak"],
-        )
+        return DeviceUse(total=self._total, allocated=allocated["current"], peak_allocated=allocated["peak"])
 
 
 class Woven:
@@ -397,7 +386,6 @@ class Session:
 
     @property
     def node(self) -> str:
-        """Name of this rank's node."""
         return self.topology.nodes[self.control.rank]
 
     @property
@@ -532,7 +520,6 @@ class Session:
     # -- every step --------------------------------------------------------------------------------
 
     def before_optimizer_step(self) -> None:
-        """The engine is about to change its state."""
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
         self.fence.before_optimizer_step()
 

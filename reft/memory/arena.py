@@ -84,8 +84,7 @@ class Arena:
     is how others know that the job is alive.
 
     One process writes an arena at a time, from one thread; any number may read. A version goes
-    through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it.
-    """
+    through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it."""
 
     def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
         """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
@@ -226,22 +225,18 @@ class Arena:
 
     @property
     def data_bytes(self) -> int:
-        """Size of the data region."""
         return self._geometry.data_bytes
 
     @property
     def max_entries(self) -> int:
-        """Blocks that the table can hold."""
         return self._geometry.max_entries
 
     @property
     def file_bytes(self) -> int:
-        """Memory that the arena takes."""
         return self._geometry.file_bytes
 
     @property
     def header_offsets(self) -> tuple[int, int]:
-        """Where the two copies of the header begin in the file."""
         return self._geometry.copy_offset(0), self._geometry.copy_offset(1)
 
     @property
@@ -335,7 +330,6 @@ class Arena:
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
     def clear(self) -> None:
-        """Record that the arena holds nothing."""
         self._record(self._newest(), None, b"", wipe=True)
         self._release_own_lock()
 
@@ -354,7 +348,6 @@ class Arena:
         return self._take(fcntl.LOCK_SH)
 
     def unlock(self) -> None:
-        """Give up the lock, if any is held."""
         self._unlock_after_write = False
         if self._held is not None and self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -377,8 +370,7 @@ class Arena:
         """Release locks and this object's part in the mapping.
 
         The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
-        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory.
-        """
+        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory."""
         self._close_files()
         self._data = self._view = memoryview(b"")
         self._map = None
@@ -560,8 +552,6 @@ def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> d
 
 @dataclass(frozen=True)
 class SlotFiles:
-    """Where one rank's arenas lie."""
-
     job_dir: Path  # the job's memory directory on this node
     local_rank: int  # position among the node's ranks; names the files
     count: int  # slots, each for one arena
@@ -594,7 +584,6 @@ class SlotFiles:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the files in the slots take now."""
         paths = [self.path(slot) for slot in range(self.count)]
         return sum(path.stat().st_size for path in paths if path.exists())
 
@@ -611,5 +600,4 @@ class SlotFiles:
 
 
 def _prefix(local_rank: int) -> str:
-    """What the names of a rank's files begin with."""
     return arena_name(local_rank, 0).removesuffix(f"0{ARENA_SUFFIX}")

@@ -24,7 +24,6 @@ _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def _memory_wanted(path: Path, nbytes: int) -> Iterator[None]:
-    """Says what is wanted where the kernel says that there is no memory."""
     try:
         yield
     except OSError as error:
@@ -44,7 +43,6 @@ def allocate(fd: int, path: Path, nbytes: int) -> None:
 
 
 def _next_data(fd: int, start: int, nbytes: int) -> int:
-    """Where the hole that begins at ``start`` ends."""
     try:
         return os.lseek(fd, start, os.SEEK_DATA)
     except OSError as error:

@@ -69,8 +69,7 @@ def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterat
 def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[Bound]:
     """Every limited control group above a process, of either version.
 
-    tmpfs counts as memory in use, page cache that the kernel can drop does not.
-    """
+    tmpfs counts as memory in use, page cache that the kernel can drop does not."""
     with suppress(OSError):
         for line in (process / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -74,8 +74,6 @@ class ArenaState(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored block."""
-
     key: BlockKey  # identity within sharding group and version
     start_bytes: int  # offset in the section's image
     nbytes: int  # true length
@@ -111,8 +109,6 @@ class RecordKind(IntEnum):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the regions of an arena file."""
-
     data_bytes: int
     max_entries: int
     copy_bytes: int
@@ -128,7 +124,6 @@ class Geometry:
         return cls(data_bytes, max_entries, _round_up(copy_bytes, PAGE_BYTES))
 
     def copy_offset(self, index: int) -> int:
-        """Where header copy 0 or 1 starts in the file."""
         return PAGE_BYTES + index * self.copy_bytes
 
     @property
@@ -142,8 +137,6 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Record:
-    """One decoded header copy."""
-
     index: int  # which copy, 0 or 1
     sequence: int  # the record's number
     head: ArenaHeader | None  # the header without its entries; None for an EMPTY arena
@@ -170,7 +163,6 @@ def checksum(data: Buffer) -> int:
 
 
 def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes) -> bytes:
-    """Bytes of one record, ready to be stored."""
     body = _CORE.pack(FORMAT_VERSION, kind, sequence, len(payload)) + payload
     digests = _DIGESTS.pack(xxhash.xxh3_64_intdigest(body), _mac(body, secret))
     return b"".join((MAGIC, body[: _CORE.size], digests, payload))
@@ -205,7 +197,6 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
 
 
 def encode_geometry(geometry: Geometry, secret: bytes) -> bytes:
-    """The superblock's record."""
     payload: bytes = msgpack.packb([geometry.data_bytes, geometry.max_entries, geometry.copy_bytes])
     return encode_record(RecordKind.SUPERBLOCK, 0, payload, secret)
 
@@ -227,7 +218,6 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
 
 
 def pack_entries(entries: Sequence[Entry]) -> bytes:
-    """The block table."""
     rows = [
         (
             *(_SECTION_CODES[e.key.section], e.owner, 0, e.key.member, e.key.index),

@@ -170,11 +170,9 @@ class JobDir:
         return newest
 
     def read_status(self) -> dict[str, Any] | None:
-        """What the node's daemon last wrote, or None."""
         return read_json(self.path / STATUS_FILE)
 
     def record_daemon(self) -> None:
-        """Say that this process is the node's daemon."""
         write_json(self.path / DAEMON_FILE, process_identity())
 
 
@@ -198,7 +196,6 @@ class JobSummary:
         return bool(self.alive_because)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``--json``."""
         return {**vars(self), "path": str(self.path), "alive": self.alive}
 
 
@@ -259,7 +256,6 @@ def summarise(path: Path) -> JobSummary:
 
 
 def list_jobs(memory_dir: Path) -> list[JobSummary]:
-    """Every job with memory under ``memory_dir``."""
     return [summarise(path) for path in find_jobs(memory_dir)]
 
 
@@ -348,7 +344,6 @@ def parse_secret(text: str, origin: str) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is none."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -530,8 +525,6 @@ def read_size(job_dir: Path) -> Size | None:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """A request for another number of nodes."""
-
     number: int  # milliseconds since the epoch
     nodes: int  # that the job is to have
     without: tuple[str, ...] = ()  # ids of nodes that leave before any other
@@ -569,7 +562,6 @@ def read_order(job_dir: Path) -> ScaleOrder | None:
 
 
 def write_answer(job_dir: Path, answer: ScaleAnswer) -> None:
-    """Raises OSError."""
     write_json(job_dir / ANSWER_FILE, asdict(answer))
 
 

@@ -55,7 +55,6 @@ class JobLock:
         return _lies_in(self._fd, directory)
 
     def close(self) -> None:
-        """Release this process's part; again does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

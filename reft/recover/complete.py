@@ -31,6 +31,7 @@ from reft.protect.placement import place_group
 from reft.recover.inventory import ArenaRecord
 from reft.recover.plan import Fetch, RecoveryPlan
 from reft.recover.sources import GroupSources, plan_fetches
+from reft.recover.stages import Participant
 
 logger = logging.getLogger(__name__)
 
@@ -108,20 +109,12 @@ class Completion:
     version."""
 
     def __init__(
-        self,
-        plan: RecoveryPlan,
-        at: Coordinate,
-        how: Completing | None,
-        *,
-        node: str,
-        stored: ArenaHeader,
-        secret: bytes,
+        self, plan: RecoveryPlan, me: Participant, how: Completing | None, stored: ArenaHeader
     ) -> None:
         self._plan = plan
-        self._at = at
-        self._how = how if how is not None and at in plan.kept and stored.scheme == how.scheme else None
-        self._secret = secret
-        self._node = node
+        self._me = me
+        kept = how is not None and me.at in plan.kept and stored.scheme == how.scheme
+        self._how = how if kept else None
         self._layout = stored.layout
         self._rooms: Mapping[BlockKey, Room] = {}
         self._arena: Arena | None = None
@@ -136,9 +129,9 @@ class Completion:
             return
         header = ArenaHeader(
             job_id=plan.job_id,
-            node=self._node,
+            node=self._me.node,
             degrees=plan.degrees,
-            coordinate=self._at,
+            coordinate=self._me.at,
             label=plan.label,
             state=ArenaState.WRITING,
             layout=self._layout,
@@ -146,8 +139,8 @@ class Completion:
         )
         owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
         try:
-            drawn = how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
-            arena = Arena.create(how.path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
+            drawn = how.blueprint(plan.image_bytes(self._me.at, Section.REPLICATED), owned)
+            arena = Arena.create(how.path, drawn.data_bytes, len(drawn.rooms), self._me.secret, touch=False)
             self._arena = arena
             arena.begin(header)
         except (ReftError, OSError) as error:  # the state is restored all the same
@@ -209,7 +202,7 @@ class Completion:
             image_bytes=image_bytes,
             arena_offset=room.arena_offset,
             checksum=fetch.checksum,
-            owner=key.member == self._at.dp,
+            owner=key.member == self._me.at.dp,
         )
 
     def close(self) -> None:

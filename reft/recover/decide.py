@@ -69,7 +69,6 @@ Verdicts = Mapping[Label, Verdict]
 
 
 def encode_verdicts(verdicts: Verdicts) -> bytes:
-    """Bytes to send to the other groups."""
     body: bytes = msgpack.packb(
         [[at.incarnation, at.step, v.missing, v.gaps, v.decodes] for at, v in verdicts.items()]
     )
@@ -77,7 +76,6 @@ def encode_verdicts(verdicts: Verdicts) -> bytes:
 
 
 def decode_verdicts(body: bytes) -> Verdicts:
-    """Inverse of :func:`encode_verdicts`."""
     return {
         Label(incarnation, step): Verdict(missing, tuple(gaps), decodes)
         for incarnation, step, missing, gaps, decodes in msgpack.unpackb(body)
@@ -132,7 +130,7 @@ def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision |
             reasons=tuple(rejected.values()) or (findings.why_no_candidate(),),
             notes=findings.notes,
             empty=findings.empty,
-            layout_mismatch=not findings.by_label and findings.layout_mismatch,
+            layout_mismatch=bool(findings.misfits) and not findings.by_label,
             newest_committed=findings.newest_committed,
         )
     for label in whole:

@@ -161,10 +161,6 @@ class Findings:
     def empty(self) -> bool:
         return not (self.by_label or self.unfinished or self.misfits)
 
-    @property
-    def layout_mismatch(self) -> bool:
-        return bool(self.misfits)
-
     def holders(self, label: Label) -> frozenset[tuple[str, str]]:
         """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its version, not
         a place that seals versions."""
@@ -176,7 +172,6 @@ class Findings:
         return {label: heads[0].degrees.dp for label, heads in self.by_label.items()}
 
     def committed(self, label: Label) -> bool:
-        """Whether some arena marks ``label`` committed."""
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
 
     def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
@@ -236,7 +231,6 @@ def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None 
 
 
 def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str] = ()) -> Summary:
-    """Sum up arenas of one node."""
     heads = (
         Head(h.label, h.state, h.coordinate, r.node, r.path, h.degrees, h.job_id)
         for r in records

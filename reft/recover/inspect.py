@@ -29,8 +29,6 @@ BadBlock = tuple[str, str, BlockKey]
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """One arena file."""
-
     node: str  # node it lies on
     path: Path
     header: ArenaHeader | None  # what it says about itself; None for an EMPTY one
@@ -115,7 +113,6 @@ class VersionReport:
         )
 
     def age_secs(self) -> float | None:
-        """Seconds since it was sealed."""
         sealed = self.sealed_unix_secs
         return None if sealed is None else time.time() - sealed
 
@@ -155,7 +152,6 @@ class JobReport:
 
     @property
     def bad_blocks(self) -> int:
-        """Stored blocks that do not match their checksum."""
         return sum(len(a.bad_blocks or ()) for a in self.arenas)
 
     @property
@@ -195,7 +191,6 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
-    """Report on one job."""
     nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
     arenas: list[ArenaReport] = []

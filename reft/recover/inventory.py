@@ -67,14 +67,12 @@ class Inventory:
     problems: tuple[str, ...] = ()
 
     def pack(self) -> bytes:
-        """Bytes to send to other nodes, in an authenticated message."""
         arenas = [[record.path, *_pack_header(record.header)] for record in self.arenas]
         body: bytes = msgpack.packb([self.node, arenas, list(self.problems)])
         return body
 
     @classmethod
     def unpack(cls, body: bytes) -> Inventory:
-        """Inverse of :meth:`pack`."""
         try:
             node, arenas, problems = msgpack.unpackb(body)
             records = tuple(
@@ -141,8 +139,7 @@ def opened_arenas(
     """The usable arenas of one job directory, to be read.
 
     One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
-    falls down the ladder. In the end they are closed; views that are still alive keep their mapping.
-    """
+    falls down the ladder. In the end they are closed; views that are still alive keep their mapping."""
     arenas: dict[tuple[str, str], Arena] = {}
     try:
         for record in inventory.arenas:

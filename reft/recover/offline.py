@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineResult:
-    """What :func:`persist_offline` did."""
-
     checkpoint: PersistedInfo  # what was written
     plan: RecoveryPlan  # which version, and where its blocks came from
     corrupt_blocks: int  # blocks that did not match their checksum and were replaced by copies

@@ -13,23 +13,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import msgpack
 import torch
 
-from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Topology
+from reft.grid import Coordinate
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
-from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt, opened_arenas, take_inventory
+from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
-from reft.recover.rebuild import Decoder
-from reft.recover.stages import Exchange, pack_sources, unpack_sources
-from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
+from reft.recover.stages import Participant, pack_sources, unpack_sources
+from reft.recover.transfer import Sink, TransferStats, execute
 
 Place = tuple[int, int]
 """A block of the plan: number of the old coordinate in (pp, dp, tp) order, and of its fetch."""
@@ -38,29 +35,12 @@ Place = tuple[int, int]
 class OtherMemory:
     """Memory of this job in layouts with other stages or slices. Collective: all methods, on all ranks."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        control: ControlGroup,
-        *,
-        job_id: str,
-        job_dir: Path,
-        secret: bytes,
-        window_bytes: int = DEFAULT_WINDOW_BYTES,
-        faults: FaultPlan | None = None,
-    ) -> None:
-        self._topology = topology
-        self._control = control
-        self._job_id = job_id
-        self._job_dir = job_dir
-        self._secret = secret
-        self._window_bytes = window_bytes
-        self._faults = faults
-        self._node = topology.nodes[control.rank]
-        self._exchange = Exchange(topology, control)
+    def __init__(self, me: Participant) -> None:
+        self._me = me
+        self._topology = me.topology
         self._bad: frozenset[BlockSource] = frozenset()
         self._inventories: list[Inventory] = []
-        self._here = Inventory(self._node, ())
+        self._here = Inventory(self._me.node, ())
         self._plan: RecoveryPlan
         self._blocks: dict[tuple[Coordinate, Section], list[tuple[int, int]]] = {}
         self.moved: list[TransferStats] = []  # what this rank has brought
@@ -112,13 +92,12 @@ class OtherMemory:
         return [(number, n) for _, n in blocks[first:last]]
 
     def fetch_at(self, place: Place) -> Fetch:
-        """The block of the plan."""
         coordinate, number = place
         return self._plan.fetches[self._plan.degrees.coordinates()[coordinate]][number]
 
     def bring(self, places: Sequence[Place], sink: Sink) -> None:
         """Blocks of the version, each verified before the sink has it. After a survey."""
-        self._move(places, sink, self._faults)
+        self._move(places, sink, self._me.faults)
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -130,21 +109,21 @@ class OtherMemory:
             header, was = record.header, record.header.degrees
             return (
                 record.usable
-                and header.job_id == self._job_id
+                and header.job_id == self._me.job_id
                 and (was.pp, was.tp) != (now.pp, now.tp)
                 and header.coordinate in was.coordinates()
                 and (beyond is None or header.label > beyond)
             )
 
         def mine() -> bytes:
-            if self._topology.local_ranks(self._node)[0] != self._control.rank:
+            if not self._me.is_first_on_node:
                 return b""
-            found = take_inventory(self._job_dir, self._node, self._secret)
+            found = self._me.inventory()
             return replace(found, arenas=tuple(filter(is_wanted, found.arenas))).pack()
 
-        told = self._exchange.gather(mine, "taking inventory of another layout")
+        told = self._me.gather(mine, "taking inventory of another layout")
         self._inventories = [Inventory.unpack(body) for body in told if body]
-        self._here = next(i for i in self._inventories if i.node == self._node)
+        self._here = next(i for i in self._inventories if i.node == self._me.node)
 
     def _planned(self) -> RecoveryPlan | NotRecoverable | None:
         """Pure; the newest version of all layouts that is whole."""
@@ -156,8 +135,8 @@ class OtherMemory:
                 replace(i, arenas=tuple(r for r in i.arenas if r.header.degrees == degrees))
                 for i in self._inventories
             ]
-            topology = offline_topology(of_layout, self._job_id)
-            plan = plan_recovery(of_layout, topology, job_id=self._job_id, bad=self._bad)
+            topology = offline_topology(of_layout, self._me.job_id)
+            plan = plan_recovery(of_layout, topology, job_id=self._me.job_id, bad=self._bad)
             plans += [plan] if isinstance(plan, RecoveryPlan) else []
             refused += [plan] if isinstance(plan, NotRecoverable) else []
         if plans:
@@ -172,17 +151,17 @@ class OtherMemory:
 
     def _check(self, plan: RecoveryPlan) -> None:
         """Every node looks at what lies there (P5), its ranks at a part each."""
-        ranks = self._topology.local_ranks(self._node)
+        ranks = self._topology.local_ranks(self._me.node)
         decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
         restoring = (f for fetches in plan.fetches.values() for f in fetches)
-        here = {f.source: f for f in (*restoring, *decoding) if f.node == self._node}
-        share = [here[source] for source in sorted(here)][ranks.index(self._control.rank) :: len(ranks)]
+        here = {f.source: f for f in (*restoring, *decoding) if f.node == self._me.node}
+        share = [here[source] for source in sorted(here)][ranks.index(self._me.control.rank) :: len(ranks)]
 
         def looked() -> bytes:
-            with opened_arenas(self._job_dir, self._here, self._secret) as arenas:
+            with self._me.opened(self._here) as arenas:
                 return pack_sources(find_corrupt(plan.label, share, arenas))
 
-        told = self._exchange.gather(looked, f"checking {plan.label}")
+        told = self._me.gather(looked, f"checking {plan.label}")
         self._bad = self._bad.union(*map(unpack_sources, told))
 
     def _decode(self, plan: RecoveryPlan) -> None:
@@ -194,17 +173,14 @@ class OtherMemory:
             self._decode_some(plan, turn)
 
     def _decode_some(self, plan: RecoveryPlan, turn: Mapping[Coordinate, Coordinate]) -> None:
-        mine = self._topology.coordinates[self._control.rank]
+        mine = self._me.at
         rebuilds = {at: plan.rebuilds[old] for at, old in turn.items()}
         fetches = {
             at: _seen_from(node, rebuilds[at].fetches if at in rebuilds else ())
             for at, node in zip(self._topology.coordinates, self._topology.nodes, strict=True)
         }
         own = replace(plan, rebuilds={turn[mine]: rebuilds[mine]} if mine in turn else {})
-        decoder = Decoder(
-            *(own, turn.get(mine, mine), self._job_dir, self._node, self._secret),
-            kept_bytes=self._window_bytes,
-        )
+        decoder = self._me.decoder(own, turn.get(mine, mine))
 
         def reserve() -> bool:
             decoder.reserve()
@@ -217,15 +193,15 @@ class OtherMemory:
             return pack_sources(decoder.store())
 
         with closing(decoder):
-            self._exchange.agree(reserve, f"decoding {plan.label}")
+            self._me.agree(reserve, f"decoding {plan.label}")
             self._transfer(replace(plan, fetches=fetches, rebuilds=rebuilds), take, None)
-            told = self._exchange.gather(store, f"decoding {plan.label}")
+            told = self._me.gather(store, f"decoding {plan.label}")
         self._bad = self._bad.union(*map(unpack_sources, told))
 
     # -- transfer -----------------------------------------------------------------------------------
 
     def _move(self, places: Sequence[Place], sink: Sink, faults: FaultPlan | None) -> None:
-        told = self._exchange.gather(lambda: msgpack.packb(list(places)), "asking for blocks")
+        told = self._me.gather(lambda: msgpack.packb(list(places)), "asking for blocks")
         fetches = {
             at: _seen_from(node, (self.fetch_at((c, i)) for c, i in msgpack.unpackb(body)))
             for at, node, body in zip(self._topology.coordinates, self._topology.nodes, told, strict=True)
@@ -237,17 +213,17 @@ class OtherMemory:
 
         def move() -> bool:
             nonlocal bad
-            with opened_arenas(self._job_dir, self._here, self._secret, wait=False) as arenas:
+            with self._me.opened(self._here, wait=False) as arenas:
                 stats, bad = execute(
-                    *([plan], self._topology, self._control, arenas, sink),
-                    window_bytes=self._window_bytes,
+                    *([plan], self._topology, self._me.control, arenas, sink),
+                    window_bytes=self._me.window_bytes,
                     faults=faults,
                 )
             self.moved.append(stats)
             return bool(bad)
 
-        if self._exchange.agree(move, f"bringing {plan.label}"):
-            told = self._exchange.gather(lambda: pack_sources(bad), "telling of corrupt blocks")
+        if self._me.agree(move, f"bringing {plan.label}"):
+            told = self._me.gather(lambda: pack_sources(bad), "telling of corrupt blocks")
             found = sorted(frozenset[BlockSource]().union(*map(unpack_sources, told)))
             raise TransferError(
                 f"{len(found)} blocks of {plan.label} did not arrive as they were when their checksums were "

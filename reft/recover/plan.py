@@ -34,7 +34,6 @@ class LostBlock:
 
     @property
     def parities(self) -> frozenset[BlockKey]:
-        """The parities among its terms."""
         return frozenset(key for key, _ in self.terms if key.section is Section.PARITY)
 
 
@@ -219,26 +218,19 @@ class RecoveryPlan:
         totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
         return totals
 
-    def bytes_from_at(self, coordinate: Coordinate) -> dict[str, int]:
-        """Bytes by kind of source of one coordinate."""
-        return count_bytes(self.fetches[coordinate])
-
     def image_bytes(self, coordinate: Coordinate, section: Section) -> int:
         """Size of a section's image as restored at ``coordinate`` (host state: its true length)."""
         return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
 
     def only(self, *sections: Section) -> RecoveryPlan:
-        """The part of the plan that restores these sections."""
         kept = {c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()}
         return replace(self, fetches=kept)
 
     def to_decode(self) -> RecoveryPlan:
-        """The plan of what is read in order to decode."""
         reads = {c: self.rebuilds[c].fetches if c in self.rebuilds else () for c in self.fetches}
         return replace(self, fetches=reads)
 
     def to_keep(self) -> RecoveryPlan:
-        """The plan of what is kept for ring peers."""
         return replace(self, fetches={c: self.kept.get(c, ()) for c in self.fetches})
 
     def with_kept(self) -> RecoveryPlan:
@@ -250,7 +242,7 @@ class RecoveryPlan:
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
         if self.resized:
             lines.append(f"  written at DP{self.written_dp}, resumed at DP{self.degrees.dp}")
-        lines += [f"  {c}: {format_bytes_from(self.bytes_from_at(c))}" for c in sorted(self.fetches)]
+        lines += [f"  {c}: {format_bytes_from(count_bytes(fs))}" for c, fs in sorted(self.fetches.items())]
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(
                 f"  {c} first decodes {len(rebuild.blocks)} lost blocks, {rebuild.nbytes / 2**20:.2f} MiB, "

@@ -37,8 +37,7 @@ Bytes = NDArray[np.uint8]
 class Pool:
     """Buffers for blocks; no more than ``most_bytes`` of them exist.
 
-    They are used again: the first touch of fresh memory costs several times as much as the block itself.
-    """
+    They are used again: the first touch of fresh memory costs several times as much as the block itself."""
 
     def __init__(self, most_bytes: int) -> None:
         self._room = most_bytes
@@ -46,7 +45,6 @@ class Pool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Bytes | None:
-        """A buffer of this length, or None where there is no room for it."""
         with self._lock:
             if self._free.get(nbytes):
                 return self._free[nbytes].pop()
@@ -90,7 +88,6 @@ class Stripe:
 
     @property
     def complete(self) -> bool:
-        """Whether every term has arrived: the blocks are decoded."""
         return not self._missing
 
     def room_for(self, key: BlockKey, nbytes: int) -> Bytes | None:

@@ -16,15 +16,11 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
 
-from reft.control.control import ControlGroup
-from reft.faults import FaultPlan
-from reft.grid import Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.recover.complete import Completing, Completion, plan_kept
@@ -48,20 +44,12 @@ from reft.recover.findings import (
     summarize,
     tables_of,
 )
-from reft.recover.inventory import (
-    ArenaRecord,
-    ArenaSet,
-    Inventory,
-    find_corrupt,
-    opened_arenas,
-    take_inventory,
-)
+from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
-from reft.recover.rebuild import Decoder
-from reft.recover.reshape import Piece, Resize, decode_pieces, encode_pieces
+from reft.recover.reshape import Piece, Resize
 from reft.recover.sources import GroupSources
-from reft.recover.stages import Exchange, Flaw, Ledger, Repair, Stage
-from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
+from reft.recover.stages import Flaw, Ledger, Participant, Repair, Stage
+from reft.recover.transfer import Copy, Sink, TransferStats, execute
 
 logger = logging.getLogger(__name__)
 
@@ -90,37 +78,19 @@ class RecoveryOutcome:
 
 
 class Recovery:
-    """One recovery, on one rank. Made on all ranks with equal arguments, but for the directory.
-    ``completing``: how this incarnation stores versions, to complete the version on nodes that hold
-    nothing of it; None: it is not completed. Given on all ranks or on none. ``resizable``: whether a
-    version that was written at another data-parallel degree may be restored."""
+    """One recovery, on one rank. ``completing``: how this incarnation stores versions, to complete the
+    version on nodes that hold nothing of it; None: it is not completed. Given on all ranks or on none.
+    ``resizable``: whether a version that was written at another data-parallel degree may be restored."""
 
     def __init__(
-        self,
-        topology: Topology,
-        control: ControlGroup,
-        *,
-        job_id: str,
-        job_dir: Path,
-        secret: bytes,
-        completing: Completing | None = None,
-        resizable: bool = False,
-        window_bytes: int = DEFAULT_WINDOW_BYTES,
-        faults: FaultPlan | None = None,
+        self, me: Participant, *, completing: Completing | None = None, resizable: bool = False
     ) -> None:
-        self._topology = topology
-        self._rank = rank = control.rank
-        self._at = topology.coordinates[rank]
-        self._node = topology.nodes[rank]
-        self._job_id = job_id
-        self._job_dir = job_dir
-        self._secret = secret
+        self._me = me
+        self._topology = me.topology
+        self._rank = me.control.rank
         self._completing = completing
         self._resizable = resizable
-        self._faults = faults
-        self._exchange = Exchange(topology, control)
-        self._ledger = Ledger(self._exchange)
-        self._window_bytes = window_bytes
+        self._ledger = Ledger(me)
         self._arenas: ArenaSet = {}
         self._moved: list[TransferStats] = []
         self._found: _Found
@@ -130,17 +100,17 @@ class Recovery:
         sharding group, for the version that all ranks decided on."""
         self._look()
         self._plan()
-        return self._found.plans[self._group] if self._found.plans else self._found.refused()
+        return self._found.plans[self._group] if self._found.plans else self._found.refusal
 
     @property
     def has_other_layouts(self) -> bool:
         """Whether the survey found memory of this job that this one cannot take up as it is; the same on all
         ranks."""
-        return self._found.findings.layout_mismatch
+        return bool(self._found.findings.misfits)
 
     @property
     def _group(self) -> Group:
-        return self._at.pp, self._at.tp
+        return self._me.at.pp, self._me.at.tp
 
     def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
@@ -160,8 +130,8 @@ class Recovery:
             # what a round decodes is stored, so the next finds fewer lost blocks.
             found = self._found
             if not found.plans:
-                return found.refused()
-            with opened_arenas(self._job_dir, found.inventory, self._secret, wait=False) as self._arenas:
+                return found.refusal
+            with self._me.opened(found.inventory, wait=False) as self._arenas:
                 decodes = found.decision.decodes
                 if decodes:
                     self._rebuild()
@@ -194,10 +164,7 @@ class Recovery:
         def take(fetch: Fetch, data: torch.Tensor) -> None:
             decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
 
-        decoder = Decoder(
-            *(self._own, self._at, self._job_dir, self._node, self._secret), kept_bytes=self._window_bytes
-        )
-        with closing(decoder):
+        with closing(self._me.decoder(self._own, self._me.at)) as decoder:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
             self._share(part, decoder.reserve, Flaw.STORED)
             if not self._share(part, move, Flaw.IN_TRANSIT):
@@ -206,17 +173,13 @@ class Recovery:
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
 
-        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
-        """
+        Every stage ends in an agreement: a rank that fails in one is known to all before the next."""
         own, plans = self._own, self._found.plans
         resize = Resize(own.written_dp, self._topology.degrees.dp)
-        host = torch.empty(own.image_bytes(self._at, Section.HOST), dtype=torch.uint8)
+        host = torch.empty(own.image_bytes(self._me.at, Section.HOST), dtype=torch.uint8)
         pieces: Sequence[Piece] = ()
         stored = next(r.header for r in self._found.tables[self._group] if r.header.label == own.label)
-        how, secret = self._completing, self._secret
-        with closing(
-            Completion(own, self._at, how, node=self._node, stored=stored, secret=secret)
-        ) as completion:
+        with closing(Completion(own, self._me, self._completing, stored)) as completion:
 
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
                 host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
@@ -231,7 +194,7 @@ class Recovery:
 
             def move_state() -> frozenset[BlockSource]:
                 only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans.values()]
-                return self._move(only, completion.take, copy=copy, faults=self._faults)
+                return self._move(only, completion.take, copy=copy, faults=self._me.faults)
 
             def move_kept() -> frozenset[BlockSource]:
                 kept = [plan.to_keep() for plan in plans.values()]
@@ -253,7 +216,7 @@ class Recovery:
         parts, label = self._found.parts, self._own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is Flaw.IN_TRANSIT:
-            suspects = self._ledger.in_transit(self._node, label)
+            suspects = self._ledger.in_transit(self._me.node, label)
             look = partial(find_corrupt, label, suspects, self._arenas)
             self._ledger.share(plans, parts, look, Flaw.STORED)
         return refused
@@ -262,8 +225,8 @@ class Recovery:
         self, plans: Sequence[RecoveryPlan], sink: Sink, *, counted: bool = True, **options: Any
     ) -> frozenset[BlockSource]:
         stats, bad = execute(
-            *(plans, self._topology, self._exchange.control, self._arenas, sink),
-            window_bytes=self._window_bytes,
+            *(plans, self._topology, self._me.control, self._arenas, sink),
+            window_bytes=self._me.window_bytes,
             **options,
         )
         # What is read in order to decode does not restore anything yet: only its sending counts.
@@ -285,20 +248,20 @@ class Recovery:
     def _ask(self, pieces: Sequence[Piece]) -> None:
         """Collective: who takes part in a sharding group hears what its members want of the partitions, and
         plans for that."""
-        found, mine = self._found, encode_pieces(pieces)
+        found, mine = self._found, msgpack.packb(list(pieces))
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
         bodies |= dict.fromkeys(found.parts[self._group], mine)
-        told = {**self._exchange.control.swap(bodies), self._rank: mine}
+        told = {**self._me.control.swap(bodies), self._rank: mine}
 
         def planned() -> bool:
             for group, records in found.tables.items():
                 members = enumerate(self._topology.group(*group))
-                wanted = {dp: decode_pieces(told[rank]) for dp, rank in members}
+                wanted = {dp: [Piece(*row) for row in msgpack.unpackb(told[rank])] for dp, rank in members}
                 of_version = found.decision, found.findings, group, found.sources[group]
                 found.plans[group] = plan_decided(*of_version, records, wanted=wanted)
             return False
 
-        self._exchange.agree(planned, f"planning for the partitions of {found.decision.label}")
+        self._me.agree(planned, f"planning for the partitions of {found.decision.label}")
 
     # -- what there is --------------------------------------------------------------------------------
 
@@ -308,22 +271,21 @@ class Recovery:
         mine: list[ArenaRecord] = []
 
         def summarized() -> bytes:
-            inventory = take_inventory(self._job_dir, self._node, self._secret)
+            inventory = self._me.inventory()
             mine.extend(
                 arenas_to_tell(
                     *(inventory.arenas, self._topology, self._rank),
-                    job_id=self._job_id,
+                    job_id=self._me.job_id,
                     any_dp=self._resizable,
                 )
             )
-            is_first = self._topology.local_ranks(self._node)[0] == self._rank
-            problems = inventory.problems if is_first else ()
-            return summarize(self._node, mine, problems).encode()
+            problems = inventory.problems if self._me.is_first_on_node else ()
+            return summarize(self._me.node, mine, problems).encode()
 
         labels: dict[tuple[int, int], Label] = {}
-        told = self._exchange.gather(summarized, "taking inventory")
+        told = self._me.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
-        findings = put_together(summaries, self._topology, job_id=self._job_id, any_dp=self._resizable)
+        findings = put_together(summaries, self._topology, job_id=self._me.job_id, any_dp=self._resizable)
         parts = parts_of(findings, self._rank)
         self._found = _Found(findings, parts, self._swap_tables(mine, parts))
 
@@ -331,15 +293,13 @@ class Recovery:
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
-        tables = tables_of(mine, parts, self._topology, job_id=self._job_id, any_dp=self._resizable)
-        packed = {group: Inventory(self._node, tuple(records)).pack() for group, records in tables.items()}
+        tables = tables_of(mine, parts, self._topology, job_id=self._me.job_id, any_dp=self._resizable)
+        packed = {group: Inventory(self._me.node, tuple(records)).pack() for group, records in tables.items()}
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):
             for peer in parts[group]:
                 bodies.setdefault(peer, []).append(packed[group])
-        told = self._exchange.control.swap(
-            {peer: msgpack.packb(messages) for peer, messages in bodies.items()}
-        )
+        told = self._me.control.swap({peer: msgpack.packb(messages) for peer, messages in bodies.items()})
         for body in told.values():
             for packed_table in msgpack.unpackb(body):
                 for record in Inventory.unpack(packed_table).arenas:
@@ -357,11 +317,11 @@ class Recovery:
         def judged() -> bytes:
             for group, records in found.tables.items():
                 sources[group] = judge(group, records, found.findings.sizes, self._ledger.bad)
-            if self._at.dp:
+            if self._me.at.dp:
                 return b""
             return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
 
-        told = self._exchange.gather(judged, "judging the versions in memory")
+        told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         decision = decide(found.findings, {g: decode_verdicts(told[rank]) for g, rank in speakers.items()})
         found.plans = {}
@@ -377,9 +337,9 @@ class Recovery:
                 held = [r for r in records if r.header.label == decision.label]
                 plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
             found.plans[group] = plan
-        here = [r for records in found.tables.values() for r in records if r.node == self._node]
+        here = [r for records in found.tables.values() for r in records if r.node == self._me.node]
         used = tuple(r for r in here if r.header.label == decision.label)
-        found.inventory = Inventory(self._node, used)
+        found.inventory = Inventory(self._me.node, used)
 
 
 @dataclass
@@ -395,14 +355,9 @@ class _Found:
     sources: Mapping[Group, GroupSources] = field(default_factory=dict)  # what they have of the version
     # their plans, the own group's first; empty if nothing can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
-    refusal: NotRecoverable | None = None
+    refusal: NotRecoverable = field(init=False)  # why nothing can be; there is none where there are plans
     # arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
-
-    def refused(self) -> NotRecoverable:
-        """Why nothing can be recovered."""
-        assert self.refusal is not None
-        return self.refusal
 
 
 def _report(outcome: RecoveryOutcome, rank: int) -> None:

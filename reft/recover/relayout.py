@@ -27,8 +27,6 @@ Group = tuple[int, int]  # (pp, tp)
 
 
 class Parameter(NamedTuple):
-    """One rank's part of a parameter."""
-
     name: str  # in the model
     shape: tuple[int, ...]  # of this rank's part
     split: int | None  # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
@@ -52,7 +50,6 @@ class Held:
     parted: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
-        """For the host state."""
         fields = [list(map(tuple, self.parameters)), self.groups, self.kinds, self.flat, self.parted]
         body: bytes = msgpack.packb(fields)
         return body
@@ -71,8 +68,6 @@ class Held:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what."""
-
     degrees: Degrees  # of the job
     held: Mapping[Group, Held]  # by (pp, tp)
 

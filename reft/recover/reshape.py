@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgpack
-
 from reft.errors import LayoutError
 from reft.protect.blocks import Section
 from reft.recover.sources import GroupSources, SourceBlock
@@ -35,8 +33,6 @@ NOTHING_WANTED: Wanted = {}
 
 @dataclass(frozen=True)
 class Resize:
-    """From one data-parallel degree to another."""
-
     old: int
     new: int
 
@@ -51,17 +47,6 @@ class Resize:
 
     def __str__(self) -> str:
         return f"DP{self.old} to DP{self.new}"
-
-
-def encode_pieces(pieces: Sequence[Piece]) -> bytes:
-    """Bytes to send to the rest of the group."""
-    body: bytes = msgpack.packb([tuple(piece) for piece in pieces])
-    return body
-
-
-def decode_pieces(body: bytes) -> tuple[Piece, ...]:
-    """Inverse of :func:`encode_pieces`."""
-    return tuple(Piece(*fields) for fields in msgpack.unpackb(body))
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def choose_decoders(
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
     """The highest level that has the block for a coordinate on ``node``, and the nodes to choose from.
 
-    Later kinds go below COPY; only they need more than one node per block.
-    """
+    Later kinds go below COPY; only they need more than one node per block."""
     if node in block.nodes:
         return SourceKind.LOCAL, (node,)
     if block.owner_nodes:
@@ -65,8 +64,7 @@ def plan_fetches(
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
 
-    Blocks with the fewest choices are settled first, so that those with a choice even out the load.
-    """
+    Blocks with the fewest choices are settled first, so that those with a choice even out the load."""
     chosen: dict[Coordinate, list[Fetch | None]] = {}
     open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
     load: Counter[str] = Counter()

@@ -3,29 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 import msgpack
 
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, ReftError, TransferError
-from reft.grid import Topology
+from reft.faults import FaultPlan
+from reft.grid import Coordinate, Topology
+from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
+from reft.recover.inventory import Inventory, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
+from reft.recover.rebuild import Decoder
+
+DEFAULT_WINDOW_BYTES = 64 * 2**20
 
 
 class BrokenOffError(ReftError, RuntimeError):
     """This rank cannot go on, and has left the control plane: its peers hear of it at once."""
 
 
-class Exchange:
-    """One rank's part in the stages."""
+@dataclass(frozen=True)
+class Participant:
+    """A rank that takes part in a recovery, and how it goes through stages with the others. Made on all ranks
+    with equal arguments, but for the directory."""
 
-    def __init__(self, topology: Topology, control: ControlGroup) -> None:
-        self._topology = topology
-        self.control = control
+    topology: Topology
+    control: ControlGroup
+    job_id: str
+    job_dir: Path  # the job's memory on this node
+    secret: bytes
+    faults: FaultPlan | None = None
+    window_bytes: int = DEFAULT_WINDOW_BYTES  # receive buffers; room for blocks that wait to be decoded
+
+    @property
+    def at(self) -> Coordinate:
+        return self.topology.coordinates[self.control.rank]
+
+    @property
+    def node(self) -> str:
+        return self.topology.nodes[self.control.rank]
+
+    @property
+    def is_first_on_node(self) -> bool:
+        return self.topology.local_ranks(self.node)[0] == self.control.rank
+
+    def inventory(self) -> Inventory:
+        return take_inventory(self.job_dir, self.node, self.secret)
+
+    def opened(
+        self, inventory: Inventory, *, wait: bool = True
+    ) -> AbstractContextManager[dict[tuple[str, str], Arena]]:
+        return opened_arenas(self.job_dir, inventory, self.secret, wait=wait)
+
+    def decoder(self, plan: RecoveryPlan, at: Coordinate) -> Decoder:
+        return Decoder(plan, at, self.job_dir, self.node, self.secret, kept_bytes=self.window_bytes)
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
@@ -65,7 +102,7 @@ class Exchange:
             error, body = msgpack.unpackb(message)
             bodies.append(body)
             if error is not None:
-                where = f"{self._topology.coordinates[rank]}, node {self._topology.nodes[rank]}"
+                where = f"{self.topology.coordinates[rank]}, node {self.topology.nodes[rank]}"
                 errors.append(f"rank {rank} ({where}) failed with {error}")
         if errors and failure is None:
             raise TransferError(f"{doing} did not succeed on every rank: {'; '.join(errors)}")
@@ -106,8 +143,8 @@ class Repair:
 class Ledger:
     """The sources refused so far; of one sharding group the same on all ranks that take part in it."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, me: Participant) -> None:
+        self._me = me
         self._findings: dict[BlockSource, Repair] = {}
 
     @property
@@ -149,7 +186,7 @@ class Ledger:
             return bool(found)
 
         label = next(iter(plans.values())).label
-        if not self._exchange.agree(refuses, f"the recovery of {label}"):
+        if not self._me.agree(refuses, f"the recovery of {label}"):
             return False
         fetches = {
             group: {f.source: f for at in plan.fetches.values() for f in at} for group, plan in plans.items()
@@ -158,7 +195,7 @@ class Ledger:
         for group, of_group in fetches.items():
             for peer in parts[group]:
                 bodies.setdefault(peer, set()).update(found & of_group.keys())
-        told = self._exchange.control.swap({peer: pack_sources(sorted(s)) for peer, s in bodies.items()})
+        told = self._me.control.swap({peer: pack_sources(sorted(s)) for peer, s in bodies.items()})
         sources = found.union(*map(unpack_sources, told.values()))
         known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
         for source in sorted(sources & known.keys()):
@@ -190,7 +227,6 @@ class Ledger:
 
 
 def pack_sources(sources: Iterable[BlockSource]) -> bytes:
-    """Bytes to send."""
     rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sources]
     body: bytes = msgpack.packb(rows)
     return body

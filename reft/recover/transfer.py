@@ -41,7 +41,7 @@ from reft.recover.plan import (
     stripes_of,
 )
 from reft.recover.rebuild import Bytes, Pool
-from reft.recover.stages import BrokenOffError
+from reft.recover.stages import DEFAULT_WINDOW_BYTES, BrokenOffError
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class Inbox:
         self._waker.setblocking(False)
 
     def streams(self) -> Mapping[int, Stream]:
-        """Where the bytes of each peer go."""
         numbers: dict[int, deque[int]] = {}
         for number, move in enumerate(self._moves):
             numbers.setdefault(move.src, deque()).append(number)
@@ -214,7 +213,6 @@ def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
     return {key: number for number, stripe in enumerate(stripes) for lost in stripe for key, _ in lost.terms}
 
 
-DEFAULT_WINDOW_BYTES = 64 * 2**20
 _MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
@@ -287,8 +285,6 @@ def execute(
 
 
 class _Transfer:
-    """One execution of a plan on one rank."""
-
     def __init__(
         self,
         plan: RecoveryPlan,

@@ -236,8 +236,7 @@ class FP16Adapter(StateAdapter):
 
     Which parts of the flat gradient count towards the norm is found in the first step that does not
     overflow, from the gradients there are in that step, and kept for good. A resumed run would find it
-    in another step, so it is part of the state.
-    """
+    in another step, so it is part of the state."""
 
     owned = False
     attributes = (*StateAdapter.attributes, "has_executed_step")
@@ -346,7 +345,6 @@ _ADAPTERS: dict[str, type[StateAdapter]] = {
 
 
 def adapter_for(engine: Any) -> StateAdapter:
-    """The adapter of ``engine``."""
     check_engine(engine)
     adapter = _ADAPTERS.get(class_path(engine.optimizer))
     if adapter is None:

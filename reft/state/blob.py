@@ -120,8 +120,6 @@ class HostBlob:
 
 
 class DecodedBlob:
-    """A host block read back."""
-
     def __init__(self, data: bytes | memoryview) -> None:
         content = decode(data)
         if not isinstance(content, dict) or not {"manifest", "template", "state"} <= set(content):

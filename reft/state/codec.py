@@ -67,7 +67,6 @@ _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozense
 
 
 def encode(value: Any) -> bytes:
-    """Encode ``value``."""
     return _pack(_lower(value, "state", 0))
 
 

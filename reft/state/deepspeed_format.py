@@ -70,7 +70,6 @@ class Template:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Template:
-        """Inverse of :meth:`encode`."""
         if not data:
             raise PersistError(
                 "the version carries no checkpoint template: the engine holds something reft cannot write as "
@@ -225,7 +224,6 @@ def _detach_all(item: Any, device: Any = None) -> Any:
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:
-    """The user's part of the model file."""
     return dict(host_state["client"] or {})
 
 

@@ -66,7 +66,6 @@ class Fingerprint:
 
     @classmethod
     def decode(cls, data: bytes | str) -> Fingerprint:
-        """What :meth:`encode` gave."""
         try:
             content = json.loads(data)
             facts = content["facts"] if content["format"] == _FORMAT else None
@@ -87,8 +86,7 @@ def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
     never counts; what names the learning rate, its schedule, batches, data or model always does; of
     the rest, what says how long, how often and where does not, and everything else does. A job that is
     started again for more steps, or from another directory, is the same one. Of a path the last part counts
-    where it names data or a model; other paths, and JSON texts, do not.
-    """
+    where it names data or a model; other paths, and JSON texts, do not."""
     given: dict[str, list[str]] = {"": []}
     name = ""
     for word in arguments:

@@ -48,8 +48,7 @@ def capture_host_state(
     to have restored.
 
     Parts that belong to schedulers and to the user, and buffers on a device, may alias live objects:
-    encode the result before the next step.
-    """
+    encode the result before the next step."""
     scheduler = engine.lr_scheduler
     return {
         "engine": on_host(engine, _COUNTERS),
@@ -68,8 +67,7 @@ def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]
     """Restore a decoded host state; the images must have been written.
 
     Client state and data position are left to the caller; random generators come last, so that
-    nothing here advances them.
-    """
+    nothing here advances them."""
     adapter.finish(state["adapter"])
     _restore_rest(engine, state, scheduler=True)
 

@@ -269,8 +269,7 @@ def _advise_huge_pages(tensor: torch.Tensor) -> None:
 def replay(state: OptimizerState, class_path: str) -> None:
     """Bring the C++ optimizer to where the steps of ``state`` left it. Does nothing for others.
 
-    Assumes what training does: steps 1, 2, 3, ... in every group, with the group's present betas.
-    """
+    Assumes what training does: steps 1, 2, 3, ... in every group, with the group's present betas."""
     if class_path not in (_FUSED_ADAM, _CPU_ADAM):
         return
     groups = [(group, *_progress(state, group)) for group in state.optimizer.param_groups]

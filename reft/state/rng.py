@@ -30,7 +30,6 @@ def capture_host_rng() -> dict[str, Any]:
 
 
 def restore_host_rng(state: dict[str, Any]) -> None:
-    """Put the generators in host memory where :func:`capture_host_rng` found them."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])
@@ -38,7 +37,6 @@ def restore_host_rng(state: dict[str, Any]) -> None:
 
 
 def same_host_rng(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two captured states would draw the same."""
     return (
         torch.equal(a["torch"], b["torch"])
         and np.array_equal(a["python"]["words"], b["python"]["words"])
@@ -59,7 +57,6 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put all generators where :func:`capture_rng` found them."""
     restore_host_rng(state)
     if state["device"] is not None:
         _restore_device(state["device"])

@@ -53,7 +53,6 @@ _APEX_ELSEWHERE = {
 
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
-    """The error for state that reft does not know."""
     return UnsupportedStateError(
         f"found {found}, whose state reft does not know; expected a dense model under ZeRO stage 0 or 1 "
         f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"

@@ -64,7 +64,6 @@ class TemplateBuilder:
     host_state: HostState
 
     def build(self, value: Any, path: Path = ()) -> Node:
-        """The node of ``value``."""
         host_path = self.resolve(path, value)
         if host_path is not None:
             return self._host(value, path, host_path)
@@ -154,8 +153,7 @@ class Rebuilder:
     """Fills nodes with the bytes and the host state of one version.
 
     Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so that
-    ``torch.save`` writes exactly the bytes of each tensor.
-    """
+    ``torch.save`` writes exactly the bytes of each tensor."""
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:
         self._read = read
@@ -171,7 +169,6 @@ class Rebuilder:
         }
 
     def build(self, node: Node) -> Any:
-        """The value of ``node``."""
         kind, *parts = node
         if kind == "value":
             return parts[0]

@@ -166,7 +166,6 @@ class Assembler:
 
 
 def _bytes_in(directory: Path) -> int:
-    """Bytes of the files in a directory, finished or not."""
     with suppress(OSError), os.scandir(directory) as entries:
         return sum(e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False))
     return 0

@@ -66,8 +66,6 @@ class PersistProgress:
 
 @dataclass(frozen=True)
 class PersistOptions:
-    """How to write."""
-
     directory: Path  # persist directory that all nodes see
     keep: int = 2  # newest checkpoints of the job to keep
     timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
@@ -102,7 +100,6 @@ class VersionSource:
 
     @property
     def leads(self) -> bool:
-        """Whether this process names the checkpoint in the end."""
         return LEADER in self.blocks
 
 
@@ -274,8 +271,6 @@ def _make_directory(work: WorkDir) -> None:
 
 
 class _Writing:
-    """One process's part in a version."""
-
     def __init__(self, source: VersionSource, options: PersistOptions) -> None:
         self.source = source
         self.options = options
@@ -388,7 +383,6 @@ class _Writing:
     # -- waiting for other nodes -------------------------------------------------------------------
 
     def _wait_for_name(self) -> PersistedInfo:
-        """Wait until the leader has named the checkpoint."""
         found: list[PersistedInfo] = []
 
         def missing() -> list[str]:
@@ -462,7 +456,6 @@ def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
 
 
 def failure_record(node: str, error: BaseException) -> dict[str, Any]:
-    """What a node that gives up leaves for the others."""
     overtaken = isinstance(error, OvertakenError)
     return {"node": node, "error": f"{type(error).__name__}: {error}", "overtaken": overtaken}
 

@@ -44,8 +44,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    """A checkpoint written by reft."""
-
     # the job's directory within the persist directory, what ``load_checkpoint`` takes as ``load_dir``
     directory: Path
     tag: str  # name of the checkpoint's directory within it
@@ -61,7 +59,6 @@ class PersistedInfo:
 
     @property
     def path(self) -> Path:
-        """Directory of the checkpoint's files."""
         return self.directory / self.tag
 
     @property
@@ -74,7 +71,6 @@ class PersistedInfo:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Content of the marker."""
         return {
             "format": MARKER_FORMAT,
             "job_id": self.job_id,
@@ -226,7 +222,6 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool
 
 
 def file_checksum(path: Path) -> int:
-    """xxh3_64 of a file's content."""
     digest = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_READ_BYTES):

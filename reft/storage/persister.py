@@ -175,8 +175,7 @@ class Persister:
         """Why a node of this start of the job has to end: a newer one writes where it did; else empty.
 
         The start that a node takes part in refuses, too, a version that its daemon has been writing since
-        before the job started anew.
-        """
+        before the job started anew."""
         newest, why = self._fenced
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
@@ -338,7 +337,6 @@ class Persister:
 
 
 def committed_labels(job_dir: JobDir) -> set[Label]:
-    """The versions that are committed in this node's arenas."""
     labels = set()
     for _, arena in job_dir.scan():
         if isinstance(arena, Arena):

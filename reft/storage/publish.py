@@ -155,8 +155,7 @@ def prune(info: PersistedInfo, keep: int) -> None:
     """Remove all but the ``keep`` newest checkpoints of the job.
 
     Those that the job went back behind are counted apart: they must not crowd out what it would fall back
-    to. Only directories with reft's marker are touched, and never the one that ``latest`` names.
-    """
+    to. Only directories with reft's marker are touched, and never the one that ``latest`` names."""
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
     line, behind = [i for i in mine if i.label not in passed], [i for i in mine if i.label in passed]

@@ -47,8 +47,6 @@ _PERSON = b"reft-persist"
 
 @dataclass(frozen=True)
 class WorkDir:
-    """Names within one working directory."""
-
     root: Path
     job_id: str
     label: Label
@@ -112,8 +110,6 @@ class SourceBlock:
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """A block in an image file."""
-
     section: Section
     start_bytes: int
     nbytes: int

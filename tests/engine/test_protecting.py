@@ -86,9 +86,7 @@ def restarted(job_dir: Path) -> Any:
         engine=SimpleNamespace(global_steps=7),
         job_id="job",
         memory=SimpleNamespace(
-            job_dir=SimpleNamespace(path=job_dir),
-            identity=SimpleNamespace(restarted=True),
-            record=None,
+            job_dir=SimpleNamespace(path=job_dir), identity=SimpleNamespace(restarted=True), record=None
         ),
         control=SimpleNamespace(rank=1, gather_bytes=lambda data: [b'{"note": ""}']),
     )

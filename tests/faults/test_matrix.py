@@ -43,16 +43,8 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
     ("shape", "optimizer", "moments"),
     [
         # One node after the other, each from memory that the one before has just restored.
-        (
-            PP2_DP2,
-            BF16,
-            {"before_copy": 0, "after_seal": 3, "during_recovery": 1},
-        ),
-        (
-            DP2_TP2,
-            FP32,
-            {"during_copy": 0, "before_commit": 1, "during_persist": 0},
-        ),
+        (PP2_DP2, BF16, {"before_copy": 0, "after_seal": 3, "during_recovery": 1}),
+        (DP2_TP2, FP32, {"during_copy": 0, "before_commit": 1, "during_persist": 0}),
     ],
     ids=lambda value: value.name if isinstance(value, Shape | Optimizer) else "",
 )

@@ -85,8 +85,7 @@ def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -
     for index in lost:
         job.cluster.start_node(index)
     job.wait_for(
-        f"life {life + 1} to be restored",
-        lambda: len(_restored(job, life + 1)) == job.cluster.nodes,
+        f"life {life + 1} to be restored", lambda: len(_restored(job, life + 1)) == job.cluster.nodes
     )
     events = _restored(job, life + 1)
     whole = next(version["step"] for version in (newest, *older) if version["whole_ranks"])

@@ -83,7 +83,7 @@ SCENARIOS = {
 }
 
 
-MORE = ("messages", "forged_message")
+MORE = ("forged_message",)
 NOT_OVER_MPI = ("peer_killed",)  # Sockets are not counted there, and a rank that dies ends the MPI job
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_
 from reft.recover.decide import judge, plan_recovery
 from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import RecoveryPlan
+from reft.recover.stages import Participant
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
 
@@ -64,7 +67,8 @@ def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
 
     stored = next(r.header for i in found(memory) for r in i.arenas if r.header.label == NEW)
     how = Completing("arc", path, blueprint)
-    return Completion(plan, AT, how, node=NODE, stored=stored, secret=SECRET)
+    control: Any = SimpleNamespace(rank=TOPOLOGY.rank_of(AT))
+    return Completion(plan, Participant(TOPOLOGY, control, JOB, path.parent, SECRET), how, stored)
 
 
 def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from reft.naming import Label
 from reft.recover import transfer
 from reft.recover.decide import plan_recovery
 from reft.recover.plan import RecoveryPlan
-from reft.recover.stages import BrokenOffError, Exchange, Flaw, Ledger
+from reft.recover.stages import BrokenOffError, Flaw, Ledger, Participant
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, place
 
@@ -37,7 +38,7 @@ def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised()
 def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
     control = mock.MagicMock(rank=1)
     control.any_of.side_effect = control.gather_bytes.side_effect = AssertionError("it waits")
-    ledger = Ledger(Exchange(mock.MagicMock(), control))
+    ledger = Ledger(Participant(mock.MagicMock(), control, JOB, Path(), b""))
     plans: Any = {(0, 0): SimpleNamespace(label=Label(1, 7))}
     with pytest.raises(BrokenOffError):
         ledger.share(plans, {(0, 0): [0, 1]}, lambda: execute(control), Flaw.IN_TRANSIT)

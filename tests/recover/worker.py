@@ -30,9 +30,10 @@ from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.complete import Blueprint, Completing, Room
-from reft.recover.plan import NotRecoverable
+from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
+from reft.recover.stages import Participant
 from tests.control.mpi_calls import refuse_pickling
 
 from .fleet import JOB, NEW, SECRET, arena_name
@@ -104,9 +105,9 @@ class Rank:
         return checksum(data.numpy().data)
 
     def recovery(self, **options) -> Recovery:
-        arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, "window_bytes": 4096}
         options.setdefault("resizable", self.scenario.fleet.topology.degrees != self.topology.degrees)
-        return Recovery(self.topology, self.control, **arguments, **options)
+        where, faults = (JOB, self.job_dir, SECRET), options.pop("faults", None)
+        return Recovery(Participant(self.topology, self.control, *where, faults, 4096), **options)
 
     def never_completing(self) -> Completing:
         """As a session gives it, for a version that cannot be completed."""
@@ -161,7 +162,7 @@ class Rank:
             "equal": all(np.array_equal(self.images[s], self.expected(s, label)) for s in STATE_SECTIONS),
             "written_dp": outcome.plan.written_dp,
             "bytes_from": dict(outcome.stats.bytes_from),
-            "planned": outcome.plan.bytes_from_at(self.at),
+            "planned": count_bytes(outcome.plan.fetches[self.at]),
             "total": outcome.plan.bytes_from,
             "buffer_bytes": outcome.stats.buffer_bytes,
             "repaired": [str(r) for r in outcome.repaired],
@@ -279,16 +280,6 @@ def no_room_for_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def messages(control: ControlGroup) -> dict[str, object]:
-    def length(rank: int) -> int:
-        return 0 if rank == 2 else 1000 * rank + 1
-
-    rank = control.rank
-    found = control.swap({peer: bytes([rank, peer]) * length(rank) for peer in range(WORLD_SIZE)})
-    others = [r for r in range(WORLD_SIZE) if r != rank]
-    return {"equal": found == {peer: bytes([peer, rank]) * length(peer) for peer in others}}
-
-
 def forged_message(rank: int) -> dict[str, object]:
     """What comes of a message that rank 1 did not authenticate."""
     control = (ForgesMessages if rank == 1 else ControlGroup)(
@@ -331,9 +322,7 @@ def main() -> None:
     for name in [*MORE, *SCENARIOS]:
         if OVER_MPI and name in NOT_OVER_MPI:
             continue
-        if name == "messages":
-            results[name] = messages(control)
-        elif name == "forged_message":
+        if name == "forged_message":
             results[name] = forged_message(rank)
         elif name in RESIZED:
             results[name] = run_resized(root, name, control)

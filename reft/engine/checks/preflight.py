@@ -144,7 +144,6 @@ def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _enables(part: Any) -> bool:
-    """Whether anything under ``part`` is enabled."""
     return isinstance(part, Mapping) and any(
         (key in ("enabled", "technique_enabled") and value is True) or _enables(value)
         for key, value in part.items()
@@ -171,7 +170,6 @@ class ScriptLook:
         self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
 
     def findings(self) -> list[Finding]:
-        """Everything, in the order of lines."""
         resumed = (*self.conditional_loads(), *self.loops(), *self.client_states())
         return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
 
@@ -350,8 +348,6 @@ def _is_resumable(call: ast.Call) -> bool:
 
 
 def _always_loads(test: ast.If) -> bool:
-    """Whether both branches load."""
-
     def loads(nodes: list[ast.stmt]) -> bool:
         return any(
             _always_loads(node)

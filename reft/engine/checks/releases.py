@@ -59,7 +59,6 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
 
 
 def installed(config: Mapping[str, Any]) -> Finding:
-    """What the installed releases mean for a configuration."""
     # A source tree on PYTHONPATH has no record of its release.
     found = (next(iter(distributions(name=name)), None) for name in ("deepspeed", "torch"))
     deepspeed, torch = (one.version if one else "of an unknown release" for one in found)

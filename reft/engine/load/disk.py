@@ -73,7 +73,6 @@ class CheckpointParts:
         self._files: dict[str, Any] = {}
 
     def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
-        """A tensor of a rank, flat."""
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")
@@ -186,8 +185,6 @@ _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 @dataclass(frozen=True)
 class DiskCheckpoint:
-    """A checkpoint on disk."""
-
     directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
     tag: str
     step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
@@ -212,8 +209,6 @@ class DiskCheckpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """What is on disk."""
-
     checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
     problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
 
@@ -309,8 +304,7 @@ def in_order(
     """Checkpoints newest first, and a line for each that is left out: the job went back behind it.
 
     A version of an older incarnation whose step a later incarnation has also passed belongs to a future
-    that was given up.
-    """
+    that was given up."""
     known = [*labelled, *([] if own is None else [own])]
     ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
     ours.sort(key=lambda entry: entry[:2], reverse=True)
@@ -484,7 +478,6 @@ def _some(problems: Sequence[str]) -> str:
 
 
 def nothing_sound(refused: Sequence[str]) -> str:
-    """The error's words where every checkpoint was refused."""
     lines = "".join(f"\n  {line}" for line in refused)
     return (
         f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to start "
@@ -512,7 +505,6 @@ def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
 
 
 def read_host_state(checkpoint: Path, coordinate: Coordinate) -> dict[str, Any] | None:
-    """Host state that reft saved beside a DeepSpeed checkpoint; None if there is none."""
     from reft.state.deepspeed_format import read_host_file
 
     try:

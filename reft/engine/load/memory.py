@@ -29,7 +29,7 @@ from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.reshape import Piece, Resize, Scatter
-from reft.recover.stages import Repair
+from reft.recover.stages import Participant, Repair
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 class Target:
-    """The live state of one session."""
-
     def __init__(self, session: Session) -> None:
         self._adapter = session.state.adapter
         self._resizing = session.engine.resizing
@@ -96,6 +94,12 @@ def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: 
     ranges.append((0, base + at, data.numel() - at))
     hasher.copy(ranges_of(row for row in ranges if row[2]))
     return hasher.take()
+
+
+def participant(session: Session) -> Participant:
+    job = session.memory.job_dir
+    where = job.job_id, job.path, job.secret
+    return Participant(session.topology, session.control, *where, session.faults)
 
 
 def completing(session: Session) -> Completing | None:
@@ -161,16 +165,8 @@ class MemoryRestorer:
     def survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
         """What is in the memory of all nodes, and what would be restored from it. Collective."""
         session = self._session
-        recovery = Recovery(
-            session.topology,
-            session.control,
-            job_id=session.job_id,
-            job_dir=session.memory.job_dir.path,
-            secret=session.memory.job_dir.secret,
-            faults=session.faults,
-            completing=completing(session),
-            resizable=session.engine.resizing is not None,
-        )
+        resizable = session.engine.resizing is not None
+        recovery = Recovery(participant(session), completing=completing(session), resizable=resizable)
         on_import.mark(on_import.SURVEY)
         plan = recovery.survey()
         on_import.mark(on_import.AGREED)
@@ -318,7 +314,6 @@ class MemoryRestorer:
         )
 
     def to_start_anew(self) -> str:
-        """What to do where nothing can be resumed, as errors say it."""
         job = self._session.job_id
         return (
             f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every node, or give "

@@ -28,7 +28,7 @@ from reft.engine.checks.start import (
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Resumed, Sound, nothing_sound
-from reft.engine.load.memory import MemoryRestorer
+from reft.engine.load.memory import MemoryRestorer, participant
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
 from reft.errors import LayoutError, UnrecoverableError
@@ -57,14 +57,7 @@ class OtherLayoutRestorer:
     def survey(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | None:
         """The newest whole version of another layout, if it is newer than what the own layout has."""
         session = self._session
-        self._memory = OtherMemory(
-            session.topology,
-            session.control,
-            job_id=session.job_id,
-            job_dir=session.memory.job_dir.path,
-            secret=session.memory.job_dir.secret,
-            faults=session.faults,
-        )
+        self._memory = OtherMemory(participant(session))
         found = self._memory.survey(own.label if isinstance(own, RecoveryPlan) else None)
         if isinstance(found, NotRecoverable):
             self._why_not = found
@@ -152,8 +145,6 @@ def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Cal
 
 @dataclass(frozen=True)
 class LoadCall:
-    """One call of ``load_checkpoint``."""
-
     load_dir: Any
     tag: Any  # the checkpoint that is asked for; None: the newest
     options: dict[str, Any]  # everything else, by name
@@ -212,8 +203,6 @@ Load = Callable[..., tuple[Any, Any]]
 
 
 class Restorer:
-    """Loads for one session."""
-
     def __init__(self, session: Session, engine: DeepSpeedEngine) -> None:
         self._session = session
         self._engine = engine
@@ -242,7 +231,6 @@ class Restorer:
         self._memory.restore_rng()
 
     def after_batch(self) -> None:
-        """``train_batch`` ends, however it does."""
         self._engine.data.end_batch()
 
     def before_forward(self, *, training: bool) -> None:
@@ -469,8 +457,7 @@ class Restorer:
     def _load_base(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """Weights without an optimizer: what a job starts from, never what it resumes (P3).
 
-        Over what this job itself had trained they are not loaded: its script did so at its first start.
-        """
+        Over what this job itself had trained they are not loaded: its script did so at its first start."""
         session = self._session
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
@@ -547,5 +534,4 @@ class Restorer:
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's part of a captured host state."""
     return dict(state.get("client") or {})
