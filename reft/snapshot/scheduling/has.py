@@ -280,9 +280,8 @@ class BandwidthModel:
     """What running steps teach: the bandwidth in bytes per second, and how much of each window can really be
     used.
 
-    Exponential smoothing with bounds; the first bandwidths measured in a tier count alone, as their mean. A
-    window that was overrun (its copies still ran when training wanted to go on) shrinks; one that had room left
-    after its bytes grows back."""
+    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was overrun (its
+    copies still ran when training wanted to go on) shrinks; one that had room left grows back."""
 
     window: float = 2e9
     compute: float = 1e9
