@@ -180,10 +180,12 @@ MUTATIONS = {
     ),
     "device-parity-of-the-version-before": Mutation(
         DEVICE,
-        "                encoded = () if encode is None else ticket.keep(encode())\n",
+        "                handed_over = (\n",
         "                with self._module.stream(self.drain_stream):\n"
-        "                    encoded = () if encode is None else list(ticket.keep(encode()))\n"
-        "                self._side.wait_event(self.drain_stream.record_event())\n",
+        "                    made = [None if e is None else list(e()) for _, e in parts]\n"
+        "                parts = [(p, m and (lambda m=m: m)) for (p, _), m in zip(parts, made)]\n"
+        "                self._side.wait_event(self.drain_stream.record_event())\n"
+        "                handed_over = (\n",
         ("tests/device/test_orders.py",),
     ),
 }

@@ -108,15 +108,9 @@ _tried: dict[Any, Backend] = {}
 
 def _tried_cupy(like: Buffer) -> Backend | None:
     """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is installed."""
-
-    try:
-        fused = CupyBackend()
-    except ConfigError as error:
-        if find_spec("cupy") is not None:
-            logger.warning("torch encodes parities on %s: %s", like.device, error)
-        return None
     plain, rows = TorchBackend(), [(1, 1), (1, 2)]
     try:
+        fused = CupyBackend()
         sources = [like.new_zeros(CELL_BYTES) for _ in rows]
         for first, source in enumerate(sources, start=1):
             source[first::3] = 0x5A + first
@@ -126,7 +120,9 @@ def _tried_cupy(like: Buffer) -> Backend | None:
         if all(bool((a == b).all()) for a, b in zip(*made, strict=True)):
             return fused
         cause = "its kernel makes other bytes than torch"
-    except Exception as error:
+    except Exception as error:  # of a broken library its import, too
+        if isinstance(error, ConfigError) and find_spec("cupy") is None:
+            return None
         cause = f"{type(error).__name__}: {error}"
     logger.warning(
         "torch encodes parities on %s, more slowly: CuPy is installed and does not work there (%s). Install "
@@ -391,9 +387,9 @@ _MOST_SOURCES = 200  # Kernel arguments take at most 4 KiB
 def _usable_cupy() -> Any:
     try:
         import cupy
-    except ImportError as e:
+    except ModuleNotFoundError as e:
         raise ConfigError(
-            "found no CuPy; expected it for the fused device kernels. Install reft-ckpt[cuda12], "
+            f"found no CuPy ({e}); expected it for the fused device kernels. Install reft-ckpt[cuda12], "
             "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
             "it makes the same bytes (CuPy has no package for ROCm 6)"
         ) from e

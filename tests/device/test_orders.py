@@ -16,6 +16,7 @@ import torch
 from reft.protect.placement import place_group
 from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.copying.device import copy_engine_for
+from reft.snapshot.copying.engine import Part
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME as DEVICE
@@ -93,7 +94,8 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
         encoder = ParityEncoder(image, blocks, CHUNK_BYTES)
         targets = {p.key: host_memory(engine, p.block.nbytes) for p in member.parity}
         buffer = engine.staging_buffer(sum(map(len, targets.values()))) if staged else None
-        pieces, at = [], 0
+        parts: list[Part] = []
+        at = 0
         chunks = [
             chunk
             for placed in member.parity
@@ -104,20 +106,21 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
             if buffer is None:
                 engine.copy((), engine.mark(), encoding)
             else:
-                pieces += engine.stage((), buffer[at : at + stop - start], encoding)
+                parts.append(((), buffer[at : at + stop - start], encoding))
                 at += stop - start
-        del encoder, encoding, chunks
+        staging = engine.stage(parts) if parts else []
+        del encoder, encoding, chunks, parts
         training.compute()
         engine.fence()
         training.update(OTHER)
         if staged:
-            engine.drain(pieces)
+            engine.drain([piece for pieces in staging for piece in pieces])
         training.compute()
         engine.synchronize()
         shadowed = SectionImage([(str(i), t) for i, t in enumerate(shadow(version))])
         for key, expected in parity_of(plan, member, shadowed).items():
             np.testing.assert_array_equal(targets[key].numpy(), expected)
-        pieces, buffer = [], None
+        staging, buffer = [], None
     engine.close()
     sim.synchronize()
     training.check()

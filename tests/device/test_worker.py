@@ -258,7 +258,6 @@ STAGING = Limits(overflow=Overflow.STAGING, compute_share=0.0)
 
 
 def train(job: Job, steps: int) -> None:
-    job.pacer.model.window = 4e7  # what it would learn in some more steps
     job.train(range(1, steps + 1))
     job.end()
 
@@ -375,7 +374,6 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
 def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
     """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
     job.slow_down(link_bytes_per_sec)
-    job.pacer.model.window = job.pacer.model.compute = link_bytes_per_sec  # what it would learn
     job.gate.patience = WAIT_SECS
     job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
     for number in range(1, steps + 1):

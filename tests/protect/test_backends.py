@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from reft.protect.backend import (
     CupyBackend,
     NumpyBackend,
     TorchBackend,
+    _tried,
+    _usable_cupy,
     backend_for,
     combine_ragged,
 )
@@ -231,6 +235,24 @@ def test_p6_a_cupy_that_does_not_work_leaves_parities_to_torch_and_is_named_once
     if said:
         assert said in caplog.text
         assert "reft-ckpt[cuda12]" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])
+def test_p6_a_cupy_that_cannot_be_imported_leaves_parities_to_torch_and_is_named_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+) -> None:
+    (tmp_path / "cupy.py").write_text(f"raise {error.__name__}('libcudart.so.12: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    _usable_cupy.cache_clear()
+    buffer = OnDevice(103)
+    monkeypatch.delitem(_tried, buffer.device, raising=False)
+    assert [backend_for(buffer).name for _ in range(2)] == ["torch"] * 2
+    (said,) = caplog.messages
+    assert f"{error.__name__}: libcudart.so.12: cannot open" in said
 
 
 @pytest.mark.skipif(has_cupy(), reason="CuPy is installed")

@@ -26,7 +26,7 @@ def test_p2_what_is_staged_is_the_state_between_begin_and_fence(device: Cpu, eng
     device.write(live, 1)  # the optimizer step, which the device has not begun yet
     engine.begin()
     engine.copy([(live[:40_000], memory[:40_000])])
-    staged = engine.stage([(live[40_000:], memory[40_000:])], buffer)
+    (staged,) = engine.stage([([(live[40_000:], memory[40_000:])], buffer, None)])
     engine.fence()
     device.write(live, 2)  # the next one
     release()
@@ -45,7 +45,8 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engi
     first, second = host_memory(engine, 3000), host_memory(engine, 3000)
     buffer = engine.staging_buffer(3000)
     engine.begin()
-    staged = engine.stage([(live[:1000], first[:1000]), (live[1000:], first[1000:])], buffer)
+    parts = [([(live[cut], first[cut])], buffer[cut], None) for cut in (slice(1000), slice(1000, 3000))]
+    staged = [piece for pieces in engine.stage(parts) for piece in pieces]
     engine.fence()
     device.write(live, 9)
     idle = engine.mark()  # no version is open
@@ -71,11 +72,11 @@ def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngin
     live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
     buffer = engine.staging_buffer(8)
     with pytest.raises(CopyOrderError, match="no version is open"):
-        engine.stage([(live, memory)], buffer)
+        engine.stage([([(live, memory)], buffer, None)])
     engine.begin()
     with pytest.raises(CopyError, match="8 bytes are to be staged; the buffer has 7"):
-        engine.stage([(live, memory)], buffer[:7])
-    staged = engine.stage([(live, memory)], buffer)
+        engine.stage([([(live, memory)], buffer[:7], None)])
+    (staged,) = engine.stage([([(live, memory)], buffer, None)])
     engine.close()
     with pytest.raises(CopyOrderError, match="closed"):
         engine.drain(staged)
@@ -133,15 +134,29 @@ def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(
     assert room <= max(area.capacity_bytes, engine.free_bytes)
 
 
-def test_what_fits_the_area_is_the_end_of_a_version(engine: CopyEngine) -> None:
-    def chunk(nbytes: int) -> Chunk:
-        block = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, nbytes), 0)
-        return Chunk(block, Kind.OWNED, CheckedPieces(), (0, 0, nbytes), last=True)
-
-    chunks = [chunk(1000) for _ in range(10)]
+def test_what_fits_the_area_is_the_end_of_a_version_which_is_staged_with_one_event(
+    device: Cpu, engine: CopyEngine
+) -> None:
+    live, memory = device.put(random_bytes(10_000)), host_memory(engine, 10_000)
+    pieces = [CheckedPieces.of([piece]) for piece in zip(live.split(1000), memory.split(1000), strict=True)]
+    placed = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, 1000), 0)
+    chunks = [Chunk(placed, Kind.OWNED, piece, (0, 0, 1000), last=True) for piece in pieces]
     area = StagingArea(engine)
     assert area.first_fitting(chunks) == 10
     area.reserve(3 * 1024)  # three chunks, aligned, and the headroom not enough for one more
     assert area.first_fitting(chunks) == 7
+    engine.begin()
+    if type(device) is Simulated:
+        device.torch.settings.recorded = 0
+    staged = area.stage(chunks, 7)
+    if type(device) is Simulated:
+        assert device.torch.settings.recorded == 1
+    engine.fence()
+    for item in staged:
+        engine.drain(item.pieces)
+    engine.synchronize()
+    assert [item.number for item in staged] == [7, 8, 9]
+    assert torch.equal(memory[7000:], live[7000:].cpu())
+    assert torch.all(memory[:7000] == 0xEE)
     area.reserve(11 * 1024)
     assert area.first_fitting(chunks) == 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 import psutil
 import torch
@@ -23,6 +25,7 @@ from reft.snapshot.copying.engine import (
     CopyTicket,
     Encode,
     Mark,
+    Part,
     Piece,
     bandwidth,
     into_buffer,
@@ -112,16 +115,15 @@ class CpuCopyEngine(CopyEngine):
             )
         return torch.zeros(nbytes, dtype=torch.uint8)  # touched here, not at the fence
 
-    def stage(
-        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
-    ) -> Sequence[Piece]:
-        checked = _on_host(pieces)
-        with self._order.copying(None):
-            encoded = _on_host(encode()) if encode is not None else ()
-            placed = into_buffer([*checked, *encoded], buffer)
-            for (source, _), place in placed:
-                copy_on_host(source, place, self._closed)
-        return [(place, target) for (_, target), place in placed]
+    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
+        staged = []
+        for pieces, buffer, encode in parts:
+            checked = _on_host(pieces)
+            with self._order.copying(None):
+                encoded = _on_host(encode()) if encode is not None else ()
+                copy = partial(copy_on_host, closed=self._closed)
+                staged.append(into_buffer(chain(checked, encoded), buffer, copy))
+        return staged
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         with self._order.draining():

@@ -31,6 +31,7 @@ from reft.snapshot.copying.engine import (
     CopyTicket,
     Encode,
     Mark,
+    Part,
     Piece,
     bandwidth,
     byte_views,
@@ -64,8 +65,7 @@ class _DeviceTicket(CopyTicket):
         self.queued_secs = time.perf_counter()
         self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: list[Piece] = list(pieces)
-        self.staged: Sequence[Piece] = ()
-        """What was put into a staging buffer, and has its way to host memory before it."""
+        self.staged = False  # whether it goes to a staging buffer, not over the link
 
     def keep(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Count further pieces and hold their tensors."""
@@ -198,14 +198,21 @@ class DeviceCopyEngine(CopyEngine):
     # -- copying thread --------------------------------------------------------------------------
 
     def copy(
-        self,
-        pieces: Sequence[Piece],
-        after: Mark | None = None,
-        encode: Encode | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> _DeviceTicket:
-        """See :meth:`CopyEngine.copy`; with ``buffer`` into that, see :meth:`CopyEngine.stage`."""
-        views = contiguous(byte_views(pieces))
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
+        with self._of_version([(pieces, encode)], after) as (ticket, handed_over):
+            for source, target in chain.from_iterable(handed_over):
+                self._copy_piece(source, target, self._side)
+        return ticket
+
+    @contextmanager
+    def _of_version(
+        self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Mark | None = None
+    ) -> Iterator[tuple[_DeviceTicket, Iterator[Iterator[Piece]]]]:
+        """Queue pieces of the open version, with one event at their end: each part's, then what it encodes
+        when it is asked for."""
+        checked = [contiguous(byte_views(pieces)) for pieces, _ in parts]
+        views = list(chain.from_iterable(checked))
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
@@ -219,13 +226,19 @@ class DeviceCopyEngine(CopyEngine):
                 if isinstance(after, _DeviceMark):
                     ticket.follow(after.stamp, self._side)
             with self._recorded(ticket, self._side):
-                encoded = () if encode is None else ticket.keep(encode())
-                if buffer is not None:
-                    ticket.staged = self._into_buffer([*views, *encoded], buffer)
-                else:
-                    for source, target in chain(views, encoded):
-                        self._copy_piece(source, target, self._side)
-        return ticket
+                handed_over = (
+                    self._off_host(chain(mine, () if encode is None else ticket.keep(encode())))
+                    for mine, (_, encode) in zip(checked, parts, strict=True)
+                )
+                yield ticket, handed_over
+
+    def _off_host(self, views: Iterable[Piece]) -> Iterator[Piece]:
+        """Those on the device; the others are copied here."""
+        for source, target in views:
+            if source.device.type == "cpu":
+                copy_on_host(source, target, self._closed)
+            else:
+                yield source, target
 
     # -- staging ---------------------------------------------------------------------------------
 
@@ -248,11 +261,13 @@ class DeviceCopyEngine(CopyEngine):
         except RuntimeError as error:
             raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
 
-    def stage(
-        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
-    ) -> Sequence[Piece]:
-        self._staged = self.copy(pieces, None, encode, buffer)
-        return self._staged.staged
+    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
+        with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (ticket, handed_over):
+            ticket.staged, self._staged = True, ticket
+            return [
+                into_buffer(views, place, lambda source, at: at.copy_(source, non_blocking=True))
+                for views, (_, place, _) in zip(handed_over, parts, strict=True)
+            ]
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         views = contiguous(staged)
@@ -289,19 +304,7 @@ class DeviceCopyEngine(CopyEngine):
         # Versions that were given up are never synchronized: do not keep their tensors for that.
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
-    def _into_buffer(self, views: Sequence[Piece], buffer: torch.Tensor) -> Sequence[Piece]:
-        placed = into_buffer([v for v in views if v[0].device.type != "cpu"], buffer)
-        for (source, _), place in placed:
-            place.copy_(source, non_blocking=True)
-        for source, target in views:
-            if source.device.type == "cpu":
-                copy_on_host(source, target, self._closed)
-        return [(place, target) for (_, target), place in placed]
-
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        if source.device.type == "cpu":
-            copy_on_host(source, target, self._closed)
-            return
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)

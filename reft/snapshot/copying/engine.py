@@ -59,6 +59,9 @@ Encode = Callable[[], Iterable[Piece]]
 """Work on the live state whose result is copied: it is done by the fence like a copy is. Each piece is handed
 over before the next one is asked for, which may be made in the same memory."""
 
+Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
+"""Pieces, their place in a staging buffer (1-D uint8 on the device), and what is encoded after them."""
+
 STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
@@ -182,13 +185,11 @@ class CopyEngine(ABC):
         there is not so much left beside the margin, or the device refused."""
 
     @abstractmethod
-    def stage(
-        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
-    ) -> Sequence[Piece]:
-        """Copy pieces of the open version into a staging buffer, 1-D uint8 on the device, by the fence.
-        Returns what is to be drained: pieces from the buffer to the same targets. Sources in host memory
-        were copied straight to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in
-        :meth:`copy`; also for a buffer that is too small."""
+    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
+        """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be drained
+        of each: pieces from the buffer to the same targets. A device copies sources in host memory straight
+        to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a
+        place that is too small."""
 
     @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
@@ -287,16 +288,19 @@ def _joined(run: Sequence[Piece]) -> Piece:
     return source, target
 
 
-def into_buffer(views: Sequence[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-    """Each piece with its place in a staging buffer."""
-    wanted = sum(target.numel() for _, target in views)
-    if wanted > buffer.numel():
-        raise CopyError(f"{wanted} bytes are to be staged; the buffer has {buffer.numel()}")
-    placed, at = [], 0
-    for view in views:
-        placed.append((view, buffer[at : at + view[1].numel()]))
-        at += view[1].numel()
-    return placed
+def into_buffer(
+    views: Iterable[Piece], buffer: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
+) -> list[Piece]:
+    """Have ``copy`` bring each source to its place in a staging buffer, before the next one is asked for.
+    Returns pieces from there to the targets."""
+    staged, at = [], 0
+    for source, target in views:
+        begin, at = at, at + target.numel()
+        if at > buffer.numel():
+            raise CopyError(f"{at} bytes are to be staged; the buffer has {buffer.numel()}")
+        copy(source, buffer[begin:at])
+        staged.append((buffer[begin:at], target))
+    return staged
 
 
 def _byte_view(source: torch.Tensor) -> torch.Tensor:

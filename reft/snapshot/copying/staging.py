@@ -17,7 +17,7 @@ import torch
 from reft.backoff import Backoff
 from reft.errors import StagingMemoryError
 from reft.snapshot.copying.chunks import Chunk
-from reft.snapshot.copying.engine import CopyEngine, Piece
+from reft.snapshot.copying.engine import CopyEngine, Part, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +95,13 @@ class StagingArea:
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
         """Copy the chunks from ``first`` on into the staging area, by the fence."""
         assert self._memory is not None
-        staged, at = [], 0
-        for number in range(first, len(chunks)):
-            chunk = chunks[number]
-            place = self._memory[at : at + chunk.nbytes]
-            staged.append(StagedChunk(number, chunk, self._engine.stage(chunk.pieces, place, chunk.encode)))
+        parts: list[Part] = []
+        at = 0
+        for chunk in chunks[first:]:
+            parts.append((chunk.pieces, self._memory[at : at + chunk.nbytes], chunk.encode))
             at += _aligned(chunk.nbytes)
-        return staged
+        staged = enumerate(self._engine.stage(parts), first)
+        return [StagedChunk(number, chunks[number], pieces) for number, pieces in staged]
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,6 +15,7 @@ less often, or the rest is staged on the device (:class:`Overflow`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -279,14 +280,15 @@ class BandwidthModel:
     """What running steps teach: the bandwidth in bytes per second, and how much of each window can really be
     used.
 
-    Exponential smoothing with bounds. A window that was overrun (its copies still ran when training wanted to
-    go on) shrinks; one that had room left after its bytes grows back."""
+    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was overrun (its
+    copies still ran when training wanted to go on) shrinks; one that had room left grows back."""
 
     window: float = 2e9
     compute: float = 1e9
     communication: float = 1e9
     smoothing: float = 0.25
     _factors: dict[int, float] = field(default_factory=dict)
+    _measured: Counter[int] = field(default_factory=Counter)  # how often, by tier
 
     LOWEST = 0.125
     HIGHEST = 1.25
@@ -317,13 +319,14 @@ class BandwidthModel:
         """Chunks that were copied in a tier, together."""
         if nbytes <= 0 or secs <= 0:
             return
-        rate = nbytes / secs
+        self._measured[tier] += 1
+        weight = max(self.smoothing, 1 / self._measured[tier])
         if tier == 1:
-            self.window += self.smoothing * (rate - self.window)
+            self.window += weight * (nbytes / secs - self.window)
         elif tier == 2:
-            self.compute += self.smoothing * (rate - self.compute)
+            self.compute += weight * (nbytes / secs - self.compute)
         elif tier == 3:
-            self.communication += self.smoothing * (rate - self.communication)
+            self.communication += weight * (nbytes / secs - self.communication)
 
     @property
     def bandwidth(self) -> Bandwidth:
