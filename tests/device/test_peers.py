@@ -13,14 +13,16 @@ from reft.state.catalogue import SectionImage
 from tests.device.conftest import hold
 
 
-def sums_of(tensors: list[torch.Tensor], vendor: Vendor, change: bool) -> dict[int, int]:
+def sums_of(
+    tensors: list[torch.Tensor], vendor: Vendor, change: bool, by_turns: bool = False, step: int = 1
+) -> dict[int, int]:
     """Of the state before what is queued behind the fence."""
     engine = DeviceCopyEngine(tensors[0].device, vendor)
     images = LiveImages(SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None)
-    check = PeerCheck(False, 4096)
+    check = PeerCheck(by_turns, 4096)
     go = hold(vendor)
     engine.begin()
-    if (room := check.room(images, 1)) is not None:
+    if (room := check.room(images, step)) is not None:
         engine.register(room)
     for part in check.parts(images, 1000):
         engine.copy((), encode=part)
@@ -53,6 +55,8 @@ def test_sums_of_a_device_are_of_the_versions_state_and_see_every_flip(vendor: V
     for flip in range(12):
         found = sums_of(fresh(flip), vendor, change=True)
         assert sum(found[block] != expected[block] for block in expected) == 1
+    assert sums_of(fresh(), vendor, change=False, by_turns=True, step=2) == {2: expected[2]}
+    assert not sums_of(fresh(), vendor, change=False, by_turns=True, step=30)  # no block's turn
     moved = fresh()
     moved[0][:2] = moved[0][:2].flip(0)
     assert sums_of(moved, vendor, change=False) != expected

@@ -52,7 +52,7 @@ class PeerCheck:
         queues all on the current stream, and returns what is to be copied."""
         image, size = images.replicated, self._block_bytes
         live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self.blocks]
-        if image.device.type != "cpu":
+        if live and image.device.type != "cpu":
             target = self._sums[: len(live)].view(torch.uint8)
             yield lambda: [(torch.stack([*map(_on_device, live)]).view(torch.uint8), target)]
             return
