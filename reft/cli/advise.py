@@ -27,8 +27,7 @@ def advise_command(
     ] = None,
     as_json: AsJson = False,
     as_yaml: Annotated[
-        bool,
-        typer.Option("--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)"),
+        bool, typer.Option("--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)")
     ] = False,
 ) -> None:
     """Advise what to change: nodes to replace or drop, the number of nodes, the memory of a node.

@@ -46,7 +46,6 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    """Print what a configuration and a script say of the job; whether reft takes it."""
     from reft.config_read import read_object
     from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
     from reft.engine.checks.releases import installed

@@ -69,5 +69,4 @@ def status_command() -> None:
 
 
 def place() -> Path:
-    """The start-up file of this environment."""
     return Path(sysconfig.get_path("purelib")) / FILE_NAME

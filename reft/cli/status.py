@@ -19,15 +19,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
-from reft.cli.memory import (
-    EXIT_NOT_WELL,
-    AsJson,
-    Job,
-    MemoryDirs,
-    find_memory,
-    find_memory_or_say,
-    say_size,
-)
+from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, find_memory_or_say, say_size
 from reft.cli.protect import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
@@ -270,7 +262,6 @@ def _nodes(told: dict[str, Any]) -> Table:
 
 
 def _speeds(told: dict[str, Any]) -> Table:
-    """Of the ranks that compute longest."""
     longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
     title = "what a step consists of, in ms"
     table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)

@@ -44,7 +44,6 @@ def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str
 
 
 def format_endpoint(host: str, port: int) -> str:
-    """``host:port``, with brackets round an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -44,6 +44,7 @@ class RendezvousStore(ABC):
     tells."""
 
     prefix: str = ""  # put before every key
+    _timeout_secs = 30.0
     keeps_leases = False
 
     @property
@@ -91,9 +92,22 @@ class RendezvousStore(ABC):
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
         """Set ``key`` if it holds ``expected`` (None: nothing); whether it was set, and what it holds now."""
 
-    @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raises TimeoutError."""
+        secs = self._timeout_secs if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + secs
+        while not self.wait_a_while(keys, max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+
+    def wait_a_while(self, keys: Sequence[str], secs: float) -> bool:
+        """Whether all keys are there, within so long and half a second."""
+        deadline = time.monotonic() + min(float(secs), _SLICE_SECS)
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECS)
+        return True
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
@@ -172,7 +186,6 @@ class KeyValueServer:
                 self._journal.close()
 
     def holders(self) -> set[str]:
-        """Names of those who are connected."""
         with self._changed:
             return set(self._holders)
 
@@ -232,7 +245,6 @@ class KeyValueServer:
             return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
-        """Set ``key`` if it holds ``expected`` (None: nothing): [whether it was set, what it holds]."""
         with self._changed:
             held = self._table.get(_text(key))
             if held != expected:
@@ -263,7 +275,6 @@ class StoreRelay:
     """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
 
     def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
-        self._store = store
         self._operations: dict[str, Callable[..., Any]] = {
             "get": store.peek,
             "set": store.set,
@@ -271,7 +282,7 @@ class StoreRelay:
             "check": store.check,
             "delete": store.delete,
             "compare_set": store.compare_set,
-            "wait": self._wait,
+            "wait": store.wait_a_while,
         }
         self._server = AuthenticatedServer(
             listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations)
@@ -280,14 +291,6 @@ class StoreRelay:
 
     def close(self) -> None:
         self._server.close()
-
-    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
-        deadline = time.monotonic() + min(float(timeout_secs), _SLICE_SECS)
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_SECS)
-        return True
 
 
 def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> None:
@@ -344,13 +347,8 @@ class KeyValueStore(RendezvousStore):
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        secs = self._timeout_secs if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + secs
-        wanted = [self.prefix + k for k in keys]
-        while not self._line.ask("wait", wanted, max(0.0, deadline - time.monotonic())):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+    def wait_a_while(self, keys: Sequence[str], secs: float) -> bool:
+        return bool(self._line.ask("wait", [self.prefix + k for k in keys], secs))
 
     def local_address(self) -> str:
         self.check([])

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import msgpack
 import psutil
 
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen, listen_locally
+from reft.control.transport import GoOn
 from reft.control.wire import Channel, authenticate, check_authentic
 from reft.env import ENV_INTERFACE
 from reft.errors import ConfigError
@@ -30,13 +31,9 @@ _ENDPOINT = b"reft-endpoint"
 _LOOK_SECS = 0.05
 _WITHIN = " within "
 
-GoOn = Callable[[], bool]
-
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank takes connections."""
-
     rank: int
     node: str  # equal where a Unix socket leads there: one node, one network namespace
     local: str  # ``@name`` of the Unix socket

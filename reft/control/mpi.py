@@ -112,8 +112,6 @@ class Communicators:
 
 
 class Outgoing:
-    """What one peer gets."""
-
     def __init__(self, communicator: Any, peer: int, views: Sequence[memoryview]) -> None:
         self._comm = communicator
         self._peer = peer
@@ -224,15 +222,13 @@ _abandoned: list[Any] = []
 
 
 class MpiTransport:
-    """See :class:`reft.control.transport.Transport`."""
-
     def __init__(self, mpi: Any, communicator: Any, limits: Limits) -> None:
         self._mpi = mpi
         self._comm = communicator
         self.rank: int = communicator.rank
         self.world_size: int = communicator.size
         self.limits = limits
-        self._nodes: Sequence[str] = [""] * self.world_size
+        self.nodes: Sequence[str] = [""] * self.world_size  # where each rank runs
         self._incoming: dict[int, Incoming] = {}
         self._small: list[tuple[Any, Any]] = []
         self._here: dict[int, int] = {}
@@ -241,10 +237,6 @@ class MpiTransport:
         self._finished = 0
         self._left: dict[int, int] = {}
         self._closed = False
-
-    def name_nodes(self, nodes: Sequence[str]) -> None:
-        """Where each rank runs, for what is said of it."""
-        self._nodes = nodes
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -363,20 +355,20 @@ class MpiTransport:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def _finish(self, request: Any, buffers: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
+    def _finish(self, request: Any, buffers: Sequence[Any]) -> None:
         """Look at a collective until it is done. Raises TimeoutError; EOFError: a rank has left."""
         silence, pauses = Silence(self.limits.patience_secs, shows=True), Pauses()
         try:
             while not request.Test():
                 self._hear()
-                self._require_all(self._calls if ranks is None else None)
-                missing = self._missing() if ranks is None else []
+                self._require_all(self._calls)
+                missing = self._missing()
                 if silence.secs > self.limits.timeout_secs:
                     who = ", ".join(missing) or "a rank"
                     raise TimeoutError(
                         f"nothing was received from {who} for {self.limits.timeout_secs:.0f} s"
                     )
-                if silence.shows() and ranks is None:
+                if silence.shows():
                     for peer in [0] if self.rank else self._waiting():
                         self._send(peer, _HERE, [self._calls])
                 if silence.says(missing):
@@ -395,19 +387,15 @@ class MpiTransport:
                 raise EOFError(f"{self._name(rank)} left")
 
     def _hear(self) -> None:
-        """Take in what ranks say of themselves."""
         status = self._mpi.Status()
         any_source = self._mpi.ANY_SOURCE
-        while self._comm.Iprobe(any_source, _LEFT, status):
-            call = np.empty(1, np.int64)
-            self._take(status, call)
-            self._left[status.Get_source()] = int(call[0])
-        while self._comm.Iprobe(any_source, _HERE, status):
-            call = np.empty(1, np.int64)
-            self._take(status, call)
-            self._here[status.Get_source()] = int(call[0])
-            if not self.rank and call[0] == self._calls:
-                self._send(status.Get_source(), _HERE, [self._calls])
+        for tag, told in ((_LEFT, self._left), (_HERE, self._here)):
+            while self._comm.Iprobe(any_source, tag, status):
+                call = np.empty(1, np.int64)
+                self._take(status, call)
+                told[status.Get_source()] = int(call[0])
+                if tag == _HERE and not self.rank and call[0] == self._calls:
+                    self._send(status.Get_source(), _HERE, [self._calls])
         while self._comm.Iprobe(0, _MISSING, status):
             words = np.empty(status.Get_count(self._mpi.INT64_T), np.int64)
             self._take(status, words)
@@ -446,7 +434,7 @@ class MpiTransport:
         return [rank for rank, call in self._here.items() if call == self._calls]
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} on node {self._nodes[rank]}"
+        return f"rank {rank} on node {self.nodes[rank]}"
 
     def end_pairs(self) -> None:
         """Nothing: the library has its own connections."""
@@ -485,8 +473,7 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
                 "start the job's next step"
             ) from error
         transport = MpiTransport(mpi, communicator, Limits(timeout_secs))
-        nodes = [name.decode() for name in transport.gather(node.encode())]
-        transport.name_nodes(nodes)
+        nodes = transport.nodes = [name.decode() for name in transport.gather(node.encode())]
         transport.limits.on_silence = saying(on_silence, first_on_node=nodes.index(node) == transport.rank)
         return transport
 

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Protocol
 
 from reft.backoff import Backoff
-from reft.control.links import CONNECT_SECS, PEER_ENDED, Endpoint, GoOn, Reception, ended
-from reft.control.transport import Buffers, Inflow, Limits, OnSilence, Silence, not_empty, saying
+from reft.control.links import CONNECT_SECS, PEER_ENDED, Endpoint, Reception, ended
+from reft.control.transport import Buffers, GoOn, Inflow, Limits, OnSilence, Silence, not_empty, saying
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -31,8 +31,6 @@ _MOST_WAKES = 4096
 
 
 class Store(Protocol):
-    """What is needed of ``torch.distributed.Store``."""
-
     def set(self, key: str, value: str) -> object: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
@@ -72,7 +70,6 @@ class Peers:
         receives: Mapping[int, Inflow],
         wake: socket.socket | None = None,
     ) -> None:
-        """See :meth:`reft.control.transport.Transport.stream`."""
         deadline = time.monotonic() + self.limits.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline) for peer in peers}
@@ -166,7 +163,6 @@ class _Flow:
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
 
     def go_on(self, event: int) -> None:
-        """Move what can be moved without waiting."""
         if self._into and event & select.POLLIN:
             nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
             if not nbytes:
@@ -203,7 +199,6 @@ class Overlay:
         self.stream, self.end_pairs = peers.stream, peers.close
 
     def close(self) -> None:
-        """End all connections and take no more."""
         self._reception.close()
         self.peers.close()
         self.tree.close()

@@ -46,8 +46,6 @@ def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
 
 @dataclass
 class Limits:
-    """How long one transport waits."""
-
     timeout_secs: float  # for a collective, and for an exchange in which no byte moves
     patience_secs: float = PATIENCE_SECS  # who does not answer for so long is named
     on_silence: OnSilence = lambda missing, secs: None  # takes those names

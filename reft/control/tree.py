@@ -43,12 +43,7 @@ class Tree:
     """One rank's place in the tree. Used by one thread."""
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        parent: Channel | None,
-        children: Sequence[Channel],
-        limits: Limits,
+        self, rank: int, world_size: int, parent: Channel | None, children: Sequence[Channel], limits: Limits
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -64,9 +59,6 @@ class Tree:
         return self._children if self._parent is None else (self._parent, *self._children)
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The smallest of every entry over all ranks, on all ranks. Raises TransferError: a rank is gone,
-        silent, or in another collective."""
-
         def merge(mine: list[int], theirs: list[int]) -> list[int]:
             return [min(pair) for pair in zip(mine, theirs, strict=True)]
 
@@ -74,9 +66,6 @@ class Tree:
         return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises TransferError: a rank
-        is gone, silent, or in another collective."""
-
         def merge(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
             return [mine[0] + theirs[0], mine[1] + theirs[1]]
 

@@ -29,7 +29,6 @@ KEY_BYTES = 32
 
 
 def mac(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """The code of ``body``, of :data:`MAC_BYTES` bytes."""
     return blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest()
 
 
@@ -74,13 +73,7 @@ class Channel:
     AuthenticationError: the other side does not know the secret."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        secret: bytes,
-        *,
-        server: bool,
-        line: str,
-        handshake_secs: float,
+        self, connection: socket.socket, secret: bytes, *, server: bool, line: str, handshake_secs: float
     ) -> None:
         self._socket = connection
         self._line = line
@@ -177,11 +170,9 @@ class Channel:
 
     @property
     def local_address(self) -> str:
-        """This side's address on a TCP connection."""
         return str(self._socket.getsockname()[0])
 
     def settimeout(self, secs: float | None) -> None:
-        """Bound every later read and write; None: wait for ever."""
         self._socket.settimeout(secs)
 
     def fileno(self) -> int:

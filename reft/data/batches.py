@@ -129,7 +129,6 @@ class Batches:
         self._pass: Iterator[Keys] = iter(())
 
     def deal(self, replicas: int) -> Deal:
-        """How an epoch is dealt out."""
         return Deal(self.order.size, self.batch_size, replicas, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> Taken:

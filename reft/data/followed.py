@@ -25,7 +25,6 @@ class Followed(ABC, Generic[R, P]):
 
     @property
     def _pass(self) -> R | None:
-        """The pass that the position is of."""
         if not WATCH.is_watching:
             self._followed = None
         one = self._begun if self._followed is None else self._followed
@@ -87,7 +86,6 @@ class Registry(Generic[P]):
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
     def positions(self) -> dict[str, P]:
-        """Where the loaders are that were begun, by name."""
         found = {name: loader.position() for name, loader in sorted(self._named.items())}
         return {name: position for name, position in found.items() if position is not None}
 

@@ -103,12 +103,10 @@ class Loader(Followed[Progress, dict[str, Any]]):
 
     @property
     def replica(self) -> tuple[int, int]:
-        """This rank's replica, and how many there are."""
         return self._given or WATCH.replica()
 
     @property
     def deal(self) -> Deal:
-        """How samples are dealt out at the degree of this start."""
         return self._batches.deal(self.replica[1])
 
     def __len__(self) -> int:
@@ -255,8 +253,6 @@ class _Batch:
 
 
 class Reading:
-    """The iterator of one pass."""
-
     def __init__(self, owner: Loader, progress: Progress) -> None:
         self._owner = owner
         self._progress = progress
@@ -436,7 +432,6 @@ def loader(
 
 
 def _replica(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None:
-    """What was given, checked; None where nothing was."""
     if dp_rank is None and dp_size is None:
         return None
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:

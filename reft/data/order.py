@@ -150,7 +150,6 @@ class Deal:
         return self.batch_size * self.dp_size
 
     def left(self, at: JobPosition) -> int:
-        """Samples that are left of the pass."""
         return (at.epoch + 1) * self.size - at.consumed
 
     def next(self, at: JobPosition) -> int:

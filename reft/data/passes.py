@@ -46,7 +46,6 @@ class Dealt:
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
     def at(self, replicas: int) -> Dealt:
-        """The same pass at another degree."""
         return replace(self, replicas=replicas)
 
     def taken_at(self, taken: int, replicas: int) -> int | None:
@@ -177,7 +176,6 @@ def source_of(loader: Any) -> str:
 
 
 def described(loader: Any) -> str:
-    """A loader in words, for people."""
     sampler = type(getattr(loader, "sampler", None)).__name__
     return f"{source_of(loader)}, {sampler}, num_workers={getattr(loader, 'num_workers', 0)}"
 
@@ -305,13 +303,11 @@ class Pass(Read):
             restore_host_rng(here)
 
     def hand_out(self) -> None:
-        """Training takes a batch."""
         self.taken += 1
         self._watch.after_batch(self)
         self.evaluates = not self.counts and self._watch.is_evaluating
 
     def end(self) -> None:
-        """All batches were taken."""
         self.counts, self.unwatched = True, not self._watch.is_watching
         self._watch.after_last(self)
 

@@ -113,8 +113,6 @@ class Resuming:
 
 
 class Watch:
-    """The one watcher of a process."""
-
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
         self._patched: list[tuple[Any, Any]] = []
@@ -219,7 +217,6 @@ class Watch:
 
 
 def process() -> tuple[int, int]:
-    """torch.distributed's rank and world."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -28,13 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
@@ -500,7 +494,6 @@ class Trainers:
         self._ended_groups.clear()
 
     def running(self) -> list[int]:
-        """Process ids of those that have not ended."""
         return [process.pid for process in self._processes().values() if process.poll() is None]
 
     def failures(self) -> dict[int, WorkerExit]:

@@ -95,7 +95,7 @@ class StatusBoard:
         self._left = ""
         self._closed = False
         self._number = time.time_ns()  # more than that of a launcher before it that had the same node
-        self._board = Board(job_id=job_id)
+        self.board = Board(job_id=job_id)  # as this launcher last saw it
         self._held: bytes | None = None
         self._still_periods = 0
         self._looked_at = time.monotonic()
@@ -128,34 +128,28 @@ class StatusBoard:
             self._wake.set()
 
     @property
-    def board(self) -> Board:
-        return self._board
-
-    @property
     def degrees(self) -> Degrees | None:
-        """Of the newest version; None while there is none."""
-        return place(self._board.rows)[0]
+        return place(self.board.rows)[0]
 
     @property
     def holders(self) -> dict[Coordinate, tuple[str, str]]:
         """Node and failure domain of whoever holds each rank's newest version."""
-        return {at: (row.report.node, row.report.domain) for at, row in place(self._board.rows)[1].items()}
+        return {at: (row.report.node, row.report.domain) for at, row in place(self.board.rows)[1].items()}
 
     @property
     def scheme(self) -> str:
         """The protection of the newest version; "" where nobody said."""
-        return scheme_of(self._board.rows)
+        return scheme_of(self.board.rows)
 
     def tolerance_left(self, incarnation: int) -> int | None:
         """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this start."""
-        rows = self._board.rows
+        rows = self.board.rows
         _, holders = place(rows)
         if not holders or any(newest_start(row) < incarnation for row in holders.values()):
             return None
         return tolerance_now(rows)
 
     def close(self, why: str) -> None:
-        """Say that this node has ended, and end."""
         self._left = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -183,13 +177,12 @@ class StatusBoard:
             self._wake.clear()
 
     def _period_secs(self) -> float:
-        return _PERIOD_SECS * max(1.0, len(self._board.rows) / _NODES_PER_SEC)
+        return _PERIOD_SECS * max(1.0, len(self.board.rows) / _NODES_PER_SEC)
 
     def _turn(self, ending: bool) -> None:
-        """Look at this node, tell of it, and learn of the others."""
         self._number += 1
         doing = replace(self._doing, spare=self._is_spare())
-        counts = self._accounts.look(self._board.slow)
+        counts = self._accounts.look(self.board.slow)
         changes = {"number": self._number, "counts": counts}
         report = self._observer.look(doing).model_copy(update=changes)
         self._tell_memory(report)
@@ -226,12 +219,12 @@ class StatusBoard:
         if held != self._held:
             self._held, self._still_periods = held, 0
             try:
-                self._board = Board(job_id=self._job_id) if held is None else Board.unpack(held)
+                self.board = Board(job_id=self._job_id) if held is None else Board.unpack(held)
             except ValueError:  # another release's: it is put together anew
-                self._board = Board(job_id=self._job_id)
+                self.board = Board(job_id=self._job_id)
         else:
             self._still_periods += 1
-        if self._board.row(self._node) is None:
+        if self.board.row(self._node) is None:
             self._enlist(store)
         if self._is_keeper():
             self._keep(store, report, elapsed)
@@ -244,19 +237,19 @@ class StatusBoard:
             store.compare_set("nodes", held, json.dumps([*names, self._node]).encode())
 
     def _is_keeper(self) -> bool:
-        if self._board.keeper == self._node:
+        if self.board.keeper == self._node:
             return True
         # One after the other, so that not all try at once.
-        names = [row.report.node for row in self._board.rows if row.signal is not Signal.OFFLINE]
+        names = [row.report.node for row in self.board.rows if row.signal is not Signal.OFFLINE]
         turn = names.index(self._node) if self._node in names else len(names)
-        patience = 0 if not self._board.keeper else _KEEPER_PERIODS + min(turn, 8)
+        patience = 0 if not self.board.keeper else _KEEPER_PERIODS + min(turn, 8)
         return self._still_periods >= patience
 
     def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
         elapsed = min(elapsed_secs, 2 * period)
-        before = {row.report.node: row for row in self._board.rows}
+        before = {row.report.node: row for row in self.board.rows}
         listed = store.peek("nodes")
         names = set() if listed is None else set(json.loads(listed))
         rows, told = [], []
@@ -281,7 +274,7 @@ class StatusBoard:
         board = Board(
             job_id=self._job_id,
             keeper=self._node,
-            number=self._board.number + 1,
+            number=self.board.number + 1,
             unix_secs=now,
             rows=tuple(kept),
             slow=self._watch.slow(),
@@ -291,8 +284,8 @@ class StatusBoard:
         done, held = store.compare_set("board", self._held, data)
         if not done:
             return  # somebody else keeps it: read it at the next turn
-        tell_changes(self._board.slow, board.slow)
-        self._board, self._held, self._still_periods = board, held, 0
+        tell_changes(self.board.slow, board.slow)
+        self.board, self._held, self._still_periods = board, held, 0
         if forgotten and listed is not None:
             left = [n for n in json.loads(listed) if n not in forgotten]
             store.compare_set("nodes", listed, json.dumps(left).encode())
@@ -302,14 +295,14 @@ class StatusBoard:
     def _write(self, report: NodeReport) -> None:
         """The copy on this node, with this node's own newest report."""
         row = Row(report=report.model_copy(update={"ranks": ()}))
-        others = [r for r in self._board.rows if r.report.node != self._node]
+        others = [r for r in self.board.rows if r.report.node != self._node]
         changes = {
             "rows": (*others, row),
             "written_unix_secs": time.time(),
             "store_lost_unix_secs": self._lost_since,
         }
         if self._path.is_dir() and not self._closed:
-            fields = self._board.model_copy(update=changes).model_dump(mode="json")
+            fields = self.board.model_copy(update=changes).model_dump(mode="json")
             write_json(self._path / BOARD_FILE, fields)
 
     def _drop(self) -> None:

@@ -63,14 +63,7 @@ from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
-from reft.node.hangs import (
-    STOPPED,
-    WAITING,
-    Verdict,
-    Waiting,
-    name_culprit,
-    step_limit_secs,
-)
+from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch
 from reft.node.progress import STACKS_SUFFIX
 from reft.node.report import ENDED_WELL
@@ -94,7 +87,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
-        self._quiet = False
+        self.quiet = False  # the launcher tidies up from here on, which is bounded and not interrupted
 
     def install(self) -> None:
         for number in STOP_SIGNALS:
@@ -104,10 +97,6 @@ class StopSignals:
     def elapsed_secs(self) -> float:
         return time.monotonic() - self._at if self.received is not None else 0.0
 
-    def quieten(self) -> None:
-        """The launcher tidies up from here on, which is bounded and not interrupted."""
-        self._quiet = True
-
     def ignore(self) -> None:
         """The exit code stands: the interpreter would restore the default actions while it ends."""
         for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
@@ -115,7 +104,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.received is not None or self._quiet:
+        if self.received is not None or self.quiet:
             if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
                 self.agent.wait_no_more()
             return
@@ -129,8 +118,6 @@ class StopSignals:
 
 
 class End(Enum):
-    """How this node's part in the job ends."""
-
     UNFINISHED = auto()  # Told to stop, or the job has failed: it may be started again
     WELL = auto()
     LEFT = auto()  # It was told to leave, and the others have a version without it
@@ -274,7 +261,6 @@ class Launcher:
     # -- life --------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Run this node to its end; returns the exit code."""
         self._signals.install()
         try:
             self._memory.prepare(self._secret)
@@ -303,7 +289,7 @@ class Launcher:
             history.note(self._memory.path, history.ENDED, reason=str(error))
             raise
         finally:
-            self._signals.quieten()
+            self._signals.quiet = True
             self._tidy_up()
             self._signals.ignore()
 
@@ -349,7 +335,7 @@ class Launcher:
                 f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
                 "user, directory, program and arguments"
             )
-            if self.rendezvous.has_taken_part():  # else others may train, or wait longer
+            if handler.incarnation:  # it has taken part; else others may train, or wait longer
                 self.rendezvous.close(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
@@ -453,7 +439,6 @@ class Launcher:
 
 
 def _numbers(handler: StoreRendezvous, config: LaunchConfig) -> str:
-    """Of nodes with which the job could have gone on, for people."""
     fitting = handler.fitting
     if not fitting or set(range(config.min_nodes, config.max_nodes + 1)) <= set(fitting):
         return str(config.min_nodes)
@@ -526,7 +511,6 @@ class Hangs:
             self._waiting = [replace(w, node=self._node) for w in WAITING.validate_python(answer)]
 
     def clear(self) -> None:
-        """Another round: nobody is suspected."""
         self._waiting = []
         self._told: bytes | None = None
         self._cannot_ask = False

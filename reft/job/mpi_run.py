@@ -31,14 +31,7 @@ from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.control.wire import mac
-from reft.env import (
-    ENV_JOB_ID,
-    ENV_LAUNCHER_PID,
-    ENV_MEMORY_DIR,
-    ENV_NODE_DECLARED,
-    ENV_NODE_ID,
-    ENV_SECRET,
-)
+from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
@@ -95,7 +88,6 @@ class Place:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        """What torchrun would set."""
         local_rank, group = self.local.index(self.rank), self.leaders.index(self.local[0])
         return {
             "RANK": str(self.rank),
@@ -373,24 +365,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--keep-memory", action="store_true", help="keep the memory also when the job ends well"
     )
-    parser.add_argument(
-        "--start-secs",
-        type=float,
-        default=_START_SECS,
-        help="seconds to wait for all processes at the start (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--end-secs",
-        type=float,
-        default=_END_SECS,
-        help="seconds to wait for all processes after the first has ended (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--linger-secs",
-        type=float,
-        default=_LINGER_SECS,
-        help="seconds that a node's daemon waits for the next step (default: %(default)s)",
-    )
+    for option, secs, says in (
+        ("--start-secs", _START_SECS, "seconds to wait for all processes at the start"),
+        ("--end-secs", _END_SECS, "seconds to wait for all processes after the first has ended"),
+        ("--linger-secs", _LINGER_SECS, "seconds that a node's daemon waits for the next step"),
+    ):
+        parser.add_argument(option, type=float, default=secs, help=f"{says} (default: %(default)s)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")

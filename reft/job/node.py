@@ -140,7 +140,6 @@ class NodeMemory:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
     def remove(self) -> None:
-        """The job ended well: its memory goes."""
         if self.job_dir is None:
             return
         try:

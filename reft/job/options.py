@@ -67,10 +67,6 @@ class LaunchOptions:
     preload: tuple[str, ...]
 
     @property
-    def meets_at_etcd(self) -> bool:
-        return bool(self.config.rdzv_backend == ETCD_BACKEND)
-
-    @property
     def join_timeout_secs(self) -> float:
         return float(self.config.rdzv_configs.get("join_timeout", 600))
 

@@ -97,7 +97,6 @@ class TrainerStore:
 
     @classmethod
     def relay(cls, endpoint: str, secret: bytes, incarnation: int = 0) -> TrainerStore:
-        """Relay this node's trainers to the node that serves it."""
         listener = listen(LOOPBACK, 0)
         relay = cls(int(listener.getsockname()[1]), incarnation)
         relay._listener = listener
@@ -125,7 +124,6 @@ class TrainerStore:
             _join(trainer, channel)
 
     def close(self) -> None:
-        """Stop serving: the trainers of the round have ended."""
         if self._server is not None:
             self._server.close()
         self._closed.set()

@@ -98,7 +98,6 @@ class Advice:
 
 
 def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
-    """What the nodes of this host know of a job."""
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     present = [r.report for r in (() if board is None else board.rows) if r.signal is not Signal.OFFLINE]
     training = [report for report in present if not report.spare]

@@ -160,10 +160,7 @@ class DaemonClient:
                     self._request("configure", config=config)
                 wanted = [label.incarnation, label.step]
                 answer = self._request(
-                    "persist",
-                    label=wanted,
-                    wait_secs=left,
-                    timeout_secs=left + _ANSWER_SECS,
+                    "persist", label=wanted, wait_secs=left, timeout_secs=left + _ANSWER_SECS
                 )
                 return str(answer)
             except DaemonError as error:

@@ -42,7 +42,6 @@ class Waiting:
 
     @property
     def suspected(self) -> bool:
-        """It has been quiet for longer than it may be."""
         limit = self.limit_secs
         return limit is not None and self.quiet_secs > limit
 
@@ -53,7 +52,6 @@ class Waiting:
 
     @property
     def communicates(self) -> bool:
-        """It may wait for another rank."""
         name = self.seen.instruction
         return name.startswith(_WAITING) and name not in _COMPUTING
 
@@ -107,7 +105,6 @@ class Watch:
         self._still: dict[int, Unchanged] = {}
 
     def look(self, trainers: Iterable[Seen], elapsed_secs: float) -> list[Waiting]:
-        """What the trainers are at now."""
         seen = list(trainers)
         self._still = {s.local_rank: self._still.get(s.local_rank, Unchanged()) for s in seen}
         return [Waiting(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen]

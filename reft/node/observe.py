@@ -72,7 +72,6 @@ class CommitWatch:
         return [seen.header for seen in self._seen.values() if seen.header is not None]
 
     def _look(self, path: Path) -> _Arena | None:
-        """The arena as it is now; None if it cannot be read."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:

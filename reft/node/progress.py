@@ -368,7 +368,6 @@ class ProgressPage:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """While it lasts, the trainer is at ``phase``."""
         before, began = self.phase, self._began
         self._enter(phase)
         entered = self._began

@@ -240,7 +240,6 @@ def read_board(path: Path) -> Board | None:
 
 
 def newest_board(paths: Iterable[Path]) -> Board | None:
-    """The newest of several nodes' copies."""
     boards = [board for path in paths if (board := read_board(path)) is not None]
     return max(boards, key=lambda board: board.written_unix_secs, default=None)
 

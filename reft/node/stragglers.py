@@ -181,7 +181,6 @@ class SpeedWatch:
                 self._compare(Kind.LINK, group, self._link_secs, _LINK_FACTOR)
 
     def _groups(self) -> list[list[_Rank]]:
-        """Data-parallel peers, by replica."""
         found: dict[tuple[int, int], list[_Rank]] = {}
         for (pp, _, tp), rank in sorted(self._ranks.items()):
             found.setdefault((pp, tp), []).append(rank)

@@ -80,7 +80,6 @@ class Load:
 
     @property
     def moved_bytes(self) -> int:
-        """To the host and over the network."""
         return self.to_host_bytes + self.sent_bytes
 
 

@@ -221,7 +221,6 @@ class Pairs:
         return median(self._plain) if self._plain else None
 
     def cost(self) -> Cost | None:
-        """What the pairs tell; None without any."""
         plain = self.plain_secs()
         if plain is None or not self._differences:
             return None

@@ -120,8 +120,6 @@ class ChunkSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """What one rank did in one step."""
-
     rank: int
     stage_id: int
     begin_secs: float
@@ -192,8 +190,6 @@ class SnapshotUse:
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One pipeline stage, of these ranks."""
-
     stage_id: int
     ranks: tuple[int, ...]
     step_secs: Spread

@@ -19,7 +19,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from reft.control.collectives import allgather_bytes, network_errors
 from reft.control.wire import authenticate, check_authentic
+from reft.naming import kernel_id
 from reft.profile.result import Activity, ProfileError, activity_of
 from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
 
@@ -146,8 +146,7 @@ def decode(data: bytes) -> RankTraces:
 def clock_id() -> str:
     """Equal on processes that read the same clock: one boot of a host, one time namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{kernel_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
         return f"process {os.getpid()} {time.time_ns()}"
 

@@ -112,14 +112,9 @@ class Life:
                 self.micro_step(next(data))
 
     def passes(self, loader: Any, *, skip: int = 0, early: Any = None, evaluation: Any = ()) -> None:
-        """Train on a loader, pass by pass.
-
-        Args:
-            loader: of the passes.
-            skip: batches of the first pass that are read and not trained on.
-            early: an iterator for the first pass that was made before the engine loaded.
-            evaluation: a loader that is read between passes; it draws, and is no training data.
-        """
+        """Train pass by pass. ``skip``: batches of the first pass that are read and not trained on. ``early``: an
+        iterator for the first pass that was made before the engine loaded. ``evaluation``: a loader that is
+        read between passes; it draws, and is no training data."""
         while not self.over:
             for index, batch in enumerate(early or loader):
                 if index >= skip:
@@ -299,9 +294,7 @@ def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(tor
 UNKNOWN: dict[str, Script] = {
     "starts_anew": starts_anew,
     "reads_ahead": reads_ahead,
-    "loader_read_ahead": partial(
-        reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True)
-    ),
+    "loader_read_ahead": partial(reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH)),
 }
 
 

@@ -234,9 +234,8 @@ def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float
 def _show(episode: Episode) -> None:
     losses = episode.verdict.losses if episode.verdict else 0
     said = "[bold red]BAD[/]" if episode.problems else "[green]good[/]"
-    console.print(
-        f"    {said} in {episode.secs:.0f} s: {len(episode.attacks)} attacks, {losses} losses compared"
-    )
+    said += f" in {episode.secs:.0f} s: {len(episode.attacks)} attacks"
+    console.print(f"    {said}, {losses} losses compared")
     for problem in episode.problems:
         console.print(f"    {problem}", style="red", markup=False)
 

@@ -167,10 +167,10 @@ def stop_job(s: Strike) -> None:
 
 def pause_node(s: Strike) -> None:
     node = s.job.cluster.current[s.node()]
-    s.job.cluster.stand_still(node)
+    s.job.cluster.signal_all(node.node_id, signal.SIGSTOP)
     secs = s.rng.uniform(*_PAUSE_SECS)
     time.sleep(secs)
-    s.job.cluster.run_on(node)
+    s.job.cluster.signal_all(node.node_id, signal.SIGCONT)
     s.say(f"{node.node_id} for {secs:.1f} s")
 
 
@@ -188,16 +188,16 @@ def freeze_node(s: Strike) -> None:
     """A host that hangs is replaced, and then goes on as if nothing had been."""
     index = s.node()
     node = s.job.cluster.current[index]
-    s.job.cluster.stand_still(node)
+    s.job.cluster.signal_all(node.node_id, signal.SIGSTOP)
     after = s.job.under_way()
     s.job.cluster.start_node(index)
     s.say(f"{node.node_id}, replaced")
     s.job.wait_until_safe(after)
     if s.rng.random() < 0.5:
-        s.job.cluster.run_on(node)
+        s.job.cluster.signal_all(node.node_id, signal.SIGCONT)
         s.say("and then ran on")
     else:
-        s.job.cluster.kill_processes(node)
+        s.job.cluster.kill_all(node.node_id)
         s.say("and then died")
 
 

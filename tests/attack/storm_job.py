@@ -62,9 +62,9 @@ class StormCluster(LocalCluster):
         """Every process of every node dies at once; what is in memory stays."""
         names = [node.node_id for node in self.history]
         for name in dict.fromkeys(names):
-            self._signal(name, signal.SIGSTOP)
+            self.signal_all(name, signal.SIGSTOP)
         for name in dict.fromkeys(names):
-            self._kill_all(name)
+            self.kill_all(name)
         if rendezvous:
             self.kill_rendezvous()
 
@@ -73,15 +73,6 @@ class StormCluster(LocalCluster):
             self.start_rendezvous(self.port)
         for index in sorted(self.current):
             self.restart_node(index)
-
-    def stand_still(self, node: LocalNode) -> None:
-        self._signal(node.node_id, signal.SIGSTOP)
-
-    def run_on(self, node: LocalNode) -> None:
-        self._signal(node.node_id, signal.SIGCONT)
-
-    def kill_processes(self, node: LocalNode) -> None:
-        self._kill_all(node.node_id)
 
 
 class StormJob(FaultJob):
@@ -210,7 +201,7 @@ class StormJob(FaultJob):
     def forgotten(self) -> list[str]:
         """What the memory of a job that was told to stop ought to hold, by the words of ``reft verify``."""
         report = self.asked("verify")
-        wanted, restores = max(self.poll().current.committed, default=0), report.get("restores")
+        wanted, restores = self._committed_now(), report.get("restores")
         if restores is not None and restores["step"] >= wanted and not report["bad_blocks"]:
             return []
         return [f"step {wanted} was committed; reft verify says {report}"]

@@ -19,10 +19,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 
 DP2, DP4 = Shape(1, 2, 1, 2), Shape(1, 4, 1, 4)
 OPTIMIZER = OPTIMIZERS[2]
-QUICK = (
-    "--rdzv-conf",
-    "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=400,read_timeout=5",
-)
+CONF = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=400,read_timeout=5"
+QUICK = ("--rdzv-conf", CONF)
 STEPS, REFERENCE_STEPS = 100_000, 200
 SECS = 240.0
 
@@ -57,21 +55,10 @@ def started(scratch: Scratch, name: str, shape: Shape, **keys: Any) -> Iterator[
     back behind a commit. ``keys``: further ones of the block."""
     reference = scratch.reference(shape, OPTIMIZER, REFERENCE_STEPS)
     persist_dir = scratch.root / f"{name}-persisted"
-    block = {
-        "enabled": True,
-        "block_bytes": 16384,
-        "commit_timeout_secs": 20.0,
-        "persist": {"dir": str(persist_dir), "interval_steps": 5},
-        **keys,
-    }
-    job = Partitioned(
-        *(scratch, name, shape, OPTIMIZER),
-        steps=STEPS,
-        block=block,
-        options=QUICK,
-        job_id=name,
-        cluster_type=NetCluster,
-    )
+    block = {"enabled": True, "block_bytes": 16384, "commit_timeout_secs": 20.0, **keys}
+    block["persist"] = {"dir": str(persist_dir), "interval_steps": 5}
+    options = {"options": QUICK, "job_id": name, "cluster_type": NetCluster}
+    job = Partitioned(scratch, name, shape, OPTIMIZER, steps=STEPS, block=block, **options)
     job.persist_dir = persist_dir
     with job:
         job.wait_for("a checkpoint", lambda: job.latest() > 0, SECS)

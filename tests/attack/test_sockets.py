@@ -160,12 +160,9 @@ def run(tmp_path: Path, config: str, attacked: bool) -> dict[str, list[str]]:
     options = ("--nproc-per-node", "2", "--rank-order", "across-nodes")
     with cluster(tmp_path, "stages.py", config, nodes=2, procs_per_node=2, options=options[2:]) as job:
         files = [job.events_dir / f"losses-{rank}" for rank in range(RANKS)]
-        job.wait_until(
-            lambda: all(f.exists() and len(f.read_text().splitlines()) == 4 for f in files), 240, "four steps"
-        )
-        silent: list[socket.socket] = []
-        if attacked:
-            silent = strangers_call(job, tmp_path / "bombed")
+        made = lambda f: f.exists() and len(f.read_text().splitlines()) == 4  # noqa: E731
+        job.wait_until(lambda: all(map(made, files)), 240, "four steps")
+        silent = strangers_call(job, tmp_path / "bombed") if attacked else []
         (job.events_dir / "go").touch()
         assert job.wait(240) == {0: 0, 1: 0}, job.log(0)[-3000:]
         for caller in silent:
@@ -186,9 +183,8 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     first = next(i for i in job.current for t in job.trainers(i) if t.environ()["RANK"] == "0")
     table, seen, silent = documented(), {}, []
     sockets = listening(job)
-    doors = speaking_first(
-        (at for at in sockets if at.process == "trainer" and not isinstance(at.address, str)), CONTROL_DOORS
-    )
+    trainers = (at for at in sockets if at.process == "trainer" and not isinstance(at.address, str))
+    doors = speaking_first(trainers, CONTROL_DOORS)
     for at in sockets:
         name = name_of(at, master_port.get(at.node, 0), first, doors)
         assert name in table, f"{at} is not in the table of docs/security.md"
@@ -196,10 +192,7 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     # The launchers serve or relay no store here: `reft rendezvous` does.
     assert seen.keys() == table.keys() - {"launcher-store", "etcd-relay"}
     assert {len(seen[name]) for name in ("trainers-store", "trainers-door", "trainers-relay")} == {1}
-    assert {name: len(seen[name]) for name in ("daemon", "control")} == {
-        "daemon": 2,
-        "control": CONTROL_DOORS,
-    }
+    assert [len(seen[name]) for name in ("daemon", "control")] == [2, CONTROL_DOORS]
     bomb = pickle.dumps(Bomb(traces))
     junk = [b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100, b"\xff" * 4096, bomb * 8, bytes(64)]
     for name, those in seen.items():

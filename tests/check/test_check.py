@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, main
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.memory.jobdir import user_secret
+from tests.commands import command
 from tests.prefork import Popen
 
 NODES, BAD = 4, 2
@@ -27,11 +28,11 @@ def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | 
     """Exit code and JSON of every node; a node that ``disturb`` keeps from ending has none."""
     server = KeyValueServer(listen("127.0.0.1", 0), user_secret())
     outputs = [folder / f"node{n}.json" for n in range(NODES)]
-    command = [sys.executable, "-m", "reft.cli", "check", "--json", "--nnodes", str(NODES), *options]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{server.port}"]
+    words = [sys.executable, "-m", "reft.cli", "check", "--json", "--nnodes", str(NODES), *options]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{server.port}"]
     nodes = [
         Popen(
-            [*command, "--node-id", f"node{n}"],
+            [*words, "--node-id", f"node{n}"],
             stdout=out.open("wb"),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -88,36 +89,37 @@ def test_the_bad_one_of_four_is_named_by_all(tmp_path: Path, disturb: Any) -> No
             assert found["bad"] == [{"node": f"node{BAD}", "reasons": ["it does not answer"]}]
 
 
-def test_one_node_is_checked_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--json", "--secs", "0.1"]) == EXIT_WELL
-    told = json.loads(capsys.readouterr().out)
-    (node,) = told["nodes"]
+def test_one_node_is_checked_by_itself() -> None:
+    answer = command("check", "--json", "--secs", "0.1")
+    assert answer.code == EXIT_WELL
+    (node,) = answer.json["nodes"]
     assert node["alone"]["matmul_flops"] > 1e8
     assert node["alone"]["memory_bytes"] > 1e7
-    assert told["well"]
-    assert main(["check", "--secs", "0.1"]) == EXIT_WELL
-    assert "all nodes are well" in capsys.readouterr().out
+    assert answer.json["well"]
+    answer = command("check", "--secs", "0.1")
+    assert answer.code == EXIT_WELL
+    assert "all nodes are well" in answer.out
 
 
-def test_several_nodes_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--nnodes", "2"]) == EXIT_WRONG_USE
-    assert "reft rendezvous" in capsys.readouterr().err
+def test_several_nodes_need_a_place_to_meet() -> None:
+    answer = command("check", "--nnodes", "2")
+    assert answer.code == EXIT_WRONG_USE
+    assert "reft rendezvous" in answer.err
 
 
-def test_an_id_of_an_earlier_check_is_refused_instead_of_telling_its_result(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_id_of_an_earlier_check_is_refused_instead_of_telling_its_result() -> None:
     with closing(KeyValueServer(listen("127.0.0.1", 0), user_secret())) as server:
         arguments = ["check", "--rdzv-endpoint", f"127.0.0.1:{server.port}", "--secs", "0.1"]
-        assert main(arguments) == EXIT_WELL
-        assert main(arguments) == EXIT_WRONG_USE
-        assert "another --rdzv-id" in capsys.readouterr().err
-        assert main([*arguments, "--rdzv-id", "next"]) == EXIT_WELL
+        assert command(*arguments).code == EXIT_WELL
+        refused = command(*arguments)
+        assert refused.code == EXIT_WRONG_USE
+        assert "another --rdzv-id" in refused.err
+        assert command(*arguments, "--rdzv-id", "next").code == EXIT_WELL
 
 
-def test_a_rendezvous_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rendezvous_that_is_not_there_is_said() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-    arguments = ["check", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--secs", "0.1"]
-    assert main(arguments) == EXIT_NOT_WELL
-    assert "does not answer" in capsys.readouterr().err
+    answer = command("check", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--secs", "0.1")
+    assert answer.code == EXIT_NOT_WELL
+    assert "does not answer" in answer.err

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.cli import EXIT_WELL, main
+from reft.cli import EXIT_WELL
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.advice import Speed, situation
 from reft.node.history import RESUMED, STARTED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, read_board
-
-Told = Callable[..., str]
+from tests.commands import Answer, command
 
 
 @pytest.fixture
@@ -45,14 +42,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str], job: Path) -> Told:
-    def ask(*options: str) -> str:
-        code = main(["advise", "--memory-dir", str(job.parent), *options])
-        assert code == EXIT_WELL
-        return capsys.readouterr().out
-
-    return ask
+def told(job: Path, *options: str) -> Answer:
+    answer = command("advise", "--memory-dir", job.parent, *options)
+    assert answer.code == EXIT_WELL
+    return answer
 
 
 def test_what_the_nodes_have_noted_is_understood(job: Path) -> None:
@@ -66,18 +59,18 @@ def test_what_the_nodes_have_noted_is_understood(job: Path) -> None:
     assert seen.memory[0].node == "a"
 
 
-def test_it_is_told_to_people_as_json_and_as_yaml(told: Told) -> None:
-    assert "replace c: it was lost 3 times, of 3 in all" in told()
-    assert "add to 4 nodes" in told("--max-nodes", "4")
-    found = json.loads(told("--json", "--max-nodes", "4"))
+def test_it_is_told_to_people_as_json_and_as_yaml(job: Path) -> None:
+    assert "replace c: it was lost 3 times, of 3 in all" in told(job).out
+    assert "add to 4 nodes" in told(job, "--max-nodes", "4").out
+    found = told(job, "--json", "--max-nodes", "4").json
     assert [a["action"] for a in found["advice"] if a["action"] != "memory"] == ["replace", "add"]
     spec = found["scale_plan"]["spec"]
     assert spec["removePods"] == [{"name": "c", "type": "worker"}]
     assert spec["replicaResourceSpecs"]["worker"]["replicas"] == 4
-    assert json.loads(told("--yaml", "--max-nodes", "4")) == found["scale_plan"]
+    assert told(job, "--yaml", "--max-nodes", "4").json == found["scale_plan"]
 
 
-def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> None:
+def test_stragglers_that_the_job_names_are_replaced(job: Path) -> None:
     board = read_board(job)
     assert board is not None
     slow = {
@@ -85,6 +78,5 @@ def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> No
         **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
     }
     write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
-    assert (
-        "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting" in told()
-    )
+    said = "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting"
+    assert said in told(job).out

@@ -34,10 +34,7 @@ def look(directory: Path, script: str) -> list[str]:
     [
         ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage" is 2'),
         ({"zero_optimization": {"stage": 3}}, "write 1"),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-            "offload_optimizer.device",
-        ),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "optimizer.device"),
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
         ({"optimizer": {"type": "OneBitAdam"}}, 'write "AdamW"'),
         ({"optimizer": {"type": "Muon"}}, 'write "AdamW"'),
@@ -60,10 +57,8 @@ def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any]
     "config",
     [
         {},
-        {
-            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
-            "bf16": {"enabled": True},
-        },
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
+        {"bf16": {"enabled": True}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "amp": {"enabled": False}},
         {"compression_training": {"layer_reduction": {"enabled": False}}},
         {"reft": {**ON, "protection": "none"}},
@@ -128,11 +123,7 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
     ("load", "loop", "said"),
     [
         ("", LOOP, "neither engine.load_checkpoint nor reft.resume"),
-        (
-            f"if os.path.exists(latest): {LOAD}",
-            LOOP,
-            "line 5: `engine.load_checkpoint(save_dir)` is called only",
-        ),
+        (f"if os.path.exists(latest): {LOAD}", LOOP, "5: `engine.load_checkpoint(save_dir)` is called only"),
         (f"if Path(save_dir).is_dir():\n    {LOAD}", LOOP, "finds nothing before the script has saved"),
         (f"if args.resume: {LOAD}", LOOP, "is called only if `args.resume`"),
         (f"args.resume and {LOAD}", LOOP, "is called only if `args.resume`"),

@@ -32,7 +32,7 @@ REFUSED = {
     "other_learning_rate": ("config.optimizer.params.lr: was 0.01, is 0.5", '"accept_changes"'),
     "other_model": ("2 parameters of 72 numbers", "1 parameters of 64 numbers", "--job-id NAME"),
     "other_arguments": ('arguments.corpus: was "english", is "german"', "--job-id NAME"),
-    "resumable_of_a_list": ("expected a torch.utils.data.DataLoader",),
+    "resumable_of_a_list": ("expected a torch.utils.data.DataLoader", "client_state"),
     "pipeline_over_two_nodes": ("data-parallel degree of 1", '"allow_unprotected": true'),
     "more_losses_than_nodes": ('"tolerance": 2', 'write "tolerance": 1'),
     "auto_for_more_losses_than_nodes": ('"tolerance": 2', 'write "tolerance": 1'),

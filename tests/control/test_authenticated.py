@@ -32,6 +32,12 @@ def endpoint(server: KeyValueServer) -> str:
     return f"127.0.0.1:{server.port}"
 
 
+def shake_hands(connection: Any) -> Channel:
+    return Channel(
+        connection, purpose_key(SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0
+    )
+
+
 def read_all(connection: socket.socket) -> bytes:
     connection.settimeout(WAIT_SECS)
     got = b""
@@ -68,9 +74,7 @@ def test_p11_a_reflected_handshake_is_refused(server: KeyValueServer) -> None:
 def test_p11_a_changed_or_repeated_frame_ends_the_connection(server: KeyValueServer, change: str) -> None:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS)
     recorder = _Recorder(connection)
-    channel = Channel(
-        recorder, purpose_key(SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0
-    )  # type: ignore[arg-type]
+    channel = shake_hands(recorder)
     recorder.frames = frames = []
     channel.send(["set", "a", b"1"])
     channel.send(["set", "b", b"2"])
@@ -110,7 +114,7 @@ class _Recorder:
 
 def test_p11_a_huge_frame_is_not_read(server: KeyValueServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS) as connection:
-        Channel(connection, purpose_key(SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0)
+        shake_hands(connection)
         connection.sendall((wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         assert read_all(connection) == b""
 
@@ -134,21 +138,18 @@ def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.
     """Each byte in time, all of them never: the handshake as a whole is bounded."""
     monkeypatch.setattr("reft.control.authenticated.HANDSHAKE_SECS", 0.5)
     door = AuthenticatedServer(listen("127.0.0.1", 0), SECRET, "test", lambda channel: None)
-    try:
-        with socket.create_connection(("127.0.0.1", door.port)) as stranger:
-            stranger.settimeout(0.1)
-            deadline, open_still = time.monotonic() + WAIT_SECS, True
-            while open_still and time.monotonic() < deadline:
-                try:
-                    stranger.sendall(b"x")
-                    open_still = stranger.recv(1) != b""
-                except TimeoutError:
-                    continue
-                except ConnectionError:
-                    open_still = False
-            assert not open_still
-    finally:
-        door.close()
+    with contextlib.closing(door), socket.create_connection(("127.0.0.1", door.port)) as stranger:
+        stranger.settimeout(0.1)
+        deadline, open_still = time.monotonic() + WAIT_SECS, True
+        while open_still and time.monotonic() < deadline:
+            try:
+                stranger.sendall(b"x")
+                open_still = stranger.recv(1) != b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                open_still = False
+        assert not open_still
 
 
 def test_p6_a_door_without_descriptors_or_threads_opens_again(

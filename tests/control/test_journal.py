@@ -62,10 +62,8 @@ def test_p11_what_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
     data, whole = two_records(tmp_path)
     with pytest.raises(AuthenticationError, match="secret"):
         Journal(tmp_path, b"t" * 32)
-    for changed in (
-        data[:-1] + bytes([data[-1] ^ 1]),
-        data[:whole] + bytes(len(data) - whole) + data[whole:],
-    ):
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    for changed in (flipped, data[:whole] + bytes(len(data) - whole) + data[whole:]):
         journal_of(tmp_path).write_bytes(changed)
         with pytest.raises(AuthenticationError, match="changed"):
             Journal(tmp_path, SECRET)
@@ -92,9 +90,8 @@ for number in range(20):
 @pytest.mark.process
 def test_p6_a_disk_that_takes_a_part_of_a_record_ends_the_journal(tmp_path: Path) -> None:
     """What came after it could not be read."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
-    )
+    words = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     assert "state is no longer saved" in done.stderr
     assert Journal(tmp_path, SECRET).table == {}
 

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgpack
 import pytest
@@ -52,15 +53,10 @@ def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
     def one(rank: int) -> BaseException | None:
         secret = b"other" * 6 if rank == world_size - 1 else SECRET
         try:
-            made = join(store, rank, world_size, nodes[rank], secret=secret)
+            with closing(join(store, rank, world_size, nodes[rank], secret=secret)) as made:
+                made.tree.reduce_min([rank])
         except Exception as error:
             return error
-        try:
-            made.tree.reduce_min([rank])
-        except Exception as error:
-            return error
-        finally:
-            made.close()
         return None
 
     errors = on_all(one, world_size)
@@ -173,13 +169,8 @@ def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of
     named, long = threading.Event(), bytes(20 * 2**20)
     with ThreadPoolExecutor(2) as pool:
         end = pool.submit(Channel, theirs, SECRET, server=False, line="the line", handshake_secs=60.0)
-        root = Tree(
-            0,
-            2,
-            None,
-            [Channel(ours, SECRET, server=True, line="the line", handshake_secs=60.0)],
-            Limits(DEADLINE_SECS, 0.3),
-        )
+        channel = Channel(ours, SECRET, server=True, line="the line", handshake_secs=60.0)
+        root = Tree(0, 2, None, [channel], Limits(DEADLINE_SECS, 0.3))
         leaf = end.result(DEADLINE_SECS)
         root.links[0].peer = "rank 1"
         root.limits.on_silence = lambda missing, secs: named.set() if missing == ["rank 1"] else None

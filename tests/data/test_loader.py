@@ -267,17 +267,6 @@ def test_p8_a_version_brings_the_loader_back(begin: Any, stop: int, workers: int
     assert life.seen == wanted[stop:]
 
 
-def test_p12_batches_that_are_read_ahead_by_the_script_are_told(begin: Any) -> None:
-    life, one = begin(), tensors()
-    iterator = iter(one)
-    batch = next(iterator)
-    for _ in range(2):
-        following = next(iterator)
-        life.train(batch)
-        batch = following
-    assert "ahead of training" in life.data.advice()
-
-
 def test_p12_the_place_of_another_replica_is_told() -> None:
     data = DataPosition(Engine(), lambda: (1, 2))
     try:

@@ -179,11 +179,6 @@ def test_two_loaders_under_one_name_are_refused() -> None:
         iter(first)
 
 
-def test_what_is_no_loader_is_refused() -> None:
-    with pytest.raises(reft.ConfigError, match="client_state"):
-        reft.resumable([1, 2, 3])
-
-
 def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
     """``for batch in reft.resumable(loader)``."""
     seed(4)

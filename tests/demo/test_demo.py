@@ -79,9 +79,8 @@ def session(tmp_path: Path) -> Iterator[Session]:
 def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Session, tmp_path: Path):
     """P1, P3, P8, and nothing stays behind."""
     path = tmp_path / REPORT
-    demo = session.start(
-        *("--steps", "10", "--kill", "4:1", "--json", str(path), "--timeout", str(_TIMEOUT_SECS - 30))
-    )
+    options = ("--steps", "10", "--kill", "4:1", "--timeout", str(_TIMEOUT_SECS - 30))
+    demo = session.start(*options, "--json", str(path))
     out, err = demo.communicate(timeout=_TIMEOUT_SECS)
     assert demo.returncode == 0, out + err
     report = json.loads(path.read_text())
@@ -103,9 +102,8 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert 0 < recovery["load_secs"] < recovery["failure_to_step_secs"]
     parts = recovery["failure_to_step"]
     assert list(parts) == ["detection", *PARTS]
-    assert sum(parts.values()) <= recovery["failure_to_step_secs"] + 1.0, (
-        "parts of the same time, on one host"
-    )
+    # Parts of the same time, on one host:
+    assert sum(parts.values()) <= recovery["failure_to_step_secs"] + 1.0
     assert report["snapshots"]["committed"] >= 10
     assert session.left() == []
 

@@ -27,10 +27,8 @@ class Recorder:
 
     def life(self, number: int, ranks: int, first_pid: int, began: float) -> None:
         for rank in range(ranks):
-            self.write(
-                *("reft", rank, first_pid + rank, "attached", began),
-                **dict(incarnation=number, coordinate=f"pp0.dp{rank}.tp0", node=f"node{rank}", tolerance=1),
-            )
+            fields = dict(incarnation=number, coordinate=f"pp0.dp{rank}.tp0", node=f"node{rank}", tolerance=1)
+            self.write("reft", rank, first_pid + rank, "attached", began, **fields)
 
     def step(self, rank: int, pid: int, step: int, time: float, loss: float | None = None) -> None:
         fields = {} if loss is None else {"loss": loss, "loss_hex": loss.hex()}

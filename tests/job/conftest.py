@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reft.control.authenticated import listen
-from reft.control.keyvalue import KeyValueServer
+from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.memory.jobdir import JobDir
 from reft.node.daemon import Daemon
 from tests.job.daemons import answers, request_status, spawn, wait_for
@@ -21,7 +21,7 @@ SECRET = b"s" * 32
 
 @pytest.fixture
 def job_dir(tmp_path: Path) -> JobDir:
-    return JobDir.open_or_create(tmp_path / "memory", "job", "node0", secret=b"s" * 32)
+    return JobDir.open_or_create(tmp_path / "memory", "job", "node0", secret=SECRET)
 
 
 @pytest.fixture
@@ -73,3 +73,8 @@ def server(port: int) -> Iterator[KeyValueServer]:
     served = KeyValueServer(listen("127.0.0.1", port), SECRET)
     yield served
     served.close()
+
+
+@pytest.fixture
+def table(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=60.0)

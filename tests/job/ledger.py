@@ -38,14 +38,9 @@ def digest(sample: torch.Tensor) -> str:
 
 
 def state_digest() -> str:
-    numpys = np.random.get_state(legacy=True)
-    states = (
-        random.getstate(),
-        numpys[0],
-        numpys[1].tobytes(),
-        numpys[2:],
-        torch.get_rng_state().numpy().tobytes(),
-    )
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    torchs = torch.get_rng_state().numpy().tobytes()
+    states = (random.getstate(), kind, keys.tobytes(), rest, torchs)
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 

@@ -107,17 +107,14 @@ def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("renews", "newest", "used"),
-    [(True, 7, 1), (True, 6, 3), (True, -1, 3), (False, 7, 3)],
+    ("renews", "newest", "used"), [(True, 7, 1), (True, 6, 3), (True, -1, 3), (False, 7, 3)]
 )
 def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on(
     renews: bool, newest: int, used: int
 ) -> None:
     """Two were used when the newest version was the sixth; then a trainer fails again."""
-    a, b = (
-        replace(info(n), round=3, members=("a", "b"), restarts_used=2, known_step=6, cause=cause)
-        for n, cause in (("a", OWN), ("b", PEER))
-    )
+    second = {"round": 3, "members": ("a", "b"), "restarts_used": 2, "known_step": 6}
+    a, b = info("a", **second, cause=OWN), info("b", **second, cause=PEER)
     third = agree([a, replace(b, newest_step=newest), info("c", newest_step=6)], renews=renews)
     assert (third.restarts_used, third.known_step) == (used, max(6, newest))
 

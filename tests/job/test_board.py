@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from reft.cli import main
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
@@ -18,6 +17,7 @@ from reft.node.observe import NodeObserver
 from reft.node.progress import ProgressPage
 from reft.node.report import Board, Signal, read_board
 from tests.clock import Clock
+from tests.commands import command
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
@@ -27,14 +27,9 @@ from .test_resizing import CONFIG, OPTIONS, trains
 
 
 @pytest.mark.nightly
-def test_a_whole_job_is_shown_from_any_node_through_a_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-
+def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> None:
     def status(index: int) -> dict[str, Any]:
-        capsys.readouterr()
-        main(["status", "--json", "--memory-dir", str(job.current[index].memory_dir)])
-        told: dict[str, Any] = json.loads(capsys.readouterr().out)
+        told: dict[str, Any] = command("status", "--json", "--memory-dir", job.current[index].memory_dir).json
         return told
 
     with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
@@ -48,13 +43,9 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(
             assert told["steps_per_sec"] > 0
             assert told["newest_commit"]["step"] > 0
             assert told["commit_age_secs"] >= 0
-        watch = Popen(
-            [
-                *(sys.executable, "-m", "reft.cli", "status", "--watch", "--json"),
-                *("--memory-dir", str(job.current[0].memory_dir)),
-            ],
-            stdout=(tmp_path / "watched").open("wb"),
-        )
+        words = [sys.executable, "-m", "reft.cli", "status", "--watch", "--json"]
+        words += ["--memory-dir", str(job.current[0].memory_dir)]
+        watch = Popen(words, stdout=(tmp_path / "watched").open("wb"))
         job.kill_node(1)
         job.wait_until(
             lambda: all((status(i)["tolerance_left"], status(i)["tolerance"]) == (0, 1) for i in (0, 2)),
@@ -140,13 +131,13 @@ def test_p6_what_another_has_written_there_is_put_right(
     store.set("nodes", json.dumps(["ghost"]))
     board = board_of(server, tmp_path, "a")
     board.start()
-    wait_for(lambda: known(tmp_path, "a") == {"a": "HEALTHY"} and told_by(tmp_path) == "a", "its own board")
+
+    def put_right() -> bool:
+        told = read_board(tmp_path / "a" / "job")
+        return known(tmp_path, "a") == {"a": "HEALTHY"} and told is not None and told.keeper == "a"
+
+    wait_for(put_right, "its own board")
     board.close("")
-
-
-def told_by(root: Path) -> str:
-    board = read_board(root / "a" / "job")
-    return "" if board is None else board.keeper
 
 
 def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValueServer) -> None:

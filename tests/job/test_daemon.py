@@ -27,7 +27,7 @@ from reft.naming import Label
 from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request
 from reft.node.daemon import END_SIGNAL
 from tests.attack.jobs import runs
-from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
+from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 
 # -- who may talk to it ----------------------------------------------------------------------------
 
@@ -80,9 +80,7 @@ def test_stale_since_the_first_skipped_step_until_the_next_commit(
     run_here()
     client = DaemonClient(job_dir.path, job_dir.secret)
 
-    def status() -> dict:
-        return request(job_dir.path, job_dir.secret, "status")
-
+    status = partial(request_status, job_dir)
     client.notify_commit(Label(1, 3), Coordinate(0, 1, 0), {"taken": 3})
     client.notify_skip(4, "busy", {"taken": 3})
     client.notify_skip(5, "no memory", {"taken": 3})
@@ -128,13 +126,8 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
     second = spawn(job_dir)
     try:
         wait_for(lambda: answers(job_dir), "the second daemon")
-        wait_for(
-            lambda: (
-                request(job_dir.path, job_dir.secret, "status")["last_committed"]
-                == {"incarnation": 1, "step": 199}
-            ),
-            "the newest note",
-        )
+        newest = {"incarnation": 1, "step": 199}
+        wait_for(lambda: request_status(job_dir)["last_committed"] == newest, "the newest note")
         causes = [r for r in caplog.records if "cannot be reached" in r.message]
         assert len({r.message for r in causes}) == len(causes)
         assert (job_dir.path / "config.json").exists()
@@ -147,20 +140,16 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
 @pytest.mark.process
 def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> None:
     commit(job_dir, 0, Label(1, 4))
-    launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import os, subprocess, sys, time\n"
-            "orphan = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-            f"daemon = subprocess.Popen([sys.executable, '-m', 'reft.node.daemon', {str(job_dir.path)!r},"
-            "'--launcher-pid', str(os.getpid())], start_new_session=True)\n"
-            "print(daemon.pid, orphan.pid, flush=True)\n"
-            "time.sleep(60)",
-        ],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    code = (
+        "import os, subprocess, sys, time\n"
+        "orphan = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"daemon = subprocess.Popen([sys.executable, '-m', 'reft.node.daemon', {str(job_dir.path)!r},"
+        "'--launcher-pid', str(os.getpid())], start_new_session=True)\n"
+        "print(daemon.pid, orphan.pid, flush=True)\n"
+        "time.sleep(60)"
     )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert launcher.stdout is not None
     daemon, orphan = (psutil.Process(int(x)) for x in launcher.stdout.readline().split())
     try:

@@ -12,10 +12,8 @@ from tests.etcd import EtcdCluster
 
 from .cluster import WatchedCluster, cluster
 
-QUICK = (
-    *("--max-restarts", "0"),
-    *("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=300"),
-)
+CONF = "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=300"
+QUICK = ("--max-restarts", "0", "--rdzv-conf", CONF)
 WAIT_SECS = 300.0
 Fault = Callable[[EtcdCluster], AbstractContextManager[None]]
 
@@ -73,9 +71,8 @@ FAULTS = (leader_killed, leader_stopped, majority_lost, every_lease_lost)
 def test_p6_training_does_not_notice_what_etcd_suffers_and_a_node_is_replaced_meanwhile(
     tmp_path: Path, etcd: EtcdCluster, faults: Sequence[Fault]
 ) -> None:
-    with cluster(
-        tmp_path / "job", "allreduce.py", "100000", nodes=2, etcd=etcd.endpoint, options=QUICK
-    ) as job:
+    start = {"nodes": 2, "etcd": etcd.endpoint, "options": QUICK}
+    with cluster(tmp_path / "job", "allreduce.py", "100000", **start) as job:
         trains(job, attempt=0)
         for fault in faults:
             with fault(etcd):

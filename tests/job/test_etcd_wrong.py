@@ -14,9 +14,9 @@ import pytest
 from reft.errors import ConfigError
 from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
+from tests.job.conftest import SECRET
 from tests.prefork import Popen
 
-SECRET = b"s" * 32
 USER = {"REFT_ETCD_USER": "reft", "REFT_ETCD_PASSWORD": "right"}
 
 
@@ -144,17 +144,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     key = ("-newkey", "rsa:2048", "-nodes")
     for ca in ("ca", "stranger"):
-        openssl(
-            *("req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", f"/CN={ca}"),
-            *("-days", "2"),
-        )
+        out = ("-keyout", f"{ca}.key", "-out", f"{ca}.pem")
+        openssl("req", "-x509", *key, *out, "-subj", f"/CN={ca}", "-days", "2")
     (at / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
     for name in ("server", "client"):
         openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-out", f"{name}.pem", "-days", "2", "-extfile", "extensions"),
-        )
+        by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "extensions")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", *by)
     return at
 
 
@@ -173,9 +169,8 @@ def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: P
         assert "trained" in done.stdout
 
         soon = "connect_timeout=1"
-        assert_refused(
-            launch(tmp_path, cluster.endpoint, "--rdzv-conf", soon), "without TLS", "cacert=FILE", code=1
-        )
+        done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", soon)
+        assert_refused(done, "without TLS", "cacert=FILE", code=1)
         for wrong in (soon, f"cacert={at}/stranger.pem,{own},{soon}"):
             done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", wrong, env=env)
             assert_refused(done, "with TLS", "certificates", code=1)

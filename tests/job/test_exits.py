@@ -36,9 +36,8 @@ PEER_ERRORS = [
 OWN_ERRORS = [
     ValueError("Connection reset by peer"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError(
-        "HIP error: an illegal memory access was encountered"
-    ),  # torch's words on AMD's devices (ROCm)
+    # torch's words on AMD's devices (ROCm)
+    RuntimeError("HIP error: an illegal memory access was encountered"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled hip error, socket closed"),
     RuntimeError("shape mismatch"),
     ConnectionResetError(104, "Connection reset by peer"),  # the user's own download
@@ -117,21 +116,18 @@ def test_every_way_to_end_has_one_cause(end: WorkerExit, cause: Cause) -> None:
 
 def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     killed = WorkerExit(-signal.SIGKILL, None)
-    assert judge({0: PEER, 1: killed, 2: PEER}) == Failure(
-        Cause.OWN, 1, 137, "local rank 1: killed by SIGKILL"
-    )
+    own = Failure(Cause.OWN, 1, 137, "local rank 1: killed by SIGKILL")
+    assert judge({0: PEER, 1: killed, 2: PEER}) == own
     refused = WorkerExit(2, ExitNote.of(ConfigError("write this")))
-    assert judge({0: killed, 1: refused}) == Failure(
-        Cause.REFUSED, 1, 2, "local rank 1: ConfigError: write this"
-    )
+    said = Failure(Cause.REFUSED, 1, 2, "local rank 1: ConfigError: write this")
+    assert judge({0: killed, 1: refused}) == said
     assert judge({0: PEER, 1: PEER}).cause is Cause.PEER
     assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is Cause.PEER
 
 
 def test_exit_codes_are_the_shells() -> None:
     assert [shell_code(WorkerExit(c, None)) for c in (3, -11, None)] == [3, 139, 1]
-    assert [shell_code(WorkerExit(c, None)) for c in (143, -15, 130, -2, 129, 131, 76)] == [1] * 7, (
-        "that a launcher was told to stop, or cut off, is said of it alone"
-    )
+    # That a launcher was told to stop, or cut off, is said of it alone.
+    assert [shell_code(WorkerExit(c, None)) for c in (143, -15, 130, -2, 129, 131, 76)] == [1] * 7
     assert shell_code(WorkerExit(None, PEER.note)) == 75
     assert shell_code(WorkerExit(None, ExitNote(Cause.REFUSED, "ConfigError: x"))) == 2

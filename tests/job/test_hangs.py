@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +28,9 @@ HUNG = "the job hangs"
 def job(
     tmp_path: Path, fault: str, *, steps: int = 40, options: tuple[str, ...] = ()
 ) -> Iterator[WatchedCluster]:
-    block = {
-        "enabled": True,
-        "hang_factor": HANG_FACTOR,
-        "hang_timeout_secs": 360.0,
-        "allow_unprotected": True,
-        "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
-    }
+    block: dict[str, Any] = {"enabled": True, "hang_factor": HANG_FACTOR, "hang_timeout_secs": 360.0}
+    # Of a job that goes on with fewer nodes:
+    block |= {"allow_unprotected": True, "accept_changes": ["config.train_batch_size"]}
     script = ("hanging.py", deepspeed_json(tmp_path, reft=block), fault)
     env = {"TEST_SLOW_SECS": str(SLOW_SECS), "TEST_STEPS": str(steps), "TEST_TIMEOUT_SECS": str(TIMEOUT_SECS)}
     with cluster(tmp_path, *script, nodes=2, env=env, options=options) as made:

@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 
-from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.exits import Cause, Failure
 from reft.job.launch import Hangs
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
 from tests.clock import Clock
-from tests.job.conftest import SECRET
 
 PIDS = (4_000_001, 4_000_002)  # of no process
 SEEN = Seen(0, 0, PIDS[0], Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
-
-
-@pytest.fixture
-def table(server: KeyValueServer) -> KeyValueStore:
-    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
 
 
 def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[dict[str, Any]]:
@@ -37,11 +30,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def judged(
-    nodes: list[Hangs], table: Any, clock: Clock, secs: float = 5.0, *, silent: bool = False, asked: int = 2
+    nodes: list[Hangs], table: Any, clock: Clock, *, silent: bool = False, asked: int = 2
 ) -> dict[int, Failure]:
-    """What the agents hear that ask again and again, for so long: the first word of each."""
+    """What the agents hear that ask again and again: the first word of each."""
     found: dict[int, Failure] = {}
-    until = clock.monotonic() + secs
+    until = clock.monotonic() + 5.0
     while clock.monotonic() < until:
         clock.sleep(0.1)
         for number, node in enumerate(nodes[:asked]):

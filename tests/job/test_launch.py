@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
-from .cluster import WatchedCluster, cluster
+from .cluster import cluster
+from .conftest import SECRET
 
 
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
@@ -54,9 +56,8 @@ def test_the_rendezvous_defaults_suit_replacements() -> None:
     assert large.config.rdzv_configs["keep_alive_interval"] == 5
     assert large.job_id == large.config.run_id
     assert large.job_id.startswith("train-")
-    own = parse(
-        "--nnodes", "4", "--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,keep_alive_interval=9"
-    )
+    conf = "join_timeout=5,keep_alive_interval=9"
+    own = parse("--nnodes", "4", "--rdzv-endpoint", "x", "--rdzv-conf", conf)
     assert own.config.rdzv_configs["join_timeout"] == "5"
     assert own.config.rdzv_configs["keep_alive_interval"] == "9"
     assert own.join_timeout_secs == 5.0
@@ -132,15 +133,13 @@ def test_wrong_use_says_what_to_write(
 
 
 def test_a_lost_store_is_waited_for_and_then_explained() -> None:
-    secret = b"s" * 32
-    server = RendezvousServer("127.0.0.1", 0, secret)
+    server = RendezvousServer("127.0.0.1", 0, SECRET)
     endpoint = server.info.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    rendezvous = RendezvousClient(options, secret)
+    rendezvous, late = (RendezvousClient(options, SECRET) for _ in range(2))
     rendezvous.connect()
     assert rendezvous.place.trainers_endpoint() == endpoint
     rendezvous.close("node a gave up: local rank 0: ValueError")
-    late = RendezvousClient(options, secret)
     late.connect()
     assert late.outcome() == "node a gave up: local rank 0: ValueError"
     server.close()
@@ -152,21 +151,17 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
 def test_a_good_end_clears_the_note_of_what_was_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], stays: bool
 ) -> None:
-    secret = b"s" * 32
-    monkeypatch.setenv("REFT_SECRET", secret.hex())
-    server = RendezvousServer("127.0.0.1", 0, secret)
-    try:
+    monkeypatch.setenv("REFT_SECRET", SECRET.hex())
+    with closing(RendezvousServer("127.0.0.1", 0, SECRET)) as server:
         where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
         launcher.rendezvous.connect()
-        store = KeyValueStore(server.info.endpoint, secret)
+        store = KeyValueStore(server.info.endpoint, SECRET)
         store.set("reft/job/committed", "1:7")
         agent: Any = SimpleNamespace(all_ended_well=True)
         assert launcher.judge(agent, RunResult(state=WorkerState.SUCCEEDED)) == 0
         assert store.check(["reft/job/committed"]) is stays
         assert launcher.rendezvous.outcome() == "the job ended well"
-    finally:
-        server.close()
 
 
 def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
@@ -187,13 +182,9 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
 
 @pytest.mark.process
 def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; from reft.cli import main; code = main(['launch', '--help']); "
-        "print(code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
-    )
+    code = "import sys; from reft.cli import main; code = main(['launch', '--help']); print(code, 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.splitlines()[-1] == "0 False"
     for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
         assert option in done.stdout
@@ -209,12 +200,9 @@ def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
         assert not job.job_dir(0).exists()
         first = job.events("start")[0]["env"]
         assert len(job.events("start")) == 2
-    assert first["REFT_NODE_ID"] == "node0"
-    assert first["REFT_JOB_ID"] == "local"
-    assert first["REFT_MEMORY_DIR"] == str(job.current[0].memory_dir)
+    told = [first[f"REFT_{name}"] for name in ("NODE_ID", "JOB_ID", "MEMORY_DIR", "STORE", "ROUND")]
+    assert told == ["node0", "local", str(job.current[0].memory_dir), job.endpoint, "1"]
     assert len(bytes.fromhex(first["REFT_SECRET"])) == 32
-    assert first["REFT_STORE"] == job.endpoint
-    assert first["REFT_ROUND"] == "1"
 
 
 @pytest.mark.process
@@ -336,11 +324,7 @@ def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
     with single(tmp_path, "wait", "stubborn", procs_per_node=2) as job:
         job.wait_for("ready", 2)
         job.wait_until(lambda: (job.status(0) or {}).get("pid") is not None, 240, "the daemon")
-        wait_until_daemon_knows_the_trainers(job)
+        job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list")
         job.signal_node(0, signal.SIGKILL)
         job.wait_until(job.none_left, 240, "the end of all processes")
         assert job.job_dir(0).is_dir()
-
-
-def wait_until_daemon_knows_the_trainers(job: WatchedCluster) -> None:
-    job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list")

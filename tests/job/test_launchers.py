@@ -57,9 +57,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, with_pip=False)
     python = directory / "bin" / "python"
-    there = subprocess.check_output(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    )
+    words = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    there = subprocess.check_output(words, text=True)
     (Path(there.strip()) / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return python
 
@@ -84,11 +83,8 @@ def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path
     assert 0 < len(modules("import deepspeed")) <= MOST_MODULES
     # As `srun python` starts it, with what DeepSpeed asks for.
     where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = run(
-        *(str(environment), SCRIPT, config(tmp_path)),
-        out=tmp_path,
-        env={**where, "MASTER_PORT": str(free_port())},
-    )
+    env = {**where, "MASTER_PORT": str(free_port())}
+    done = run(str(environment), SCRIPT, config(tmp_path), out=tmp_path, env=env)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "`reft launch` did not start this job" in done.stdout
     assert "no node daemon runs" in done.stdout

@@ -50,12 +50,7 @@ def launches_of(kills: int, tier: str) -> list[tuple[int, int]]:
     return [*((degree, share - 1) for degree, share in shares), (DEGREES[-1], 0)]
 
 
-def run(
-    tmp_path: Path,
-    workers: int,
-    launches: list[tuple[int, int]],
-    tier: str,
-) -> Books:
+def run(tmp_path: Path, workers: int, launches: list[tuple[int, int]], tier: str) -> Books:
     """A job of several launches. ``launches``: see :func:`launches_of`. ``tier``: where a launch finds the
     versions of the one before."""
     seed = random.SystemRandom().randrange(10**6) if "REFT_RANDOM_EXAMPLES" in os.environ else 1
@@ -93,9 +88,8 @@ def run(
                 job.wait_until(lambda b=before: newest(disk) != b, PATIENCE_SECS, "a checkpoint")
             # Of the first one steps are left, whose random states are compared.
             wait_for(job, books, rng.randrange(1, 60) + 60 * (number == 0))
-        print(
-            f"seed {seed}, launch {number}: {degree} replicas, {books.lives()} lives, step {books.last_step()}"
-        )
+        said = f"{degree} replicas, {books.lives()} lives, step {books.last_step()}"
+        print(f"seed {seed}, launch {number}: {said}")
         if tier == "storage":
             shutil.rmtree(tmp_path / "memory")
     return books
@@ -129,9 +123,8 @@ def test_p8_every_sample_once_over_kills_and_other_degrees(
     assert epochs >= 2
     others = [line["step"] for line in history if line["replicas"] != DEGREES[0]]
     until = min(others, default=steps + 1) - 1
-    states = judge_rng(history, DEGREES[0], until)
+    states, resumed = judge_rng(history, DEGREES[0], until), books.resumed()
     assert states > 0
-    resumed = books.resumed()
     assert resumed > kills / 2
     print(
         f"{kills} kills, {books.lives()} lives, {resumed} of them went on, {steps} steps, {epochs} epochs: "

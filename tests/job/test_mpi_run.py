@@ -27,6 +27,10 @@ JOB = "steps"
 JOB_SECS = 300.0
 
 
+def mpi_run(memory: Path, *words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "reft.job.mpi_run", "--memory-dir", *map(str, (memory, *words))]
+
+
 class Nodes:
     """Nodes of an MPI job on this machine: each has a memory directory, one trainer, and a daemon."""
 
@@ -47,11 +51,7 @@ class Nodes:
             config.write_text(json.dumps(block))
             command += ["--reft", str(config)]
         contexts = [
-            [
-                *(sys.executable, "-m", "reft.job.mpi_run", "--memory-dir", str(self.memory(node))),
-                *("--node-id", node, "--job-id", JOB, *command),
-            ]
-            for node in nodes
+            mpi_run(self.memory(node), "--node-id", node, "--job-id", JOB, *command) for node in nodes
         ]
         events = self.root / f"events-{name}"
         events.mkdir(exist_ok=True)
@@ -123,19 +123,13 @@ def test_p8_the_next_step_goes_on_from_memory_bit_for_bit(nodes: Nodes, transpor
     assert nodes.losses("job") == nodes.losses("quiet")
     # The daemons of the nodes that were left have served the second step, and ended with the job, as has its memory.
     assert not [node for node in names if (nodes.memory(node) / JOB).exists()]
-    _, alive = psutil.wait_procs(
-        [psutil.Process(int(d["pid"])) for n, d in daemons.items() if n != "n1" and d and is_running(d)],  # type: ignore[call-overload]
-        timeout=60,
-    )
-    assert not alive
+    left = [int(d["pid"]) for n, d in daemons.items() if n != "n1" and d and is_running(d)]  # type: ignore[call-overload]
+    assert not psutil.wait_procs(list(map(psutil.Process, left)), timeout=60)[1]
 
 
 @pytest.mark.process
 def test_a_wrong_job_id_ends_all_processes_with_one_line_each(nodes: Nodes) -> None:
-    commands = [
-        [sys.executable, "-m", "reft.job.mpi_run", "--memory-dir", str(nodes.root / f"m{i}"), "--job-id", f"job{i}", "x.py"]
-        for i in range(2)
-    ]  # fmt: skip
+    commands = [mpi_run(nodes.root / f"m{i}", "--job-id", f"job{i}", "x.py") for i in range(2)]
     code, output = nodes.start(commands, {})
     assert code == 2, output
     assert "give it different names: job0, job1" in output
@@ -156,19 +150,8 @@ def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(n
         "sys.exit(int(sys.argv[1]))\n"
     )
     for code in (0, 7):
-        commands = [
-            [
-                *(sys.executable, "-m", "reft.job.mpi_run", "--no-daemon"),
-                *(
-                    "--memory-dir",
-                    str(nodes.root / f"m{i // 2}"),
-                    str(script),
-                    str(code),
-                    str(nodes.root / "seen"),
-                ),
-            ]
-            for i in range(3)
-        ]
+        words = ("--no-daemon", script, str(code), nodes.root / "seen")
+        commands = [mpi_run(nodes.root / f"m{i // 2}", *words) for i in range(3)]
         ended, output = nodes.start(commands, {})
         assert ended == code, output
         seen = [nodes.root / f"seen{rank}" for rank in range(3)]  # lines of several processes run together
@@ -188,11 +171,7 @@ def test_p6_a_script_that_fails_in_one_process_ends_the_job(nodes: Nodes) -> Non
         "    raise ValueError('no such batch')\n"
         "threading.Event().wait(3600)\n"
     )
-    command = [
-        *(sys.executable, "-m", "reft.job.mpi_run", "--no-daemon"),
-        *("--memory-dir", str(nodes.root / "m"), str(script)),
-    ]
-    code, output = nodes.start([command] * 2, {})
+    code, output = nodes.start([mpi_run(nodes.root / "m", "--no-daemon", script)] * 2, {})
     assert code == 1, output
     assert "ValueError: no such batch" in output
 

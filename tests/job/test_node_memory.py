@@ -12,8 +12,7 @@ from reft.job.node import NodeMemory
 from reft.memory.arena import Arena
 from reft.memory.jobdir import SECRET_FILE, JobDir
 from reft.memory.joblock import holder
-
-SECRET = b"s" * 32
+from tests.job.conftest import SECRET
 
 
 @pytest.mark.parametrize("end", [NodeMemory.remove, NodeMemory.discard_unused])
@@ -29,24 +28,21 @@ def test_p7_a_launcher_leaves_the_directory_that_another_made_and_holds(tmp_path
     assert not second.path.exists()
 
 
-def test_what_trainers_made_again_goes_with_a_good_end(tmp_path: Path) -> None:
+def test_p7_a_directory_made_again_is_held_again_and_goes_with_a_good_end(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path, "job", "node0")
     memory.prepare(SECRET)
     shutil.rmtree(memory.path)
     memory.remove()  # nothing is there
-    again = NodeMemory(tmp_path, "job", "node0")
-    again.prepare(SECRET)
-    (again.path / "job.lock").unlink()  # trainers do not hold it
-    again.remove()
-    assert not again.path.exists()
-
-
-def test_p7_a_directory_made_again_is_held_again(tmp_path: Path) -> None:
-    memory = NodeMemory(tmp_path, "job", "node0")
-    memory.prepare(SECRET)
-    shutil.rmtree(memory.path)
     memory.make_again(SECRET)
     assert holder(memory.path) is not None
+    memory.remove()
+    assert not memory.path.exists()
+
+
+def test_what_trainers_made_again_goes_with_a_good_end(tmp_path: Path) -> None:
+    memory = NodeMemory(tmp_path, "job", "node0")
+    memory.prepare(SECRET)
+    (memory.path / "job.lock").unlink()  # trainers do not hold it
     memory.remove()
     assert not memory.path.exists()
 

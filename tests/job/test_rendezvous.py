@@ -15,9 +15,10 @@ import pytest
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
 from reft.job.rendezvous.server import RendezvousServer, is_reachable, is_served_by_reft
+from tests.job.conftest import SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
-SECRET = b"s" * 32
+
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
 COMMAND = [sys.executable, "-m", "reft.job.rendezvous.server", "--json"]
 

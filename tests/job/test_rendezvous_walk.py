@@ -92,11 +92,7 @@ def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nob
     """Also where spares, who look more often than others beat, are as many as make a round, and where a
     newcomer is the first to look at the store again. A node that was struck out takes its place again."""
     world = World(seed, 2, 3, store)
-    with world.patched():
-        for _ in range(3 if what == "a node stands still" else 5):
-            world.start()
-        world.run(20.0)
-        settled(world, 3)
+    with gathered(world, 3, started=3 if what == "a node stands still" else 5):
         trained = {n.name: n.rounds[:] for n in world.nodes}
         if what == "forgets":
             world.table.forget()
@@ -155,11 +151,7 @@ def test_those_that_are_left_wait_as_told_for_another_in_the_place_of_a_lost_nod
 ) -> None:
     world = World(1, 2, 3, store)
     world.wait_secs = 60.0
-    with world.patched():
-        for _ in range(2):
-            world.start()
-        world.run(20.0)
-        settled(world, 2)  # nobody is lost, and nobody is waited for
+    with gathered(world, 2):  # nobody is lost, and nobody is waited for
         world.start()
         world.run(30.0)
         settled(world, 3)
@@ -197,9 +189,8 @@ def test_p3_a_batch_that_seven_nodes_cannot_share_is_shared_by_four_that_have_al
         world.run(40.0)
         settled(world, 4)
         left = {ranks[n.name] for n in world.alive if n.trains is not None}
-        assert all(rank in left or (rank - 1) % 8 in left for rank in range(8)), (
-            "one of two neighbours has it"
-        )
+        # One of two neighbours has it.
+        assert all(rank in left or (rank - 1) % 8 in left for rank in range(8))
         assert len(world.alive) == 7, "the others wait"
         world.start()
         world.run(30.0)

@@ -88,9 +88,7 @@ def board_says_spare(job: WatchedCluster, node: str) -> bool:
     return any(row["report"]["node"] == node and row["report"]["spare"] for row in rows)
 
 
-NOW = Situation(
-    least=1, most=6, nodes=("a", "b", "c"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1)
-)
+NOW = Situation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1))
 
 
 @pytest.mark.parametrize(
@@ -143,17 +141,9 @@ def in_ring(number: int, *, batch: int, micro: int) -> Situation:
     """So many nodes of a replica each, each of which keeps a copy of the one before."""
     ranks = tuple(range(number))
     members = tuple((f"host{rank}", 1, 0) for rank in ranks)
-    return Situation(
-        least=1,
-        most=number,
-        nodes=tuple("abcdefgh"[:number]),
-        spares=0,
-        workers=1,
-        tolerance=1,
-        degrees=Degrees(1, number, 1),
-        size=Size("", batch, micro),
-        sizes=Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,)),
-    )
+    sizes = Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,))
+    nodes, degrees = tuple("abcdefgh"[:number]), Degrees(1, number, 1)
+    return Situation(1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes)
 
 
 THREE = in_ring(3, batch=12, micro=4)  # Two replicas could not share the batch
@@ -175,9 +165,8 @@ def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() 
     assert "2 would leave at once" in said
     assert "the job survives the loss of 1." in said
     assert "`reft protect arc:2` makes it survive that" in said
-    assert refusal(order, replace(THREE, tolerance=0)), (
-        "it never survives so many: there is nothing to wait for"
-    )
+    # It never survives so many: there is nothing to wait for.
+    assert refusal(order, replace(THREE, tolerance=0))
     more = replace(THREE, sizes=replace(THREE.sizes or Sizes(), scheme="arc:2"))
     assert not refusal(order, more)
     assert "2 nodes would leave at once" in shortfall(order, more), "one of them is not there now"

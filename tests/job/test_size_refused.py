@@ -11,11 +11,8 @@ from reft.refusal import EX_REFUSED
 from .cluster import cluster
 
 
-def options(nodes: str, join_secs: int, last_call_secs: int = 1) -> tuple[str, ...]:
-    conf = (
-        f"keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout={last_call_secs},"
-        f"join_timeout={join_secs}"
-    )
+def options(nodes: str, join_secs: int) -> tuple[str, ...]:
+    conf = f"keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,join_timeout={join_secs}"
     return ("--no-daemon", "--nnodes", nodes, "--max-restarts", "0", "--rdzv-conf", conf)
 
 

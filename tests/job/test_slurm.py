@@ -79,12 +79,8 @@ def test_p7_names_of_memory_last_over_requeues_and_differ_between_tasks_of_an_ar
 
 
 def test_a_step_of_one_node_needs_no_place_to_meet(task: Any) -> None:
-    task(
-        SLURM_STEP_NUM_NODES="1",
-        SLURM_STEP_NODELIST="nid0012",
-        SLURM_STEP_TASKS_PER_NODE="1",
-        SLURM_NODEID="0",
-    )
+    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid0012", "SLURM_NODEID": "0"}
+    task(**one, SLURM_STEP_TASKS_PER_NODE="1")
     assert parse().config.rdzv_endpoint == "localhost:0"
     task(SLURM_GPUS_ON_NODE="(null)")
     assert parse().config.nproc_per_node == 1
@@ -124,16 +120,16 @@ def test_without_the_option_slurm_is_not_asked(task: Any) -> None:
     assert (config.max_nodes, config.nproc_per_node) == (1, 1)
 
 
-LISTS = (
-    ("nid0012", "nid0012"),
-    ("nid[0012-0015,0020]", "nid0012"),
-    ("gpu-a,gpu-[b-c]", "gpu-a"),
-    ("r[2-3]n[07,09-11],login1", "r2n07"),
-    ("r4-ib,r5", "r4-ib"),
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("nid0012", "nid0012"),
+        ("nid[0012-0015,0020]", "nid0012"),
+        ("gpu-a,gpu-[b-c]", "gpu-a"),
+        ("r[2-3]n[07,09-11],login1", "r2n07"),
+        ("r4-ib,r5", "r4-ib"),
+    ],
 )
-
-
-@pytest.mark.parametrize(("listed", "first"), LISTS)
 def test_the_first_host_of_a_list(listed: str, first: str) -> None:
     assert first_host(listed) == first
 

@@ -13,17 +13,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from reft.control.authenticated import connect_authenticated, listen
-from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
+from reft.control.keyvalue import PURPOSE, KeyValueStore
 from reft.errors import AuthenticationError
 from reft.job.trainer_store import TrainerStore
 from tests.job.conftest import SECRET
 
 WAIT_SECS = 60.0
-
-
-@pytest.fixture
-def table(server: KeyValueServer) -> KeyValueStore:
-    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
 
 
 @pytest.fixture
@@ -35,9 +30,8 @@ def stores(table: KeyValueStore) -> Iterator[list[TrainerStore]]:
 
 
 def trainer(store: TrainerStore, secs: float = WAIT_SECS) -> TCPStore:
-    return TCPStore(
-        "127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=secs)
-    )
+    timeout = timedelta(seconds=secs)
+    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def test_trainers_of_all_nodes_meet(stores: list[TrainerStore]) -> None:

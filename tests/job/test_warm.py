@@ -47,15 +47,7 @@ os.rename(file.name, file.name.removesuffix(".part"))
 
 
 class Job:
-    def __init__(
-        self,
-        tmp_path: Path,
-        options: tuple[str, ...] = (),
-        *,
-        before: str = "",
-        after: str = "",
-        env: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, tmp_path: Path, *options: str, before: str = "", after: str = "", **env: str) -> None:
         self._out = tmp_path / "found"
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.format(before=before, after=after))
@@ -64,7 +56,7 @@ class Job:
         with self.log.open("w") as log:
             self.process = Popen(
                 [*launch, *options, "--warm", "--nproc-per-node", "2", str(script), str(self._out), "more"],
-                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", **env},
                 cwd=tmp_path,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -101,8 +93,7 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         assert found["session"] == found["pid"]
         assert found["late"] == [], "an optimizer has torch's compiler imported"
         assert found["argv"] == [str(tmp_path / "script.py"), str(tmp_path / "found"), "more"]
-        assert found["path"] == str(tmp_path)
-        assert found["main"] == str(tmp_path / "script.py")
+        assert (found["path"], found["main"]) == (str(tmp_path), str(tmp_path / "script.py"))
         assert "reft/engine" in found["hooked"]
         assert found["spec"][0].endswith("torch/__init__.py")
         assert found["threads"] == 1
@@ -139,10 +130,9 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     hanging = tmp_path / "hanging"
-    (tmp_path / "hangs.py").write_text(
-        f"import time\nopen({str(hanging)!r}, 'w').close()\ntime.sleep(3600)\n"
-    )
-    job = Job(tmp_path, ("--preload", "hangs"))
+    script = f"import time\nopen({str(hanging)!r}, 'w').close()\ntime.sleep(3600)\n"
+    (tmp_path / "hangs.py").write_text(script)
+    job = Job(tmp_path, "--preload", "hangs")
     wait_for(hanging.exists, "it", DEADLINE_SECS)
     server = job.server()
     job.end(number)
@@ -166,12 +156,10 @@ def test_a_module_that_starts_threads_is_named_and_trainers_start_cold(tmp_path:
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
     )
-    job = Job(tmp_path, ("--preload", "is_missing,starts_thread"), env={"OPENBLAS_NUM_THREADS": "4"})
+    job = Job(tmp_path, "--preload", "is_missing,starts_thread", OPENBLAS_NUM_THREADS="4")
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
     assert not any(found["warm"] for found in job.found())
     log = job.log.read_text()
     assert "reft: is_missing cannot be preloaded: ModuleNotFoundError" in log
-    assert (
-        "reft: starts_thread starts 1 threads during its import: trainers start without preloaded imports"
-        in log
-    )
+    said = "starts_thread starts 1 threads during its import: trainers start without preloaded imports"
+    assert f"reft: {said}" in log

@@ -27,6 +27,9 @@ def slow(name: str, nodes: tuple[str, ...], factor: float) -> Straggler:
     return Straggler(Kind.NODE, name, (), nodes, 1, factor, 0.0, 0.0, "")
 
 
+SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
+
+
 @pytest.mark.parametrize(
     ("seen", "wanted"),
     [
@@ -44,11 +47,7 @@ def slow(name: str, nodes: tuple[str, ...], factor: float) -> Straggler:
         ),
         # Two slow ranks of one node take one spare.
         (
-            Situation(
-                ABCD,
-                spares=("s", "t"),
-                slow=(slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0), slow("b", ("b",), 1.5)),
-            ),
+            Situation(ABCD, spares=("s", "t"), slow=(*SLOW_A, slow("b", ("b",), 1.5))),
             [("replace", ("a",), 4), ("replace", ("b",), 4)],
         ),
         # One node that is lost again and again.
@@ -93,11 +92,8 @@ def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None
 def test_published_threshold_of_a_worker_more() -> None:
     """(change of speed / change of workers) / (speed / workers) >= 0.2."""
     assert gain_of_workers(Speed(10, 100.0), Speed(12, 104.0)) == pytest.approx(0.2)
-    assert (
-        gain_of_workers(Speed(1, 10.0), Speed(2, 20.0))
-        == gain_of_workers(Speed(2, 20.0), Speed(1, 10.0))
-        == 1
-    )
+    one, two = Speed(1, 10.0), Speed(2, 20.0)
+    assert gain_of_workers(one, two) == gain_of_workers(two, one) == 1
 
 
 PUBLISHED_PLAN = {
@@ -123,19 +119,11 @@ def test_published_scale_plan() -> None:
 
 
 def test_what_is_advised_becomes_a_plan() -> None:
-    found = advise(
-        Situation(
-            ABCD,
-            slow=(slow("b", ("b",), 2.0),),
-            losses={"c": 4},
-            memory=(Memory("a", 95 * GIB, 100 * GIB),),
-        )
-    )
+    full = Memory("a", 95 * GIB, 100 * GIB)
+    found = advise(Situation(ABCD, slow=(slow("b", ("b",), 2.0),), losses={"c": 4}, memory=(full,)))
     spec = scale_plan("job", 1, found, workers=4, cpu=8, memory_bytes=100 * GIB)["spec"]
     assert spec["removePods"] == [{"name": "b", "type": "worker"}, {"name": "c", "type": "worker"}]
     # The dropped one has no successor, the replaced one has.
-    assert spec["replicaResourceSpecs"]["worker"] == {
-        "replicas": 3,
-        "resource": {"cpu": "8", "memory": "102400Mi"},
-    }
+    resource = {"cpu": "8", "memory": "102400Mi"}
+    assert spec["replicaResourceSpecs"]["worker"] == {"replicas": 3, "resource": resource}
     assert spec["migratePods"] == [{"name": "a", "resource": {"cpu": "8", "memory": "121600Mi"}}]

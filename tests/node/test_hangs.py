@@ -106,10 +106,8 @@ def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
 def test_who_is_named_in_every_combination(ranks: int) -> None:
     for combination in product(AT, repeat=ranks):
         waiting = [rank_at(rank, what, STEP_LIMIT + 1) for rank, what in enumerate(combination)]
-        stopped, gone, computing = (
-            tuple(rank for rank, what in enumerate(combination) if what == wanted)
-            for wanted in ("stopped", "gone", "computes")
-        )
+        ranks_at = {what: tuple(r for r, at in enumerate(combination) if at == what) for what in AT}
+        stopped, gone, computing = (ranks_at[what] for what in ("stopped", "gone", "computes"))
         nobody = () if set(combination) == {"waits"} else None  # who takes its time may
         assert named(*waiting) == (stopped or gone or computing or nobody), combination
 

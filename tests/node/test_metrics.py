@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from reft.cli import main
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.memory.jobdir import JobDir, write_json
@@ -29,6 +28,7 @@ from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, Counts, NodeReport, Row, Shard, Signal
 from reft.node.stragglers import Kind, RankSpeed, Straggler
 from reft.storage.persister import PersistStatus
+from tests.commands import command
 from tests.job.daemons import wait_for
 from tests.machine import free_port
 
@@ -37,14 +37,12 @@ ROW = re.compile(r"^\| `(reft_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", re.MULT
 
 
 def board() -> Board:
-    shard = Shard(
-        at=(0, 0, 0), degrees=(1, 2, 1), label=(1, 7), scheme="arc", sealed_unix_secs=90.0, committed=True
-    )
+    where = {"at": (0, 0, 0), "degrees": (1, 2, 1), "label": (1, 7), "scheme": "arc"}
+    shard = Shard(**where, sealed_unix_secs=90.0, committed=True)
     last = Round(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
     facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
-    facts["counts"] = Counts(
-        began_unix_secs=1.0, elapsed_secs=10.0, samples=40, flops=8e13, recovering_secs=2.0
-    )
+    made = {"samples": 40, "flops": 8e13}
+    facts["counts"] = Counts(began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made)
     facts["trainers"] = 2
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
     running_out = {"name": "the host", "who": "", "used_bytes": 8, "limit_bytes": 10, "bytes_per_sec": 0.1}
@@ -115,9 +113,7 @@ def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
         name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels))), meaning)
         for name, kind, labels, meaning in ROW.findall(told)
     }
-    assert exposed == table, (
-        "the table in docs/monitoring.md, and all that is exposed where everything is known"
-    )
+    assert exposed == table, "the table in docs/monitoring.md"
     assert exposed.keys() == METRICS.keys()
 
 
@@ -169,7 +165,7 @@ def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: M
 
 
 def test_the_page_is_served_with_what_the_status_command_prints(
-    tmp_path: Path, server: MetricsServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: MetricsServer
 ) -> None:
     server.configure(MetricsConfig(port=free_port()))
     address = f"http://127.0.0.1:{wait_until_served(server)}/"
@@ -178,8 +174,7 @@ def test_the_page_is_served_with_what_the_status_command_prints(
         assert b"<title>reft status</title>" in page.read()
     with urllib.request.urlopen(f"{address}status.json", timeout=60) as page:
         served = json.load(page)
-    main(["status", "--memory-dir", str(tmp_path), "--json"])
-    printed = json.loads(capsys.readouterr().out)
+    printed = command("status", "--memory-dir", tmp_path, "--json").json
     assert served.pop("commit_age_secs") <= printed.pop("commit_age_secs")
     assert served == printed
 
@@ -197,16 +192,10 @@ def test_p11_a_browser_shows_the_page_and_takes_no_text_of_the_job_for_html(
     note(job.path, STARTED, round=2, failures=[failure], gathering_secs=1.5, **facts)
     server.configure(MetricsConfig(port=free_port()))
     address = f"http://127.0.0.1:{wait_until_served(server)}/"
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--no-first-run",
-    ]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
-    command = [browser, *options, address]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    options += ["--no-first-run", "--virtual-time-budget=10000", "--dump-dom"]
+    words = [browser, *options, f"--user-data-dir={tmp_path / 'profile'}", address]
+    shown = subprocess.run(words, check=True, capture_output=True, text=True, timeout=240).stdout
     assert "snapshot done" in shown
     assert "step 7" in shown
     assert "&lt;img src=x onerror=alert(1)&gt; failed" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,9 +95,8 @@ def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
     back = [*rows, row("n1.1", (0, 1, 0), label=(2, 8))]
     assert tolerance_now(back) == 1
     told = summary(Board(job_id="j", rows=tuple(back)), 60.0)
-    assert {n["node"]: n["holds_shards"] for n in told["nodes"]} == {
-        "n0": True, "n1": False, "n1.1": True, "n2": True,
-    }  # fmt: skip
+    holds = {n["node"]: n["holds_shards"] for n in told["nodes"]}
+    assert holds == {"n0": True, "n1": False, "n1.1": True, "n2": True}
     assert is_well(told), "a node that was replaced is nobody's trouble"
 
 
@@ -107,20 +107,17 @@ def test_what_is_not_known_is_not_guessed(scheme: str) -> None:
 
 
 def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
-    seen = None
-    report = NodeReport(node="a", domain="a", number=1, signal=Signal.COMPLETED)
+    seen, report = None, NodeReport(node="a", domain="a", number=1, signal=Signal.COMPLETED)
+    update = partial(updated_row, elapsed_secs=1.0, offline_after_secs=6.0)
     for now in range(100, 107):
-        seen = updated_row(seen, report, elapsed_secs=1.0, offline_after_secs=6.0, now=float(now))
+        seen = update(seen, report, now=float(now))
     assert seen.signal is Signal.COMPLETED
     for now in range(107, 110):
-        seen = updated_row(seen, report, elapsed_secs=1.0, offline_after_secs=6.0, now=float(now))
+        seen = update(seen, report, now=float(now))
         assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 100.0)
-    seen = updated_row(
-        seen, report.model_copy(update={"number": 2}), elapsed_secs=1.0, offline_after_secs=6.0, now=111.0
-    )
+    seen = update(seen, report.model_copy(update={"number": 2}), now=111.0)
     assert (seen.signal, seen.silent_secs) == (Signal.COMPLETED, 0.0)
-    left = report.model_copy(update={"number": 3, "left": True})
-    seen = updated_row(seen, left, elapsed_secs=1.0, offline_after_secs=6.0, now=112.0)
+    seen = update(seen, report.model_copy(update={"number": 3, "left": True}), now=112.0)
     assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.commands import Answer
+from tests.commands import Answer, command
 
 ROOT = Path(__file__).parents[2]
 FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
 
 
-Run = Callable[..., Answer]
+def run(*arguments: str) -> Answer:
+    answer = command("plan", *arguments)
+    return answer._replace(err=" ".join(answer.err.split()))
 
 
 def write(path: Path, values: Any) -> str:

@@ -67,14 +67,8 @@ def test_p9_no_rank_reserves_more_than_was_predicted(
     captured = (gradients,) * size if owned_by is OwnedBy.AOR and owned else ()
     sizes = SectionSizes(sections.replicated_bytes, (owned,) * size, (host,) * size, captured)
     real = make_shard_plan(sizes, placement, block_bytes)
-    loads = group_loads(
-        [sections] * size,
-        placement.ring,
-        scheme,
-        owned_by,
-        arenas=arenas,
-        block_bytes=block_bytes,
-    )
+    ranks = [sections] * size
+    loads = group_loads(ranks, placement.ring, scheme, owned_by, arenas=arenas, block_bytes=block_bytes)
     for member, load in zip(real.members, loads, strict=True):
         reserved = arenas * reserved_bytes(member.data_bytes, len(member.blocks))
         assert reserved <= load.memory_bytes
@@ -88,14 +82,14 @@ def test_p9_no_rank_reserves_more_than_was_predicted(
 def test_aor_moves_gradients_of_the_peer_instead_of_sending_partitions() -> None:
     parameters = 10**6
     sections = [RankSections(0, OPTIMIZER_BYTES * parameters, 0)] * 4
-    by = {
-        way: group_loads(sections, range(4), Scheme(1), way, arenas=2, block_bytes=MIB)[0]
+    peer, aor = (
+        group_loads(sections, range(4), Scheme(1), way, arenas=2, block_bytes=MIB)[0]
         for way in (OwnedBy.PEER, OwnedBy.AOR)
-    }
-    assert by[OwnedBy.AOR].gradient_bytes == pytest.approx(GRADIENT_BYTES * parameters, abs=2**13)
-    assert by[OwnedBy.AOR].sent_bytes == 0
+    )
+    assert aor.gradient_bytes == pytest.approx(GRADIENT_BYTES * parameters, abs=2**13)
+    assert aor.sent_bytes == 0
     # The peer's partition is in both arenas either way, and what it is made from beside it.
-    more = by[OwnedBy.AOR].memory_bytes - by[OwnedBy.PEER].memory_bytes
+    more = aor.memory_bytes - peer.memory_bytes
     assert more == pytest.approx(2 * GRADIENT_BYTES * parameters, abs=2**16)
 
 
@@ -196,9 +190,8 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     situation = job(apart(4), replicated=2 * MIB, owned=12 * MIB)
     without, with_aor = (choose(situation, 1, recompute=aor) for aor in (False, True))
     assert (without.chosen.name, with_aor.chosen.name) == ("aec", "aec+aor")
-    assert 'only where "+aor" asks for it, or where it is exact' in without.why_not_chosen(
-        without.of("aec+aor")
-    )
+    why = without.why_not_chosen(without.of("aec+aor"))
+    assert 'only where "+aor" asks for it, or where it is exact' in why
     assert '"+aor" asks for recomputing' in with_aor.why_not_chosen(with_aor.of("aec"))
     assert "ZeRO partitions are sent to peers" in without.reason
     assert "ZeRO partitions are recomputed by peers" in with_aor.reason
@@ -220,11 +213,8 @@ RATES = Rates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_p
         (True, None, "aec"),
         (True, replace(RATES, free_cores=0), "aec"),
         (True, replace(RATES, free_cores=0, adam_parameters_per_sec=1e9), "aec+aor"),
-        (
-            True,
-            replace(RATES, adam_parameters_per_sec=1e6),
-            "aec",
-        ),  # a second and more: it would not end in time
+        # a second and more: it would not end in time
+        (True, replace(RATES, adam_parameters_per_sec=1e6), "aec"),
         (True, replace(RATES, peer_bytes_per_sec=1e11), "aec"),
         (True, replace(RATES, copy_bytes_per_sec=5e8), "aec"),
     ],

@@ -12,8 +12,9 @@ import pytest
 
 from examples.llama.model_config import load_model
 from megatron_patches.deepspeed import MegatronProgram
-from reft import cli
+from reft.cli import EXIT_WELL
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
+from tests.commands import command
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -29,18 +30,9 @@ PUBLISHED_SHAPES = {
 PUBLISHED_LAYOUTS = {("v100", "1.3b"): (4, 4, 8), ("frontier", "34b"): (8, 4, 16)}
 """REFT paper: TP, PP, DP. The others are chosen alike."""
 PLANS = {
-    ("v100", "1.3b"): "aec",
-    ("v100", "2.7b"): "aec",
-    ("v100", "6.7b"): "aec",
-    ("v100", "34b"): "aec",
-    ("frontier", "1.3b"): "arc",
-    ("frontier", "2.7b"): "arc",
-    ("frontier", "6.7b"): "arc",
-    ("frontier", "34b"): "aec",
-    ("h100", "1.3b"): "arc",
-    ("h100", "2.7b"): "arc",
-    ("h100", "6.7b"): "arc",
-    ("h100", "34b"): "aec",
+    (cluster, model): "aec" if cluster == "v100" or model == "34b" else "arc"
+    for cluster in ("v100", "frontier", "h100")
+    for model in MODELS
 }
 """What ``auto`` chooses for one lost node: where two replicas share a node (TP4 on nodes of eight) one parity would
 be too few."""
@@ -71,10 +63,9 @@ class Job(NamedTuple):
         """TP, PP, DP, the last as it follows from both files."""
         tensor = self.megatron["tensor_model_parallel_size"]
         stages = self.megatron["pipeline_model_parallel_size"]
-        step = (
-            self.deepspeed["train_micro_batch_size_per_gpu"] * self.deepspeed["gradient_accumulation_steps"]
-        )
-        return tensor, stages, self.deepspeed["train_batch_size"] // step
+        sizes = self.deepspeed
+        step = sizes["train_micro_batch_size_per_gpu"] * sizes["gradient_accumulation_steps"]
+        return tensor, stages, sizes["train_batch_size"] // step
 
 
 def job(cluster: str, model: str) -> Job:
@@ -100,18 +91,16 @@ def _value(text: str) -> Any:
 
 
 @job_of_every_kind
-def test_every_job_is_planned_well(cluster: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_job_is_planned_well(cluster: str, model: str) -> None:
     found = job(cluster, model)
     tensor, stages, data = found.degrees
-    code = cli.main(
-        [
-            *("plan", str(found.json_path), "--model", f"llama2-{model}", "--json"),
-            *("--cluster", str(CONFIGS / "clusters" / f"{cluster}.json")),
-            *("--tp", str(tensor), "--pp", str(stages), "--nodes", str(found.nodes)),
-        ]
+    answer = command(
+        *("plan", found.json_path, "--model", f"llama2-{model}", "--json"),
+        *("--cluster", CONFIGS / "clusters" / f"{cluster}.json"),
+        *("--tp", str(tensor), "--pp", str(stages), "--nodes", str(found.nodes)),
     )
-    plan = json.loads(capsys.readouterr().out)
-    assert code == cli.EXIT_WELL, plan["problems"]
+    plan = answer.json
+    assert answer.code == EXIT_WELL, plan["problems"]
     assert (plan["job"]["tp"], plan["job"]["pp"], plan["job"]["dp"]) == (tensor, stages, data)
     assert plan["job"]["partitioned_optimizer"]
     assert plan["protection"]["planned"] == PLANS[cluster, model]
@@ -136,11 +125,10 @@ def expected_node_bytes(cluster: str, model: str, degrees: tuple[int, int, int],
 
 
 @job_of_every_kind
-def test_every_block_is_taken(cluster: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["config", "--check", str(job(cluster, model).json_path), "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert code == cli.EXIT_WELL
-    assert (said["refused"], said["warned"]) == ([], [])
+def test_every_block_is_taken(cluster: str, model: str) -> None:
+    answer = command("config", "--check", job(cluster, model).json_path, "--json")
+    assert answer.code == EXIT_WELL
+    assert (answer.json["refused"], answer.json["warned"]) == ([], [])
 
 
 @job_of_every_kind

@@ -11,6 +11,10 @@ from reft.protect.placement import MemoryWatch, ladder
 from tests.protect.reference import schemes_for
 
 
+def survived(scheme: Scheme) -> int:
+    return scheme.copies + scheme.parities
+
+
 @pytest.mark.parametrize("members", range(1, 10))
 def test_every_level_costs_less_and_promises_no_more(members: int) -> None:
     for scheme in (Scheme(), *schemes_for(members, 4)):
@@ -23,9 +27,7 @@ def test_every_level_costs_less_and_promises_no_more(members: int) -> None:
             assert below.scheme.why_no_room(members) is None
             assert below.scheme.share(members) < above.scheme.share(members)
             # Owned state is copied to as many peers as losses are survived.
-            assert sum((below.scheme.copies, below.scheme.parities)) <= sum(
-                (above.scheme.copies, above.scheme.parities)
-            )
+            assert survived(below.scheme) <= survived(above.scheme)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,8 @@ def test_down_at_once_a_level_at_a_time_and_up_after_a_calm() -> None:
     assert [level for _, level in node.changes] == [1, 2, 3]  # the last is not enough, but all there is
     node.changes.clear()
     node.run(60, others=55)
-    assert [level for _, level in node.changes] == [
-        2,
-        1,
-    ]  # all of it would leave less than half as much again
+    # all of it would leave less than half as much again
+    assert [level for _, level in node.changes] == [2, 1]
     assert node.changes[0][0] - 31.0 >= 10.0
     assert node.changes[1][0] - node.changes[0][0] >= 10.0
     node.run(60, others=0)

@@ -35,9 +35,8 @@ def test_no_gap_is_longer_than_the_longest_interval_since_the_due_step(start: in
 @given(st.integers(0, 1000), st.integers(1, 60))
 def test_a_fixed_interval_has_its_multiples(start: int, interval: int) -> None:
     until = start + 5 * interval
-    assert due_steps(start, {start + 1: interval}, until) == [
-        s for s in range(start + 1, until) if s % interval == 0
-    ]
+    multiples = [s for s in range(start + 1, until) if s % interval == 0]
+    assert due_steps(start, {start + 1: interval}, until) == multiples
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 50)), min_size=1, max_size=400))

@@ -17,7 +17,7 @@ from reft.tools.planning.cluster import CLUSTERS, load_cluster
 from reft.tools.planning.display import show_plan
 from reft.tools.planning.job import Layouting, plan_job
 from reft.tools.planning.plan import make_plan
-from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, Run, gb, write
+from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, gb, run, write
 
 
 def with_block(path: Path, base: str, **block: Any) -> str:
@@ -29,7 +29,7 @@ def with_block(path: Path, base: str, **block: Any) -> str:
 # ---- figures derived from the paper's formulas (REFERENCE 1.10) ----
 
 
-def test_derived_bytes_per_gpu_without_zero(run: Run) -> None:
+def test_derived_bytes_per_gpu_without_zero() -> None:
     small = run(FP16, *SMALL, "--parameters", "1.3e9", *QUICK).json
     large = run(FP16, *LARGE, "--parameters", "34e9", *QUICK).json
     for result, full, none, arc, aec in (
@@ -44,7 +44,7 @@ def test_derived_bytes_per_gpu_without_zero(run: Run) -> None:
             assert gb(found, name, "to_host_bytes") == pytest.approx(float(text), abs=0.51 * 10**-digits)
 
 
-def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run) -> None:
+def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too() -> None:
     """A host does not repeat a GPU's optimizer to the bit: the owner's checksums differ, and every partition is
     sent with every version."""
     arguments = (*LARGE, "--parameters", "34e9", "--protection", "arc+aor", *QUICK)
@@ -58,7 +58,7 @@ def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run) -> None:
     assert "sending costs a step" in plan.json["protection"]["why"]
 
 
-def test_a_partitioned_optimizer_needs_a_device_for_its_part_only(run: Run) -> None:
+def test_a_partitioned_optimizer_needs_a_device_for_its_part_only() -> None:
     """34B on V100 with 16 GB: 34 GB of a device's state without ZeRO-1, 9 GB with it over 32 replicas."""
     arguments = ("--model", "llama2-34b", "--cluster", "v100", "--tp", "4", "--pp", "4", "--dp", "32", *QUICK)
     whole, partitioned = run(FP16, *arguments), run(BF16_ZERO1, *arguments)
@@ -71,7 +71,7 @@ def test_a_partitioned_optimizer_needs_a_device_for_its_part_only(run: Run) -> N
 # ---- what is said ----
 
 
-def test_a_plan_for_people(run: Run) -> None:
+def test_a_plan_for_people() -> None:
     result = run(FP16, *SMALL)
     assert result.code == cli.EXIT_WELL
     for text in ("estimated", "> arc", "GiB", "unprotected", "A node fails once in", "auto would choose"):
@@ -112,7 +112,7 @@ def test_a_plan_is_read_at_80_columns(
             assert all(any(map(str.isdigit, row)) for row in rows)
 
 
-def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: Path) -> None:
+def test_the_plan_is_about_what_the_configuration_asks_for(tmp_path: Path) -> None:
     path = with_block(tmp_path / "ds.json", FP16, protection="rs:3")
     assert run(path, *SMALL, *QUICK).json["protection"]["planned"] == "rs:3"
     assert run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
@@ -127,7 +127,7 @@ def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: P
     assert (chosen["configured"], chosen["planned"]) == ("auto+aor", "aec+aor")
 
 
-def test_p4_the_tolerance_comes_from_the_placement(run: Run) -> None:
+def test_p4_the_tolerance_comes_from_the_placement() -> None:
     """Four tensor-parallel ranks on nodes of eight: neighbours in the group share a node, or do not."""
     together = run(FP16, *EIGHT, "--protection", "aec", *QUICK)
     assert together.code == cli.EXIT_NOT_WELL
@@ -139,7 +139,7 @@ def test_p4_the_tolerance_comes_from_the_placement(run: Run) -> None:
     assert apart.json["protection"]["tolerance"] == 1
 
 
-def test_host_memory_is_the_clusters_the_blocks_or_the_options(run: Run, tmp_path: Path) -> None:
+def test_host_memory_is_the_clusters_the_blocks_or_the_options(tmp_path: Path) -> None:
     def limit(*arguments: str) -> int:
         return run(*arguments, *SMALL, *QUICK).json["alternatives"][0]["node_memory_limit_bytes"]
 
@@ -152,7 +152,7 @@ def test_host_memory_is_the_clusters_the_blocks_or_the_options(run: Run, tmp_pat
     assert any("needs 2.42 GiB of host memory" in problem for problem in tight.json["problems"])
 
 
-def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
+def test_what_costs_too_much_is_not_well(tmp_path: Path) -> None:
     """A slow link: copying takes longer than the step."""
     cluster = write(tmp_path / "slow.json", {"like": "v100", "host_link_bytes_per_sec": 1e8})
     arguments = ("--model", "1.3b", "--cluster", cluster, "--pp", "4", "--tp", "4", "--dp", "4")
@@ -173,7 +173,7 @@ def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
     assert not any("take them less often" in problem for problem in found.json["problems"])
 
 
-def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_path: Path) -> None:
+def test_how_often_versions_go_to_storage_is_said_with_the_reason(tmp_path: Path) -> None:
     def plan(cluster: dict[str, Any] | None = None, **persist: Any) -> dict[str, Any]:
         path = with_block(tmp_path / "ds.json", BF16_ZERO1, persist=persist)
         machines = write(tmp_path / "cluster.json", {"like": "a100", **(cluster or {})})
@@ -219,7 +219,7 @@ def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_
     ],
 )
 def test_bytes_follow_number_format_and_zero_stage(
-    run: Run, tmp_path: Path, change: dict[str, Any], half: bool, owned: bool
+    tmp_path: Path, change: dict[str, Any], half: bool, owned: bool
 ) -> None:
     config = json.loads(Path(FP16).read_text()) | change
     result = run(write(tmp_path / "ds.json", config), *SMALL, "--parameters", "1.6e9", *QUICK).json
@@ -228,7 +228,7 @@ def test_bytes_follow_number_format_and_zero_stage(
     assert result["full_bytes"] == per_parameter * 10**8
 
 
-def test_replicas_come_from_nodes_or_batch_sizes(run: Run, tmp_path: Path) -> None:
+def test_replicas_come_from_nodes_or_batch_sizes(tmp_path: Path) -> None:
     base = ("--model", "1.3b", "--cluster", "v100", "--pp", "2", "--tp", "4", "--json")
     assert run(FP16, *base, "--nodes", "8").json["job"]["dp"] == 4
     config = json.loads(Path(FP16).read_text()) | {"train_batch_size": 4 * 8 * 6}
@@ -243,7 +243,7 @@ def test_replicas_come_from_nodes_or_batch_sizes(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_printed_cluster_is_read_back(run: Run, tmp_path: Path, name: str) -> None:
+def test_a_printed_cluster_is_read_back(tmp_path: Path, name: str) -> None:
     printed = run("--print-cluster", name)
     assert printed.code == cli.EXIT_WELL
     read = load_cluster(write(tmp_path / f"{name}.json", printed.out))
@@ -263,7 +263,7 @@ def test_a_printed_cluster_is_read_back(run: Run, tmp_path: Path, name: str) -> 
         ({"like": "v100", "host_memory_bytes": "much"}, "host_memory_bytes"),
     ],
 )
-def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any, says: str) -> None:
+def test_a_wrong_cluster_file_is_explained(tmp_path: Path, values: Any, says: str) -> None:
     result = run(FP16, *SMALL[:2], "--dp", "8", "--cluster", write(tmp_path / "c.json", values))
     assert result.code == cli.EXIT_WRONG_USE
     assert says in result.err
@@ -292,7 +292,7 @@ def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any
         ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
     ],
 )
-def test_wrong_use_is_explained(run: Run, arguments: list[str], says: str) -> None:
+def test_wrong_use_is_explained(arguments: list[str], says: str) -> None:
     result = run(*arguments)
     assert result.code == cli.EXIT_WRONG_USE
     assert says in result.err
@@ -314,13 +314,13 @@ def test_wrong_use_is_explained(run: Run, arguments: list[str], says: str) -> No
         ({"reft": {"variant": "none"}}, 'write "has"'),
     ],
 )
-def test_a_wrong_configuration_is_explained(run: Run, tmp_path: Path, config: Any, says: str) -> None:
+def test_a_wrong_configuration_is_explained(tmp_path: Path, config: Any, says: str) -> None:
     result = run(write(tmp_path / "ds.json", config), *SMALL)
     assert result.code == cli.EXIT_WRONG_USE
     assert says in result.err
 
 
-def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
+def test_what_was_assumed_is_noted(tmp_path: Path) -> None:
     plan = run(write(tmp_path / "ds.json", {}), *SMALL, "--json").json
     notes = plan["notes"]
     assert any("reft has no effect" in warning for warning in plan["warnings"])
@@ -329,7 +329,7 @@ def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
     assert any("half precision" in note for note in notes)
 
 
-def test_the_examples_of_the_documentation_are_well(run: Run) -> None:
+def test_the_examples_of_the_documentation_are_well() -> None:
     for name in ("fp16.json", "bf16-zero1.json", "fp32.json"):
         load_config(json.loads((ROOT / "configs" / name).read_text()))
         assert run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL

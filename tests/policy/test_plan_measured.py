@@ -15,7 +15,7 @@ from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import Activity, ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
-from tests.policy.planning import FP16, QUICK, SMALL, Run
+from tests.policy.planning import FP16, QUICK, SMALL, run
 from tests.profile.simulated import run as run_steps
 
 STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
@@ -31,7 +31,7 @@ def profiled() -> ProfileResult:
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
 
 
-def test_measured_windows_replace_estimated_ones(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
+def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: ProfileResult) -> None:
     profiled.save(tmp_path / "profile.json")
     estimated = run(FP16, *STAGES, *QUICK).json
     measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
@@ -69,7 +69,7 @@ def test_measured_windows_replace_estimated_ones(run: Run, tmp_path: Path, profi
         )
 
 
-def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
+def test_a_profile_of_something_else_is_refused(tmp_path: Path, profiled: ProfileResult) -> None:
     path = tmp_path / "profile.json"
     profiled.save(path)
     unknown = tmp_path / "unknown.json"

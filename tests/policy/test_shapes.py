@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from examples.llama.model_config import load_model
-from reft import cli
+from reft.cli import EXIT_WELL, EXIT_WRONG_USE
 from reft.errors import ConfigError
 from reft.tools.planning.cluster import H100
 from reft.tools.planning.model import SHAPES, PlannedShape, Training, load_shape, shape_of
+from tests.commands import command
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -95,7 +96,7 @@ def test_another_model_file_is_refused(tmp_path: Path, values: Any, says: str) -
         load_shape(write(tmp_path / "m", values), None)
 
 
-def test_a_plan_of_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_a_hugging_face_model(tmp_path: Path) -> None:
     ds, path = tmp_path / "ds.json", write(tmp_path / "Llama-3-8B", PUBLISHED["Llama-3-8B"][1])
     ds.write_text(json.dumps({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}))
     parallel = ("--rank-order", "auto", "--pp", "2", "--tp", "4", "--nodes", "4", "--json")
@@ -103,9 +104,10 @@ def test_a_plan_of_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFi
         (("--model", path), "Llama-3-8B", 8_030_261_248),
         (("--parameters", "7e9"), "7B", 7e9),
     ):
-        code = cli.main(["plan", str(ds), *model, *parallel])
-        found = json.loads(capsys.readouterr().out)
-        assert (code, found["job"]["model"], found["job"]["dp"]) == (cli.EXIT_WELL, name, 4)
+        answer = command("plan", ds, *model, *parallel)
+        found = answer.json
+        assert (answer.code, found["job"]["model"], found["job"]["dp"]) == (EXIT_WELL, name, 4)
         assert found["full_bytes"] == pytest.approx(14 * parameters / 8, rel=0.02)
-    assert cli.main(["plan", str(ds), "--model", path, "--tp", "5", "--nodes", "5"]) == cli.EXIT_WRONG_USE
-    assert "not divisible by --tp 5" in " ".join(capsys.readouterr().err.split())
+    answer = command("plan", ds, "--model", path, "--tp", "5", "--nodes", "5")
+    assert answer.code == EXIT_WRONG_USE
+    assert "not divisible by --tp 5" in " ".join(answer.err.split())

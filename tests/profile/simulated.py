@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -81,15 +82,11 @@ def _as_the_hook_counts(trace: StepTrace) -> StepTrace:
 
 
 def _moved(trace: StepTrace, secs: float) -> StepTrace:
-    instructions = tuple(
-        replace(i, begin_secs=i.begin_secs + secs, end_secs=i.end_secs + secs) for i in trace.instructions
-    )
-    return replace(
-        trace,
-        begin_secs=trace.begin_secs + secs,
-        end_secs=trace.end_secs + secs,
-        instructions=instructions,
-    )
+    return replace(_later(trace, secs), instructions=tuple(_later(i, secs) for i in trace.instructions))
+
+
+def _later(timed: Any, secs: float) -> Any:
+    return replace(timed, begin_secs=timed.begin_secs + secs, end_secs=timed.end_secs + secs)
 
 
 def with_chunks(
@@ -100,16 +97,7 @@ def with_chunks(
     for rank in ranks:
         mine = per_rank.get(rank.rank, ())
         traces = tuple(
-            replace(
-                trace,
-                chunks=tuple(
-                    replace(
-                        c, begin_secs=c.begin_secs + trace.begin_secs, end_secs=c.end_secs + trace.begin_secs
-                    )
-                    for c in mine
-                ),
-            )
-            for trace in rank.traces
+            replace(trace, chunks=tuple(_later(c, trace.begin_secs) for c in mine)) for trace in rank.traces
         )
         result.append(replace(rank, traces=traces, snapshot_bytes=sum(c.nbytes for c in mine)))
     return result

@@ -155,18 +155,11 @@ def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
     ranks, idle = run(train_schedule(3, 4), costs(3, optimizer_secs=20e-3), 20, jitter=0.1)
     if not meets:
         # Each rank's takes as long as the shortest of all, from where it comes to it.
-        ranks = [
-            replace(
-                rank,
-                traces=tuple(
-                    changed(
-                        t, "OptimizerStep", end=-idle.get((rank.pp, t.step, len(t.instructions) - 1), 0.0)
-                    )
-                    for t in rank.traces
-                ),
-            )
-            for rank in ranks
-        ]
+        def shortened(rank: RankTraces, t: StepTrace) -> StepTrace:
+            waited = idle.get((rank.pp, t.step, len(t.instructions) - 1), 0.0)
+            return changed(t, "OptimizerStep", end=-waited)
+
+        ranks = [replace(rank, traces=tuple(shortened(rank, t) for t in rank.traces)) for rank in ranks]
     result = analyse(ranks, FACTS)
     segments = [(r.stage_id, s) for t in result.timelines for r in t.ranks for s in r.segments]
     waits = [stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")]
@@ -184,24 +177,14 @@ def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
     """Waiting before the optimizer step, and between it and the next instruction."""
     (rank,), _ = run(train_schedule(1, 2), costs(1), 2)
     late = tuple(changed(t, "OptimizerStep", 2e-3, fence_secs=2e-3) for t in rank.traces)
-    loss = tuple(
-        replace(
-            t,
-            instructions=(
-                *t.instructions,
-                replace(
-                    t.instructions[-1],
-                    position=len(t.instructions),
-                    name="AggregateTotalLoss",
-                    begin_secs=t.instructions[-1].end_secs + 5e-3,
-                    end_secs=t.instructions[-1].end_secs + 6e-3,
-                ),
-            ),
-        )
-        for t in late
-    )
+
+    def with_loss_of(t: StepTrace) -> StepTrace:
+        last, end = t.instructions[-1], t.instructions[-1].end_secs
+        after = {"position": len(t.instructions), "begin_secs": end + 5e-3, "end_secs": end + 6e-3}
+        return replace(t, instructions=(*t.instructions, replace(last, name="AggregateTotalLoss", **after)))
+
     chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
-    with_loss = replace(rank, traces=loss)
+    with_loss = replace(rank, traces=tuple(map(with_loss_of, late)))
     stage = analyse(with_chunks([with_loss], {0: chunks}), FACTS).stages[0]
     assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
     assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(OPTIMIZER)
@@ -213,9 +196,8 @@ def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
 
 def profiled_with_chunks() -> ProfileResult:
     ranks, _ = run(train_schedule(2, 4), costs(2), 6, jitter=0.05)
-    in_mid = [
-        ChunkRecord(1, 2_000_000, 5e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)
-    ]
+    begins = (5.0e-3, 6.0e-3)
+    in_mid = [ChunkRecord(1, 2_000_000, at, at + 0.9e-3, 0, "replicated") for at in begins]
     beside = [ChunkRecord(2, 1_000_000, 12e-3, 13e-3, None, "owned")]
     return analyse(with_chunks(ranks, {0: in_mid, 1: beside}), FACTS)
 

@@ -77,9 +77,8 @@ def check_trace(path, ranks: int) -> None:
     tracks = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append(
-                (event["ts"], event["ts"] + event["dur"], event["name"])
-            )
+            begin = event["ts"]
+            tracks[event["pid"], event["tid"]].append((begin, begin + event["dur"], event["name"]))
     assert {pid for pid, _ in tracks} == set(range(ranks))
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {names[track] for track in tracks} >= {"steps", "instructions"}

@@ -18,6 +18,7 @@ from benchmarks.simulator.instructions import (
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
 from reft.snapshot.scheduling.trace import StepTrace
+from tests.profile.simulated import train_schedule
 
 whole_secs = st.integers(1, 1000).map(float)
 
@@ -32,7 +33,8 @@ def any_schedule(draw):
         schedule = train_schedule(stages, micro_batches)
     elif name == "deepspeed dualpipe-v":
         assume(hasattr(deepspeed_schedules, "DualPipeVSchedule"))
-        schedule = deepspeed_dual_pipe_v(stages, micro_batches)
+        cls = deepspeed_schedules.DualPipeVSchedule
+        schedule = from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
     else:
         schedule = SCHEDULES[name](stages, micro_batches)
     times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
@@ -48,16 +50,6 @@ def any_schedule(draw):
         optimizer_secs=draw(times),
     )
     return schedule, costs
-
-
-def train_schedule(stages, micro_batches):
-    cls = deepspeed_schedules.TrainSchedule
-    return from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
-
-
-def deepspeed_dual_pipe_v(stages, micro_batches):
-    cls = deepspeed_schedules.DualPipeVSchedule
-    return from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
 
 
 def computations(schedule, simulation):
@@ -108,10 +100,8 @@ def test_a_stage_does_one_thing_at_a_time_and_no_time_is_lost(drawn):
             now = interval.end_secs
         accounted = stage.compute_secs + stage.other_secs + stage.idle_secs
         assert accounted == pytest.approx(stage.end_secs)
-        work = schedule.micro_batches * (
-            costs.forward_secs[stage.stage_id] + costs.backward_secs[stage.stage_id]
-        )
-        assert stage.compute_secs == pytest.approx(work)
+        secs = costs.forward_secs[stage.stage_id] + costs.backward_secs[stage.stage_id]
+        assert stage.compute_secs == pytest.approx(schedule.micro_batches * secs)
 
 
 @settings(max_examples=100, deadline=None)

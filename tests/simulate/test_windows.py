@@ -6,23 +6,18 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from deepspeed.runtime.pipe.schedule import TrainSchedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
-from benchmarks.simulator.schedules import from_deepspeed
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.windows import AnalyticEstimator, Window, WindowKind, paper_windows
+from tests.profile.simulated import train_schedule
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.
 whole_secs = st.integers(1, 1000).map(float)
 pipelines = st.tuples(st.integers(1, 10), st.integers(1, 24))
-
-
-def train_schedule(stages, micro_batches):
-    return from_deepspeed([TrainSchedule(micro_batches, stages, p) for p in range(stages)], micro_batches)
 
 
 @settings(max_examples=200, deadline=None)

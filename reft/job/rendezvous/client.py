@@ -26,6 +26,7 @@ from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, Etc
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
 from reft.job.rendezvous.state import IncarnationRecord
+from reft.job.usage import ETCD_BACKEND
 from reft.memory.jobdir import read_json
 from reft.naming import committed_key
 from reft.node.daemon import CONFIG_FILE
@@ -57,7 +58,6 @@ class ServedPlace:
     reopens = "restart `reft rendezvous`"
 
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
-        self._options = options
         self._config: LaunchConfig = options.config
         self._secret = secret
         self._server: KeyValueServer | None = None
@@ -229,7 +229,6 @@ def contact_secs(conf: Mapping[str, Any]) -> float:
 
 
 def read_secs(conf: Mapping[str, Any]) -> float:
-    """``read_timeout`` of ``--rdzv-conf``."""
     return float(conf.get("read_timeout", 30))
 
 
@@ -241,7 +240,9 @@ class RendezvousClient:
         self._options = options
         self._config: LaunchConfig = options.config
         self._outcome_key = f"reft/{self._config.run_id}/outcome"
-        self.place = (EtcdPlace if options.meets_at_etcd else ServedPlace)(options, secret)
+        self.place = (EtcdPlace if self._config.rdzv_backend == ETCD_BACKEND else ServedPlace)(
+            options, secret
+        )
         self._store: RendezvousStore | None = None
         self.handler: StoreRendezvous | None = None
         self.incarnations: IncarnationRecord | None = None
@@ -314,9 +315,6 @@ class RendezvousClient:
             self.handler.shutdown()
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
-
-    def has_taken_part(self) -> bool:
-        return self._incarnations()[0] > 0
 
     def _incarnations(self) -> tuple[int, int]:
         """This node's start of the job, and the newest one that the store knows of."""

@@ -21,7 +21,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +41,7 @@ from reft.job.usage import ETCD_BACKEND
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
-_ENVIRONMENT = {
-    "user": ENV_ETCD_USER,
-    "cacert": ENV_ETCD_CACERT,
-    "cert": ENV_ETCD_CERT,
-    "key": ENV_ETCD_KEY,
-}
+_ENVIRONMENT = {"user": ENV_ETCD_USER, "cacert": ENV_ETCD_CACERT, "cert": ENV_ETCD_CERT, "key": ENV_ETCD_KEY}
 """What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are etcdctl's."""
 _MOST_PASSWORD_BYTES = 4096
 _TRY_SECS = 2.0  # For one member, the first time round; twice as long the next time
@@ -74,7 +68,6 @@ _ANSWER_SECS = 10.0
 _DOUBT_SECS = 2.0
 """For a request after one that was not answered: whoever asks has other work, and asks again."""
 _LEAVE_SECS = 1.0
-_LOOK_SECS = 0.1
 _NONCE_BYTES = 16
 _MOST_OPERATIONS = 100  # in one transaction; etcd takes 128
 
@@ -402,14 +395,6 @@ class EtcdStore(RendezvousStore):
                 return True, value
             return False, self._open(name, self._read(name, deadline).sealed)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        secs = self._timeout_secs if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + secs
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
-            time.sleep(_LOOK_SECS)
-
     # -- who lives ---------------------------------------------------------------------------------
 
     def hold(self, name: str, secs: float) -> None:
@@ -522,10 +507,7 @@ class EtcdStore(RendezvousStore):
         """Write if the key has not changed since ``revision`` (0: is not there)."""
         messages, lease = self._line.messages, self._run_lease or 0
         changed = messages.Compare(
-            target=messages.Compare.MOD,
-            result=messages.Compare.EQUAL,
-            key=name,
-            mod_revision=revision,
+            target=messages.Compare.MOD, result=messages.Compare.EQUAL, key=name, mod_revision=revision
         )
         put = messages.RequestOp(request_put=messages.PutRequest(key=name, value=sealed, lease=lease))
         look = messages.RequestOp(request_range=messages.RangeRequest(key=name))

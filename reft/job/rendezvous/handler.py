@@ -118,7 +118,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; see TorchElastic."""
         self._stop_heartbeats()
         self._place, self._lost, self._was_spare = None, None, False
         self._began, self._again_as_many_at, self._said = time.monotonic(), 0.0, False
@@ -359,7 +358,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         if self._lost is not None:
             raise RendezvousConnectionError(self._lost)
         state = self.state
-        if self._place is None or not self._has_lost_its_place(state):
+        has_place = self._place is None or self._this_node in state.participants or state.closed
+        if has_place or self._may_take_its_place(state):
             # For whom there is no place, it sees that itself, and is a spare then.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
@@ -404,11 +404,6 @@ class StoreRendezvous(DynamicRendezvousHandler):
         same = state.round == self._place[0] and self._this_node in trains
         lost = self._members.keys() - trains - state.leaving
         return same and bool(lost) and len(trains) >= limited(self._settings, state).min_nodes
-
-    def _has_lost_its_place(self, state: JobState) -> bool:
-        if self._place is None or self._this_node in state.participants or state.closed:
-            return False
-        return not self._may_take_its_place(state)
 
     def _may_take_its_place(self, state: JobState) -> bool:
         """Whether this node's round still runs and its place is free: it was struck out, or the store
@@ -489,7 +484,6 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
-        """See TorchElastic. Raises RendezvousClosedError, RendezvousTimeoutError."""
         while True:
             self._state_holder.sync()
             self._state = self._state_holder.state

@@ -285,8 +285,6 @@ def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | Non
 
 @dataclass(frozen=True)
 class Situation:
-    """What an order is judged by."""
-
     least: int  # least, most: nodes, of ``--nnodes``
     most: int
     nodes: tuple[str, ...]  # ids of those that train

@@ -113,7 +113,6 @@ class LocalCluster:
     # -- start -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the rendezvous and all nodes; does not wait for them."""
         self.start_rendezvous()
         for index in range(self.nodes):
             self.start_node(index)
@@ -200,9 +199,9 @@ class LocalCluster:
             return node
         node.killed = True
         if kind is KillKind.STOP:
-            self._signal(node.node_id, signal.SIGSTOP)
+            self.signal_all(node.node_id, signal.SIGSTOP)
             return node
-        self._kill_all(node.node_id)
+        self.kill_all(node.node_id)
         shutil.rmtree(node.memory_dir, ignore_errors=True)
         return node
 
@@ -210,7 +209,7 @@ class LocalCluster:
         """Let a stopped node, replaced or not, run on: the newest one that was stopped."""
         for node in reversed(self.history):
             if node.index == index and node.killed:
-                self._signal(node.node_id, signal.SIGCONT)
+                self.signal_all(node.node_id, signal.SIGCONT)
                 return
 
     def signal_node(self, index: int, number: signal.Signals) -> None:
@@ -271,7 +270,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """Kill everything and remove the memory; logs stay."""
-        self._kill_all(None)
+        self.kill_all(None)
         if self.rendezvous is not None and self.rendezvous.stdout is not None:
             self.rendezvous.stdout.close()
         if self._own_memory_root and self.memory_root is not None:
@@ -286,7 +285,7 @@ class LocalCluster:
                 if same and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
-    def _signal(self, name: str | None, number: signal.Signals) -> int:
+    def signal_all(self, name: str | None, number: signal.Signals) -> int:
         count = 0
         for process in list(self._processes(name)):
             with suppress(psutil.Error):
@@ -294,11 +293,11 @@ class LocalCluster:
                 count += 1
         return count
 
-    def _kill_all(self, name: str | None) -> None:
+    def kill_all(self, name: str | None) -> None:
         """SIGKILL until nothing is left: first all stand still, so that none starts another."""
         deadline = time.monotonic() + _KILL_SECS
-        self._signal(name, signal.SIGSTOP)
-        while self._signal(name, signal.SIGKILL) and time.monotonic() < deadline:
+        self.signal_all(name, signal.SIGSTOP)
+        while self.signal_all(name, signal.SIGKILL) and time.monotonic() < deadline:
             self._reap(self.history)
             time.sleep(_POLL_SECS)
         self._reap(self.history)

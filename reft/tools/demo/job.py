@@ -191,11 +191,7 @@ def _origin(life: Incarnation) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def make_report(
-    steps: int,
-    history: History,
-    reference: History,
-    failures: Sequence[Failure],
-    problem: str | None = None,
+    steps: int, history: History, reference: History, failures: Sequence[Failure], problem: str | None = None
 ) -> dict[str, Any]:
     """What two runs left behind, as plain values.
 

@@ -30,8 +30,6 @@ _SEED, _DROPOUT = 1234, 0.1  # With dropout the random states of the ranks matte
 
 
 class Embedding(nn.Module):
-    """Bytes and their places, as vectors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(_SYMBOLS, _WIDTH)

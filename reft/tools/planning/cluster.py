@@ -99,7 +99,6 @@ class Cluster(Machine):
     storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
 
     def to_json(self) -> dict[str, Any]:
-        """What :func:`load_cluster` reads."""
         return self.model_dump(mode="json", exclude_none=True)
 
 

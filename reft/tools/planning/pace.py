@@ -33,7 +33,6 @@ class StageWindows:
     limits: Limits = field(default_factory=Limits)
 
     def plan(self, nbytes: int, estimator: str) -> HasSchedule:
-        """The bytes of one rank laid over the step."""
         return plan_schedule(
             {"state": nbytes},
             self.windows,
@@ -115,7 +114,6 @@ class PlannedPace:
 
     @cached_property
     def windows(self) -> WindowPace:
-        """The step without snapshots."""
         return self.measured or self._estimate()
 
     @property

@@ -79,7 +79,6 @@ class JobPlan:
 
     @property
     def why_rate(self) -> str:
-        """Why snapshots are taken so often, for people."""
         best, every = int(self.rate), self.version_steps
         lost = f"at most {most_lost_steps(every)} steps are repeated after a failure that memory survives"
         bound = f"for an overhead of at most {self.max_overhead:.1%}"
@@ -93,7 +92,6 @@ class JobPlan:
 
     @cached_property
     def storage(self) -> StoragePlan:
-        """How often versions go to storage, and why."""
         step_secs = self.pace.step_secs * (1 + self.overhead)
         return plan_storage(self.job, self.planned, step_secs, self.version_steps)
 
@@ -149,7 +147,6 @@ class JobPlan:
         return [Finding(Severity.REFUSED, *texts) for texts in found]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, labelled as estimated."""
         job, training = self.job, self.job.training
         return {
             ESTIMATED: True,

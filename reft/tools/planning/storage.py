@@ -57,7 +57,6 @@ class StoragePlan:
 
     @property
     def why(self) -> str:
-        """The interval and what it follows from, for people."""
         config, steps = self.config, self.interval_steps
         if config.dir is None:
             said = f'none ("persist" has no "dir"); "auto" would write every {self.auto_steps:,} step(s)'

@@ -90,7 +90,6 @@ def _draw_row(axes: Any, number: int, row: RankTimeline, origin: float, alpha: f
 
 
 def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
-    """The figures that matter, to the right."""
     use, room = stage.snapshots, stage.bytes_fit
     lines = [f"idle {percent(stage.idle_share)} of the step"]
     if use.secs:
