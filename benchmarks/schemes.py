@@ -112,7 +112,7 @@ def run_rank(options: argparse.Namespace) -> None:
             return
         session.use("has")
         kept = scheme.removesuffix(AOR)
-        session.pause_recomputing(kept == scheme)
+        session.state.recomputing.paused = kept == scheme
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
             session.protect(kept)
         dist.barrier()
