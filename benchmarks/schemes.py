@@ -121,7 +121,7 @@ def run_rank(options: argparse.Namespace) -> None:
         scheme, _, peers = scheme.partition("/")
         session.worker.copier.peers = PeerCheck(peers == "rotate", BLOCK_BYTES) if peers else None
         kept = scheme.removesuffix(AOR)
-        session.pause_recomputing(kept == scheme)
+        session.state.recomputing.paused = kept == scheme
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
             session.protect(kept)
         dist.barrier()

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,10 +40,6 @@ from reft.node.progress import Phase, ProgressPage, at_instruction, at_phase
 from reft.refusal import end_in_words
 from reft.state.codec import encode
 from reft.state.support import why_not_loadable
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-
 
 logger = logging.getLogger(__name__)
 
@@ -221,8 +218,6 @@ def attach(
         if client_state is not None:
             session.state.client_state = client_state
         return session
-    import os
-
     log.install()
     end_in_words()
     parsed = load_config(ds_config_of(engine)) if config is None else parse_block(dict(config), os.environ)
@@ -344,21 +339,15 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
 
 def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None:
-    def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return restorer.load(original, LoadCall.of(original, args, kwargs))
+    def load(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: restorer.load(original, LoadCall.of(original, args, kwargs))
 
-        return wrapped
-
-    def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return save_with_host_state(session, original, bind(original, args, kwargs))
-
-        return wrapped
+    def save(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: save_with_host_state(session, original, bind(original, args, kwargs))
 
     for name, wrapper, phase in (
-        ("load_checkpoint", load_checkpoint, Phase.LOADING),
-        ("save_checkpoint", save_checkpoint, Phase.SAVING),
+        ("load_checkpoint", load, Phase.LOADING),
+        ("save_checkpoint", save, Phase.SAVING),
     ):
         wrap_call(engine, name, wrapper)
         wrap_call(engine, name, at_phase(session.progress, phase))

@@ -242,7 +242,8 @@ class Identity:
         control: ControlGroup,
     ) -> Identity:
         """Of what trains: rank 0's settings, everybody's shapes. Collective."""
-        mine = encode([str(at), engine.shapes(), _restarts()])
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+        mine = encode([str(at), engine.shapes(), restarts])
         told = [decode(data) for data in control.gather_bytes(mine)]
         facts = {**engine.settings(), **_layout(degrees)}
         facts |= {
@@ -316,10 +317,6 @@ class Identity:
             note_size(job_dir, self.fingerprint, self._why_one_size, fixed=fixed, any_batch=any_batch)
         except OSError as error:
             logger.warning("the job's settings cannot be recorded next to its memory: %s", error)
-
-
-def _restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:

@@ -54,7 +54,15 @@ class JobRecord:
     def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
         """The record in the store at ``host:port``, if there is one and it answers within ``answer_secs``, as
         it has to whenever it is asked."""
-        return cls(_connect(endpoint, answer_secs) if endpoint else None, job_id)
+        store = None
+        try:
+            if endpoint:
+                store = KeyValueStore(endpoint, user_secret(), timeout_secs=answer_secs)
+                store.check([])
+        except (StoreError, AuthenticationError, ValueError) as error:
+            logger.warning("cannot reach the rendezvous store at %s: %s", endpoint, error)
+            store = None
+        return cls(store, job_id)
 
     def note_commit(self, label: Label) -> None:
         """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
@@ -167,16 +175,6 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
             f"another id"
         )
     return str(answer["note"])
-
-
-def _connect(endpoint: str, answer_secs: float) -> KeyValueStore | None:
-    try:
-        store = KeyValueStore(endpoint, user_secret(), timeout_secs=answer_secs)
-        store.check([])
-    except (StoreError, AuthenticationError, ValueError) as error:
-        logger.warning("cannot reach the rendezvous store at %s: %s", endpoint, error)
-        return None
-    return store
 
 
 def open_control(config: ReftConfig) -> ControlGroup:

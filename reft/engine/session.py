@@ -423,11 +423,6 @@ class Session:
         """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
         self.copying.variant = Variant(variant)
 
-    def pause_recomputing(self, paused: bool) -> None:
-        """Have partitions sent instead of recomputed (AOR) from the next version on, or recomputed again.
-        Call it between steps, on all ranks."""
-        self.state.recomputing.paused = paused
-
     def protect(self, scheme: str) -> None:
         """Switch the protection of the versions to come, at one version boundary on all ranks. One rank that
         asks is enough; ``reft protect`` does the same from outside. Raises ConfigError: there is no such

@@ -59,6 +59,7 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
+from reft.memory.joblock import try_flock
 from reft.naming import Label
 
 __all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
@@ -261,10 +262,8 @@ class Arena:
     @property
     def state(self) -> ArenaState:
         """State on record; EMPTY also where the header is unreadable."""
-        try:
-            return _state_of(self._newest())
-        except ArenaError:
-            return ArenaState.EMPTY
+        head = self.head()
+        return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
         """What became of this file, if it is not any more what the next start of the job would find and trust
@@ -359,9 +358,7 @@ class Arena:
         self.unlock()
         if self._fd < 0:
             raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
-        try:
-            fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_flock(self._fd, operation):
             return False
         self._held = operation
         return True
@@ -450,7 +447,7 @@ class Arena:
 
     def _in_state(self, expected: ArenaState, verb: str) -> tuple[Record, ArenaHeader]:
         newest = self._newest()
-        found = _state_of(newest)
+        found = ArenaState.EMPTY if newest.head is None else newest.head.state
         if newest.head is None or found is not expected:
             raise ArenaError(f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}")
         return newest, newest.head
@@ -477,10 +474,6 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _state_of(record: Record) -> ArenaState:
-    return ArenaState.EMPTY if record.head is None else record.head.state
 
 
 def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
@@ -536,18 +529,26 @@ def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list
     return found
 
 
-def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, ArenaHeader]:
-    """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
-    found = {}
-    prefix = arena_name(local_rank, 0).removesuffix("0.arena")
-    for path, arena in scan(job_dir, secret):
+def headers(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, ArenaHeader]]:
+    """Of the arenas of a job directory that can be read and are not EMPTY, with their files."""
+    found = []
+    for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):
             with arena:
                 header = arena.header()
-                holds = header is not None and header.state.whole and header.label == label
-                if header is not None and holds and path.name.startswith(prefix):
-                    found[int(path.stem.removeprefix(prefix))] = header
+            if header is not None:
+                found.append((path, header))
     return found
+
+
+def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, ArenaHeader]:
+    """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
+    prefix = _prefix(local_rank)
+    return {
+        int(path.stem.removeprefix(prefix)): header
+        for path, header in headers(job_dir, secret)
+        if path.name.startswith(prefix) and header.state.whole and header.label == label
+    }
 
 
 @dataclass(frozen=True)

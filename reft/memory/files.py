@@ -16,6 +16,7 @@ import numpy as np
 from reft.errors import ArenaError, OutOfMemoryError
 from reft.memory.free_memory import free_bytes
 from reft.memory.header import PAGE_BYTES
+from reft.memory.joblock import try_flock
 
 _STEP_BYTES = 256 * 2**20  # Allocate and touch in steps, so that signals and other threads get their turn
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
@@ -117,11 +118,10 @@ def remove_idle_file(path: Path) -> None:
         path.unlink()
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ArenaError(
-            f"{path}: another process is writing it; end that process, or use another job_id"
-        ) from error
+        if not try_flock(fd, fcntl.LOCK_SH):
+            raise ArenaError(
+                f"{path}: another process is writing it; end that process, or use another job_id"
+            )
     finally:
         os.close(fd)
     path.unlink(missing_ok=True)
@@ -143,9 +143,7 @@ def reopen(path: Path, fd: int, writable: bool) -> int:
 
 def hold_directory(directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_flock(fd, fcntl.LOCK_SH):
         os.close(fd)
-        raise ArenaError(f"{directory}: is being removed (reft clean); start the job again") from error
+        raise ArenaError(f"{directory}: is being removed (reft clean); start the job again")
     return fd

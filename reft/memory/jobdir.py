@@ -28,7 +28,7 @@ import psutil
 from reft.durable import whole_file
 from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
-from reft.memory.arena import ARENA_SUFFIX, Arena, scan
+from reft.memory.arena import ARENA_SUFFIX, Arena, headers, scan
 from reft.memory.joblock import holder, try_flock
 from reft.naming import JOB_ID
 from reft.state.fingerprint import Fingerprint
@@ -161,13 +161,8 @@ class JobDir:
     def newest_incarnation(self) -> int:
         """Highest incarnation that any arena names, or that was noted; 0 if there is none. Unreadable arenas
         do not count."""
-        newest = self.noted_incarnation()
-        for _, arena in self.scan():
-            if isinstance(arena, Arena):
-                with arena:
-                    header = arena.header()
-                    newest = max(newest, header.label.incarnation if header else 0)
-        return newest
+        found = headers(self.path, self.secret, self.job_id)
+        return max([self.noted_incarnation(), *(header.label.incarnation for _, header in found)])
 
     def read_status(self) -> dict[str, Any] | None:
         return read_json(self.path / STATUS_FILE)

@@ -124,8 +124,12 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
 
 
 def _refusal(directory: Path, job_id: str, fd: int) -> str:
+    holds = "an unknown process"
+    if who := _who(fd):
+        since = datetime.fromtimestamp(float(who.get("since", 0.0))).isoformat(" ", "seconds")
+        holds = f"pid {who.get('pid')} on {who.get('host')} since {since} ({who.get('command')})"
     return (
-        f"job {job_id!r} is running already: its memory {directory} is held by {_describe(fd)}. Two jobs "
+        f"job {job_id!r} is running already: its memory {directory} is held by {holds}. Two jobs "
         f'cannot share memory: end that one, or give this one its own name (--job-id NAME, or "job_id" in '
         f"the reft block). A further node of the same job on this host needs a --memory-dir of its own"
     )
@@ -154,11 +158,3 @@ def _who(fd: int) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _describe(fd: int) -> str:
-    who = _who(fd)
-    if not who:
-        return "an unknown process"
-    since = datetime.fromtimestamp(float(who.get("since", 0.0))).isoformat(" ", "seconds")
-    return f"pid {who.get('pid')} on {who.get('host')} since {since} ({who.get('command')})"

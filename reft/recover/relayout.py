@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -20,10 +20,10 @@ import msgpack
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
+from reft.recover.findings import Group, listing
 
 WEIGHT = "model"  # what a model computes with; the other parts of a parameter's state are the optimizer's
 WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
-Group = tuple[int, int]  # (pp, tp)
 
 
 class Parameter(NamedTuple):
@@ -156,7 +156,7 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
     shapes = {p.name: p.shape for p in held.parameters}
     moves: list[Move] = []
     for extent in _extents(held, at.dp):
-        was, now = index.part(extent.name).shape, shapes[extent.name]
+        was, now = index.parts[extent.name].shape, shapes[extent.name]
         for tp, start, count, skip in _slices(extent, was, now, splits[extent.name], at.tp):
             here = extent._replace(start=start, numel=count, at=extent.at + skip)
             moves += index.moves(here, at, tp % old.degrees.tp)
@@ -190,15 +190,12 @@ class _Index:
     def __init__(self, old: Layout) -> None:
         self._old = old
         self._stages: dict[str, list[int]] = defaultdict(list)
-        self._parts: dict[str, Parameter] = {}
+        self.parts: dict[str, Parameter] = {}
         self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
         for (pp, tp), held in sorted(old.held.items()):
             for part in held.parameters if tp == 0 else ():
                 self._stages[part.name].append(pp)
-                self._parts.setdefault(part.name, part)
-
-    def part(self, name: str) -> Parameter:
-        return self._parts[name]
+                self.parts.setdefault(part.name, part)
 
     def _of_group(self, group: Group) -> dict[tuple[str, str], list[tuple[int, int, _Extent]]]:
         if group not in self._found:
@@ -248,13 +245,13 @@ def _splits(old: Layout, new: Layout) -> dict[str, int]:
         return dict.fromkeys(said, WHOLE)
     if several := [name for name, splits in said.items() if len(splits) > 1]:
         raise LayoutError(
-            f"slices share different dimensions of {_some(several)} in {old.degrees} and {new.degrees}; "
+            f"slices share different dimensions of {listing(several)} in {old.degrees} and {new.degrees}; "
             f"give every parameter the same partition_dim in both"
         )
     if unknown := [name for name, splits in said.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
-            f"{_some(unknown)}. Declare it where the model is built, as Megatron does: "
+            f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
             "parameter.partition_dim = the dimension that the slices share equally, or -1 where each slice "
             "has the whole"
         )
@@ -266,7 +263,7 @@ def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
     for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
         if alone := sorted(here.keys() - there.keys()):
             raise LayoutError(
-                f"{where} alone has {_some(alone)}: parameters are identified by their names in the model, "
+                f"{where} alone has {listing(alone)}: parameters are identified by their names in the model, "
                 f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); number the "
                 "layers over all stages, as deepspeed.pipe.PipelineModule does"
             )
@@ -280,9 +277,9 @@ def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
             )
         if (old_group, old_kinds) != (new_group, new_kinds):
             raise LayoutError(
-                f"{name} is in the optimizer's group {old_group} with {_some(old_kinds)} in the version, and "
-                f"in group {new_group} with {_some(new_kinds)} in the running job; start the job with the "
-                f"optimizer and the parameter groups that wrote the version"
+                f"{name} is in the optimizer's group {old_group} with {listing(old_kinds)} in the "
+                f"version, and in group {new_group} with {listing(new_kinds)} in the running job; start "
+                f"the job with the optimizer and the parameter groups that wrote the version"
             )
 
 
@@ -314,8 +311,3 @@ def _whole_shape(shape: tuple[int, ...], split: int, slices: int) -> tuple[int, 
     if split >= len(shape):
         raise LayoutError(f"found partition_dim {split} of a parameter with the shape {list(shape)}")
     return (*shape[:split], shape[split] * slices, *shape[split + 1 :])
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "nothing"

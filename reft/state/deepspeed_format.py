@@ -340,33 +340,26 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 # --- rebuilding ------------------------------------------------------------------------------------
 
 
-def rebuild(template: Template, read: ReadSection, host_state: HostState) -> Iterator[tuple[str, Any]]:
-    """State dicts of one rank's files at the version that ``read`` and ``host_state`` hold. ``read``: gives
-    bytes of that rank's images; tensors are views of what it returns. Yields file name within the tag
-    directory and what DeepSpeed would have given to ``torch.save``."""
-    if shape_of(host_state) != template.shape:
-        raise PersistError(
-            "the host state has other values than the checkpoint template was made for (parameter groups, "
-            "optimizer state or scheduler were added since); the next version of another layout renews it"
-        )
-    for name, node in template.files.items():
-        state_dict = Rebuilder(read, host_state).build(node)
-        if name in template.client_files:
-            state_dict.update(client_state(host_state))
-        yield name, state_dict
-
-
 WrittenFile = tuple[int, int]  # length and xxh3_64 of a file, computed while it was written
 
 
 def write_checkpoint(
     template: Template, read: ReadSection, host_state: HostState, directory: Path, coordinate: Coordinate
 ) -> dict[str, WrittenFile]:
-    """Write one rank's files into a tag directory: DeepSpeed's, and the host state beside them.
+    """Write one rank's files of the version that ``read`` (bytes of that rank's images, which tensors become
+    views of) and ``host_state`` hold into a tag directory: DeepSpeed's, and the host state beside them.
 
     Every file appears under its name only when it is complete and flushed to storage."""
+    if shape_of(host_state) != template.shape:
+        raise PersistError(
+            "the host state has other values than the checkpoint template was made for (parameter groups, "
+            "optimizer state or scheduler were added since); the next version of another layout renews it"
+        )
     written = {}
-    for name, state_dict in rebuild(template, read, host_state):
+    for name, node in template.files.items():
+        state_dict = Rebuilder(read, host_state).build(node)
+        if name in template.client_files:
+            state_dict.update(client_state(host_state))
         written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
         del state_dict
     name = host_file_name(coordinate)

@@ -26,7 +26,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from reft.backoff import Backoff
 from reft.config import FaultPoint, ReftConfig
@@ -146,14 +145,6 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
     return lambda coordinate: plans[coordinate].reach(FaultPoint.DURING_PERSIST, source.label.step)
 
 
-def _explained(error: OSError, directory: Path) -> PersistError:
-    where = error.filename or directory
-    return PersistError(
-        f"{where}: {error.strerror or error}; make room in {directory} or make it writable, or set "
-        f"persist.dir to another directory that every node sees"
-    )
-
-
 # --- what this node has ----------------------------------------------------------------------------
 
 
@@ -171,7 +162,7 @@ def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: Overt
             return
         fence.check(directory, job_dir.job_id, writer)
         _make_directory(work)
-        write_record(work.failed(job_dir.node), failure_record(job_dir.node, error), job_dir.secret)
+        _leave_reason(work, job_dir.node, error, job_dir.secret)
     except (ReftError, OSError) as cause:
         logger.info("the other nodes could not be informed that memory moved past %s here: %s", label, cause)
 
@@ -259,7 +250,11 @@ def write_version(
     except OSError as error:
         if isinstance(error, ReftError):
             raise
-        raise _explained(error, options.directory) from error
+        raise PersistError(
+            f"{error.filename or options.directory}: {error.strerror or error}; make room in "
+            f"{options.directory} or make it writable, or set persist.dir to another directory that every "
+            f"node sees"
+        ) from error
 
 
 def _make_directory(work: WorkDir) -> None:
@@ -378,7 +373,7 @@ class _Writing:
                     path.unlink(missing_ok=True)
         if not isinstance(error, GivenUpElsewhereError):
             with suppress(OSError):
-                write_record(work.failed(source.node), failure_record(source.node, error), source.secret)
+                _leave_reason(work, source.node, error, source.secret)
 
     # -- waiting for other nodes -------------------------------------------------------------------
 
@@ -432,9 +427,9 @@ class _Writing:
             if content is not None:
                 kind = OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
                 raise kind(f"{work.label}: node {content['node']} gave up: {content['error']}")
-        for _, label in work.others():
-            if label > work.label:
-                raise OvertakenElsewhereError(f"{work.label}: overtaken by {label}, which others write")
+        for other in work.others():
+            if other.label > work.label:
+                raise OvertakenElsewhereError(f"{work.label}: overtaken by {other.label}, which others write")
 
 
 def _halfway(blocks: Sequence[SourceBlock], reach: Callable[[], None]) -> Iterable[SourceBlock]:
@@ -455,9 +450,9 @@ def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
     return sizes
 
 
-def failure_record(node: str, error: BaseException) -> dict[str, Any]:
-    overtaken = isinstance(error, OvertakenError)
-    return {"node": node, "error": f"{type(error).__name__}: {error}", "overtaken": overtaken}
+def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes) -> None:
+    said = {"node": node, "error": f"{type(error).__name__}: {error}"}
+    write_record(work.failed(node), {**said, "overtaken": isinstance(error, OvertakenError)}, secret)
 
 
 def published(work: WorkDir) -> PersistedInfo | None:

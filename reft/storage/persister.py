@@ -23,7 +23,7 @@ from typing import Any
 from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.memory.arena import Arena, ArenaState
+from reft.memory.arena import ArenaState, headers
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.storage.assemble import Assembler
@@ -337,11 +337,5 @@ class Persister:
 
 
 def committed_labels(job_dir: JobDir) -> set[Label]:
-    labels = set()
-    for _, arena in job_dir.scan():
-        if isinstance(arena, Arena):
-            with arena:
-                header = arena.header()
-                if header is not None and header.state is ArenaState.COMMITTED:
-                    labels.add(header.label)
-    return labels
+    found = headers(job_dir.path, job_dir.secret, job_dir.job_id)
+    return {header.label for _, header in found if header.state is ArenaState.COMMITTED}

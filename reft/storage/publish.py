@@ -166,14 +166,14 @@ def prune(info: PersistedInfo, keep: int) -> None:
             remove_checkpoint(old.path, old.label)
 
 
-def remove_checkpoint(path: Path, label: Label | None = None) -> None:
+def remove_checkpoint(path: Path, label: Label) -> None:
     """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
     removal is neither taken for a checkpoint nor left for good. ``label``: of the version to remove:
     another one, which has taken its name meanwhile, gets it back."""
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)
-        found = read_marker(doomed) if label is not None else None
+        found = read_marker(doomed)
         if found is not None and found.label != label:
             doomed.rename(path)
             return
@@ -186,8 +186,8 @@ def remove_checkpoint(path: Path, label: Label | None = None) -> None:
 def remove_debris(work: WorkDir) -> None:
     """Remove what interrupted attempts of this job left: older working directories and half-removed
     checkpoints. For the coordinating node only, before an attempt."""
-    for other, label in work.others():
-        if label < work.label:
+    for other in work.others():
+        if other.label < work.label:
             shutil.rmtree(other.root, ignore_errors=True)
     for path in work.root.parent.glob(f".{LATEST_NAME}.*.new"):
         path.unlink(missing_ok=True)

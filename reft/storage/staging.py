@@ -84,15 +84,14 @@ class WorkDir:
     def failed(self, node: str) -> Path:
         return self.staging / f"failed-{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
 
-    def others(self) -> list[tuple[WorkDir, Label]]:
+    def others(self) -> list[WorkDir]:
         """Working directories of other versions of the same job."""
         suffix = self.root.name.rsplit("-", 1)[1]
         found = []
         for path in self.root.parent.glob(f".global_step*.*.*-{suffix}"):
             step, incarnation, _ = path.name.split("-")[0].removeprefix(".global_step").split(".")
             if path != self.root and step.isdecimal() and incarnation.isdecimal():
-                label = Label(int(incarnation), int(step))
-                found.append((WorkDir(path, self.job_id, label), label))
+                found.append(WorkDir(path, self.job_id, Label(int(incarnation), int(step))))
         return found
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
@@ -213,25 +214,14 @@ class Found:
     problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
 
     def encode(self) -> bytes:
-        return encode([[_to_fields(c) for c in self.checkpoints], list(self.problems)])
+        return encode(_FOUND.dump_python(self, mode="json"))
 
     @classmethod
     def decode(cls, data: bytes) -> Found:
-        checkpoints, problems = decode(data)
-        return cls(tuple(_from_fields(c) for c in checkpoints), tuple(problems))
+        return _FOUND.validate_python(decode(data))
 
 
-def _to_fields(c: DiskCheckpoint) -> dict[str, Any]:
-    files = None if c.files is None else {n: [f.nbytes, f.checksum] for n, f in c.files.items()}
-    label = None if c.label is None else [c.label.incarnation, c.label.step]
-    return {**vars(c), "label": label, "files": files}
-
-
-def _from_fields(fields: dict[str, Any]) -> DiskCheckpoint:
-    label, files = fields["label"], fields["files"]
-    label = None if label is None else Label(*label)
-    files = None if files is None else {n: FileRecord(*f) for n, f in files.items()}
-    return DiskCheckpoint(**{**fields, "label": label, "files": files})
+_FOUND = TypeAdapter(Found)
 
 
 @dataclass(frozen=True)

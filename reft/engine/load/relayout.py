@@ -297,17 +297,20 @@ def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Store
             f"job in the layout that wrote it"
         )
     spec = stored.spec
-    numel = prod(spec.shape)
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
         raise LayoutError(
             f"{move.tensor} of {move.source} is not contiguous: start in the layout that wrote it"
         )
-    if spec.torch_dtype != target.dtype or move.start + move.numel > numel:
-        raise LayoutError(
-            f"{move.tensor} of {move.source} has {numel} numbers of {spec.dtype}; expected {target.dtype}, "
-            f"and {move.start + move.numel} of them: start with the precision and the model that wrote it"
-        )
+    _check_numbers(move, spec.torch_dtype, prod(spec.shape), target)
     return stored
+
+
+def _check_numbers(move: Move, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
+    if dtype != target.dtype or move.start + move.numel > numel:
+        raise LayoutError(
+            f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected {target.dtype}, and "
+            f"{move.start + move.numel} of them: start with the precision and the model that wrote it"
+        )
 
 
 class CheckpointSource:
@@ -339,12 +342,7 @@ class CheckpointSource:
         parts, moves, live = self._located
         for move in moves:
             stored, target = parts.tensor(move.source, move.tensor), live[move.target]
-            if stored.dtype != target.dtype or move.start + move.numel > stored.numel():
-                raise LayoutError(
-                    f"{move.tensor} of {move.source} has {stored.numel()} numbers of {stored.dtype}; "
-                    f"expected {target.dtype}, and {move.start + move.numel} of them: start with the "
-                    f"precision and the model that wrote it"
-                )
+            _check_numbers(move, stored.dtype, stored.numel(), target)
             target[move.at : move.at + move.numel].copy_(stored[move.start : move.start + move.numel])
 
 

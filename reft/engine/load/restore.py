@@ -314,9 +314,7 @@ class Restorer:
         if other is not None:
             sound = self._disk.newest_sound(found, beyond=other.label)
             if sound is None and self._other.restore(other):
-                return self._has_resumed(
-                    f"memory:{session.job_id}/{other.label.step}", self._memory.client_state, other.label
-                )
+                return self._has_resumed_from_memory(other.label)
         plan = self._other.explain(plan)
         if isinstance(plan, RecoveryPlan) and sound is None:
             sound = self._disk.newest_sound(found, beyond=plan.label)
@@ -324,10 +322,7 @@ class Restorer:
                 self._memory.check_identity(plan)
                 outcome = self._memory.restore(recovery)
                 if isinstance(outcome, RecoveryOutcome):
-                    label = outcome.plan.label
-                    return self._has_resumed(
-                        f"memory:{session.job_id}/{label.step}", self._memory.client_state, label
-                    )
+                    return self._has_resumed_from_memory(outcome.label)
                 plan = outcome
         sound = sound or self._disk.newest_sound(found)
         if sound is not None:
@@ -350,6 +345,10 @@ class Restorer:
         if path is not None:
             self._resumed = Resumed(path, client_state, source)
         return path, client_state
+
+    def _has_resumed_from_memory(self, label: Label) -> tuple[Any, Any]:
+        path = f"memory:{self._session.job_id}/{label.step}"
+        return self._has_resumed(path, self._memory.client_state, label)
 
     # -- disk -------------------------------------------------------------------------------------
 
