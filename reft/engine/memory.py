@@ -16,9 +16,9 @@ from pathlib import Path
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueStore, StoreError
-from reft.engine.identity import Identity, Place, hold_memory, hosts_of
-from reft.env import ENV_INCARNATION, ENV_SECRET, ENV_STORE
-from reft.errors import AuthenticationError, FencedError, ReftError, TransferError
+from reft.engine.identity import Identity, Place, hold_memory, hosts_of, local_rank
+from reft.env import ENV_INCARNATION, ENV_MEMORY_DIR, ENV_SECRET, ENV_STORE
+from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError, TransferError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.jobdir import (
     SECRET_BYTES,
@@ -28,7 +28,7 @@ from reft.memory.jobdir import (
     secret_of_environment,
     user_secret,
 )
-from reft.naming import Label, committed_key
+from reft.naming import Label, committed_key, kernel_id
 from reft.snapshot.complaints import Complaints
 from reft.state.codec import decode, encode
 from reft.storage import fence
@@ -217,6 +217,18 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
     return JobDir.open_or_create(config.memory_dir, job_id, node=node, secret=secret)
 
 
+def _require_own_files(path: Path, control: ControlGroup) -> None:
+    """Refuse ranks that would write each other's arenas in the job's memory: a ConfigError on all."""
+    at = path.stat()
+    places = control.gather_bytes(f"{kernel_id()} {at.st_dev} {at.st_ino} {local_rank()}".encode())
+    for rank, place in enumerate(places):
+        if (first := places.index(place)) < rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same memory and the same LOCAL_RANK; expected a memory "
+                f"directory ({ENV_MEMORY_DIR}) for each node of a host, a LOCAL_RANK for each rank of a node"
+            )
+
+
 def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
     """Never raises: the other ranks wait for this one, and the job can do without."""
     try:
@@ -271,6 +283,7 @@ class JobMemory:
         self._writes = writes
         self._lock = hold_memory(config, config.job_id, control)
         try:
+            _require_own_files(config.job_memory_dir, control)
             self.job_dir = open_job_dir(config, config.job_id, node, control)
             store = os.environ.get(ENV_STORE) if control.rank == 0 else None
             self.record = JobRecord.at(store, config.job_id)

@@ -289,6 +289,9 @@ SETUPS: dict[str, Callable[[Place], object]] = {
     "unknown_key": lambda at: make(at.block(protecton="arc")),
     "checkpoints_without_a_place": lambda at: make(at.block(persist={"interval_steps": 5})),
     "no_room_for_parities": lambda at: make(at.block(protection="rs:2")),
+    "one_memory_for_two_nodes": lambda at: make(
+        {**at.block(), "memory_dir": str(at.memory.parent / "shared")}
+    ),
     "two_names": lambda at: make({**at.block(), "job_id": f"name{os.environ['RANK']}"}),
     "no_load": lambda at: train(make(at.block())),
     "loader_with_workers": lambda at: train(resumed(at), (b for (b,) in loader(num_workers=1))),

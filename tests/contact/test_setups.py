@@ -34,6 +34,7 @@ REFUSED = {
     "other_arguments": ('arguments.corpus: was "english", is "german"', "--job-id NAME"),
     "resumable_of_a_list": ("expected a torch.utils.data.DataLoader", "client_state"),
     "pipeline_over_two_nodes": ("data-parallel degree of 1", '"allow_unprotected": true'),
+    "one_memory_for_two_nodes": ("ranks 0 and 1 have the same memory", "REFT_MEMORY_DIR"),
     "more_losses_than_nodes": ('"tolerance": 2', 'write "tolerance": 1'),
     "auto_for_more_losses_than_nodes": ('"tolerance": 2', 'write "tolerance": 1'),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import time
 
 import pytest
@@ -265,18 +264,3 @@ def test_by_hand_a_seed_tells_the_whole_story(sim: Simulated) -> None:
         sim.hold()
         with pytest.raises(RuntimeError, match="for ever"):
             sim.current_stream().synchronize()
-
-
-def test_several_threads_may_use_it(sim: Simulated) -> None:
-    def work() -> None:
-        with sim.stream(sim.ExternalStream(sim.create_stream())):
-            for _ in range(50):
-                made.append(int(torch.ones(100, device=NAME).sum().item()))
-
-    made: list[int] = []
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_SECS)
-    assert made == [100] * 150

@@ -106,13 +106,8 @@ class Job:
             assert request.done.wait(WAIT_SECS)
         return request
 
-    def await_start(self, request: SnapshotRequest) -> None:
-        """Host time that a step takes: enough for the worker to turn to its version."""
-        while not (request.started or request.done.wait(0.001)):
-            pass
-
     def await_turn(self, request: SnapshotRequest) -> None:
-        """The same, where an older version may still be drained."""
+        """Host time that a step takes: enough for the worker to turn to its version, or to drain an older one."""
         while not (request.started or self.worker.votes.late or request.done.wait(0.001)):
             pass
 
@@ -189,7 +184,7 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
     for number in range(1, STEPS + 1):
         request = job.step(number, variant)
         if number % 3:  # else it is given up
-            job.await_start(request)
+            job.await_turn(request)
     job.end()
     committed = job.committed()
     assert len(committed) == 2
@@ -201,7 +196,7 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
 @pytest.mark.gpu
 def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     for number in range(1, 2 * STEPS):
-        job.await_start(job.step(number, Variant.HAS))
+        job.await_turn(job.step(number, Variant.HAS))
     job.worker.fence()
     assert job.worker.drain(WAIT_SECS)
     job.gate.enter()
@@ -247,7 +242,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
         request = job.step(number, variant)
         ends.append(job.sim.current_stream().record_event())
         # A kernel of the next step: the device is in the middle of it until the worker has turned to the version.
-        job.sim.launch(lambda version=request: job.await_start(version))
+        job.sim.launch(lambda version=request: job.await_turn(version))
     job.worker.fence()
     at_fence.set()
     assert job.worker.drain(WAIT_SECS)

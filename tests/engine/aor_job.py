@@ -289,7 +289,8 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, A
 
 def refused(case: dict[str, Any], root: Path) -> str:
     try:
-        make(case, {"enabled": True, "memory_dir": str(root / "refused"), "protection": "aec+aor"})
+        memory = str(root / f"refused{os.environ['RANK']}")
+        make(case, {"enabled": True, "memory_dir": memory, "protection": "aec+aor"})
     except UnsupportedStateError as error:
         return str(error)
     return ""

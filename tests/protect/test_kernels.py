@@ -33,17 +33,7 @@ KERNEL_FILES = {"reft/protect/backend.py"}
 CLANGS = ("15", "17", "19", "21")
 NVRTC = ((12, "sm_70"), (12, "sm_90"), (13, "sm_90"))
 """V100 and H100: version 13 knows no V100."""
-FLAGS = (
-    "-x",
-    "hip",
-    "-S",
-    "-O3",
-    f"--offload-arch={ARCHITECTURE}",
-    "--cuda-device-only",
-    "-Werror",
-    "-Wall",
-    "-Wno-unused-function",
-)
+FLAGS = f"-x hip -S -O3 --offload-arch={ARCHITECTURE} --cuda-device-only -Werror -Wall -Wno-unused-function".split()
 FOREIGN = re.compile(
     r"\basm\b|__shfl|__ballot|__any|__all\b|activemask|__sync|\bwarp|lane|__reduce|__ldg|__byte_perm|\bnv|cuda"
     r"|cooperative|<<<|#include|>> 5|<< 5|& 31|threadIdx.x (/|%) 32|0xffffffff",
@@ -85,9 +75,6 @@ def test_no_kernel_has_what_belongs_to_one_vendor(rows: tuple[Row, ...], width: 
     assert FOREIGN.findall(source) == []
     # No lane knows of another: nothing is shared, so that it does not matter how many run together.
     assert "__shared__" not in source
-
-
-def test_blocks_are_whole_wavefronts() -> None:
     assert THREADS % WAVEFRONT == 0
 
 

@@ -107,11 +107,7 @@ def test_two_losses_of_rs2_take_few_xors(lost: tuple[int, int]) -> None:
     assert sum(step.count for step in program) <= 15 * PACKETS
 
 
-def test_one_loss_is_plain_xor_of_whole_cells() -> None:
-    program = packet_program(((1, 1, 1, 1),), ((1,),))
-    assert [step.count for step in program] == [PACKETS] * 3
-
-
-def test_doubling_costs_three_packets() -> None:
+def test_one_loss_is_plain_xor_of_whole_cells_and_doubling_costs_three_packets() -> None:
     """A parity of powers of two costs one XOR per source and three eighths per doubling, no tables."""
+    assert [step.count for step in packet_program(((1, 1, 1, 1),), ((1,),))] == [PACKETS] * 3
     assert sum(step.count for step in packet_program(((1, 2, 4, 8),))) == 3 * PACKETS + 3 * 3

@@ -37,7 +37,6 @@ class ParityEncoder:
         self._device = image.device
         self._most_bytes = 0  # of a chunk of one source
         self._scratch: dict[int, torch.Tensor] = {}
-        self._out: torch.Tensor | None = None
 
     def cut(
         self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
@@ -61,7 +60,8 @@ class ParityEncoder:
             yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Where a source that does not lie together is gathered; chunks share it: they run one by one."""
+        """Where a source that does not lie together is gathered, and, at -1, what is computed; chunks share
+        it: they run one by one."""
         scratch = self._scratch.get(number)
         if scratch is None or len(scratch) < nbytes:
             scratch = self._scratch[number] = self._memory(self._most_bytes)
@@ -90,9 +90,7 @@ class ParityEncoder:
             out: Any = target.numpy()
             combine_ragged(backend_for(out), [row], [np.asarray(host_bytes(s)) for s in sources], [out])
             return ()
-        if self._out is None or len(self._out) < len(target):
-            self._out = self._memory(self._most_bytes)
-        out = self._out[: len(target)]
+        out = self._room(-1, len(target))
         combine_ragged(backend_for(out), [row], sources, [out])
         return [(out, target)]
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -115,7 +116,8 @@ class DeviceCopyEngine(CopyEngine):
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
         self._staged: _DeviceTicket | None = None  # the newest one
-        self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
+        pin = partial(vendor.host_register, self.device)
+        self._pinned = PinnedRanges(pin, self._unpin, chunk_bytes)
         self._begun: Any = None
         self._copied_version = 0
         self._tickets: list[_DeviceTicket] = []
@@ -159,9 +161,6 @@ class DeviceCopyEngine(CopyEngine):
             self._side.synchronize()
             self.drain_stream.synchronize()
             self._pinned.remove(memory)
-
-    def _pin(self, address: int, nbytes: int) -> None:
-        self._vendor.host_register(self.device, address, nbytes)
 
     def _unpin(self, address: int) -> None:
         try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from reft.errors import ConfigError
@@ -178,46 +178,13 @@ def plan_schedule(
             "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
         )
     factor = (lambda position: 1.0) if model is None else model.factor
-    tier_1, rest = _fill(
-        1,
-        [
-            (
-                w.start_secs,
-                w.stop_secs,
-                w.length_secs * bandwidth.window * factor(w.position),
-                w.position,
-                w.kind,
-            )
-            for w in windows
-            if w.length_secs >= SHORTEST_WINDOW_SECS
-        ],
-        total,
-    )
-    tier_2, rest = _fill(
-        2,
-        [
-            (
-                i.start_secs,
-                i.stop_secs,
-                i.length_secs * bandwidth.compute * limits.compute_share,
-                None,
-                "compute",
-            )
-            for i in computing
-        ],
-        rest,
-        evenly=True,
-    )
+    used = [w for w in windows if w.length_secs >= SHORTEST_WINDOW_SECS]
+    tier_1, rest = _fill([_room(1, w, bandwidth.window * factor(w.position), w.kind) for w in used], total)
+    share = bandwidth.compute * limits.compute_share
+    tier_2, rest = _fill([_room(2, i, share, "compute") for i in computing], rest, evenly=True)
     links = communicating if limits.separate_links else ()
-    tier_3, rest = _fill(
-        3,
-        [
-            (i.start_secs, i.stop_secs, i.length_secs * bandwidth.communication, i.position, "network")
-            for i in links
-            if i.length_secs >= SHORTEST_WINDOW_SECS
-        ],
-        rest,
-    )
+    links = [i for i in links if i.length_secs >= SHORTEST_WINDOW_SECS]
+    tier_3, rest = _fill([_room(3, i, bandwidth.communication, "network") for i in links], rest)
     staged = min(rest, limits.staging_bytes) if limits.overflow is Overflow.STAGING else 0
     stall_secs = (rest - staged) / bandwidth.window
     return HasSchedule(
@@ -253,26 +220,21 @@ def _draining_steps(staged: int, *tiers: tuple[Planned, ...]) -> int:
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
 
 
-_Room = tuple[float, float, float, int | None, str]
+def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> Planned:
+    capacity = max(0, int(at.length_secs * bytes_per_sec))
+    return Planned(tier, at.start_secs, at.stop_secs, 0, capacity, at.position, str(kind))
 
 
-def _fill(
-    tier: int, rooms: Sequence[_Room], nbytes: int, *, evenly: bool = False
-) -> tuple[tuple[Planned, ...], int]:
+def _fill(rooms: Sequence[Planned], nbytes: int, *, evenly: bool = False) -> tuple[tuple[Planned, ...], int]:
     """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is left."""
-    capacities = [max(0, int(room[2])) for room in rooms]
-    total = sum(capacities)
-    taken: list[int] = []
-    rest = nbytes
-    for capacity in capacities:
+    total, rest = sum(room.capacity_bytes for room in rooms), nbytes
+    filled: list[Planned] = []
+    for room in rooms:
+        capacity = room.capacity_bytes
         wanted = math.ceil(nbytes * capacity / total) if evenly and total else capacity
-        taken.append(min(rest, capacity, wanted))
-        rest -= taken[-1]
-    planned = tuple(
-        Planned(tier, start, stop, n, capacity, position, str(kind))
-        for (start, stop, _, position, kind), n, capacity in zip(rooms, taken, capacities, strict=True)
-    )
-    return planned, rest
+        filled.append(replace(room, nbytes=min(rest, capacity, wanted)))
+        rest -= filled[-1].nbytes
+    return tuple(filled), rest
 
 
 @dataclass
