@@ -246,6 +246,8 @@ class TierRate:
     def _gap(self) -> int:
         """Steps between two versions with which there are steps without one."""
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
+        if plain is None and self._recent:  # none of them was without a version
+            plain = median(self._recent)
         if plain and self._arrival_secs:
             gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
         return self._bounded(gap)
