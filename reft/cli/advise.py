@@ -44,7 +44,8 @@ def advise_command(
         # A plan of the same name is the same plan to the operator; every round has its own.
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
-        plan = scale_plan(name, number, found, workers=len(seen.nodes), cpu=cores, memory_bytes=memory)
+        workers, spares = len(seen.nodes), len(seen.spares)
+        plan = scale_plan(name, number, found, workers=workers, spares=spares, cpu=cores, memory_bytes=memory)
         told = {"job_id": name, "advice": [a.to_json() for a in found], "scale_plan": plan}
         typer.echo(json.dumps(plan if as_yaml else told, indent=2))  # what is JSON is YAML too
         return

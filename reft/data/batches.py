@@ -53,6 +53,14 @@ def readers(replicas: int) -> int:
     return max(replicas, process()[1])
 
 
+def why_refused(loader: str, why_equal: str | None) -> str | None:
+    """What is wrong with ``order="dynamic"`` where replicas have to train on equally many micro-batches."""
+    return why_equal and (
+        f'{loader} has order="dynamic", in which replicas train on unequal numbers of micro-batches, but '
+        f'{why_equal}. Leave order="dynamic" and step_samples out'
+    )
+
+
 class SharedLedger:
     """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a step).
 
@@ -199,11 +207,8 @@ class SharedBatches(Batches):
         return Deal(self.order.size, 1, self.step_samples, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> Taken:
-        if why := WATCH.why_equal():
-            raise ConfigError(
-                f'the loader {self._name!r} has order="dynamic", in which replicas train on unequal '
-                f'numbers of micro-batches, but {why}. Leave order="dynamic" and step_samples out'
-            )
+        if refused := why_refused(f"the loader {self._name!r}", WATCH.why_equal()):
+            raise ConfigError(refused)
         if (micro_batches := self.step_samples // self.batch_size) < replica[1]:
             raise ConfigError(
                 f"found {micro_batches} micro-batches in a step of {self.step_samples} samples for "

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import loading, resumable
+from reft.data.batches import why_refused
 from reft.data.passes import (
     DISPATCHED,
     Pass,
@@ -427,6 +428,12 @@ def difference(ranks: Sequence[Orders]) -> str | None:
                 f"rank the same {mends}"
             )
     return None
+
+
+def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
+    """The same on all ranks, also on stages that read nothing and would wait for the others. Pure."""
+    dynamic = (name for orders in ranks for name, facts in orders.items() if facts.get("step_samples"))
+    return next((why_refused(name, why_equal) for name in dynamic), None)
 
 
 def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:

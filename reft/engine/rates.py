@@ -6,6 +6,9 @@ tier. Steps with one are compared with those around them (:class:`~reft.policy.r
 follows from what versions cost: CheckFreq's Algorithm 1 for memory, after a profile of the first steps; for
 storage also how often memory fails (:mod:`reft.policy.storage_interval`). Where the interval leaves no steps
 without a version in memory, versions are taken less often for a few steps now and then, to have some.
+Versions are taken during the profile, which CheckFreq's has none of: their cost is what is measured here. Its
+other mode, a copy within the device, is ``has.overflow: staging`` and is never chosen here: it needs device
+memory that training may want later.
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
 wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
@@ -59,7 +62,7 @@ logger = logging.getLogger(__name__)
 Tier = Literal["memory", "storage"]
 
 _SETTLING_STEPS = 3  # what is made at first use takes long and never again
-_PROFILE_PAIRS, _PROFILE_STEPS = 8, 100
+_PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # CheckFreq's; the length of an epoch is not known here
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
 _LEAST_PAIRS, _MOST_PAIRS = 4, 64
@@ -241,6 +244,8 @@ class TierRate:
     def _gap(self) -> int:
         """Steps between two versions with which there are steps without one."""
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
+        if plain is None and self._recent:  # none of them was without a version
+            plain = median(self._recent)
         if plain and self._arrival_secs:
             gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
         return self._bounded(gap)

@@ -235,18 +235,21 @@ def _about_workers(seen: Situation) -> Iterable[Advice]:
 
 
 def scale_plan(
-    job: str, number: int, advice: Sequence[Advice], *, workers: int, cpu: int, memory_bytes: int
+    job: str, number: int, advice: Sequence[Advice], *, workers: int, spares: int, cpu: int, memory_bytes: int
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema in REFERENCE, section 3."""
+    """A ScalePlan of the schema in REFERENCE, section 3. The operator makes what ``replicas`` lacks, so that
+    ``createPods`` has none, or it would make them twice. A node is removed where one of the ``spares`` takes
+    its place; a migration is a replacement whose new pod comes before the old one goes."""
 
     def resource(nbytes: int) -> dict[str, str]:
         return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}
 
     numbers = [a.workers for a in advice if a.action in (Action.ADD, Action.REMOVE)]
-    dropped = sum(a.action is Action.DROP for a in advice)
-    replaced = [n for a in advice if a.action in (Action.REPLACE, Action.DROP) for n in a.nodes]
-    wanted = [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
-    replicas = numbers[-1] if numbers else workers - dropped
+    dropped = [n for a in advice if a.action is Action.DROP for n in a.nodes]
+    replaced = [n for a in advice if a.action is Action.REPLACE for n in a.nodes]
+    moved = [(n, memory_bytes) for n in replaced[spares:]]
+    moved += [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
+    replicas = numbers[-1] if numbers else workers - len(dropped)
     return {
         "apiVersion": _API_VERSION,
         "kind": "ScalePlan",
@@ -255,8 +258,8 @@ def scale_plan(
             "ownerJob": job,
             "replicaResourceSpecs": {_ROLE: {"replicas": replicas, "resource": resource(memory_bytes)}},
             "createPods": [],
-            "removePods": [{"name": node, "type": _ROLE} for node in replaced],
-            "migratePods": [{"name": node, "resource": resource(nbytes)} for node, nbytes in wanted],
+            "removePods": [{"name": node, "type": _ROLE} for node in replaced[:spares] + dropped],
+            "migratePods": [{"name": node, "resource": resource(nbytes)} for node, nbytes in moved],
             "psHosts": [],
         },
     }

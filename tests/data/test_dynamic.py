@@ -4,9 +4,12 @@ whatever is begun anew, rolled back or killed, and a slow replica takes fewer (P
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +18,10 @@ from torch.distributed import HashStore
 import reft
 from reft.data import batches, loading
 from reft.data.order import Order
+from reft.engine.checks.start import check_orders
 from reft.engine.data import DataPosition
 from reft.errors import ConfigError
-from tests.data.life import Engine
+from tests.data.life import Engine, Pipeline
 
 MICRO, STEP = 2, 24
 SIZE = 101
@@ -229,6 +233,34 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
         with pytest.raises(ConfigError, match=r"24 samples \(step_samples\).*48 \(train_batch_size\).*Write"):
             following._progress.train()
         train(iter(job.loader(1, size=96, step=2 * STEP, name="right")))
+    finally:
+        data.close()
+
+
+class FirstStage(Pipeline):
+    def is_first_stage(self) -> bool:
+        return True
+
+
+class Zero2(Engine):
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [(Engine(), ""), (FirstStage(), "the stages of a pipeline run a fixed"), (Zero2(), "ZeRO-2")],
+)
+def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(engine: Engine, why: str) -> None:
+    """Before the first step, so that no stage that reads nothing waits for the others; and whenever it is read."""
+    data = DataPosition(engine)
+    try:
+        loader = reft.data.loader(range(2 * STEP), MICRO, order="dynamic", step_samples=STEP, name="equal")
+        ranks = [json.dumps(orders).encode() for orders in (data.orders(None), {})]
+        session: Any = SimpleNamespace(control=SimpleNamespace(gather_bytes=lambda mine: ranks))
+        for act in (lambda: check_orders(session, {}, data.why_equal), lambda: next(iter(loader))):
+            with pytest.raises(ConfigError, match=f"dynamic.*{why}.*Leave") if why else nullcontext():
+                act()
     finally:
         data.close()
 

@@ -73,14 +73,38 @@ def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
 
 def test_one_paragraph_says_what_was_found_and_what_to_change_on_which_rank() -> None:
     odd = replace(FOUND, adam_is_exact=False, copy_bytes_per_sec=9e9, free_cores=1, to_change=["a", "b"])
-    assert device_paragraph([FOUND, replace(FOUND, copy_bytes_per_sec=25e9)]).endswith(
+    assert device_paragraph([FOUND, replace(FOUND, copy_bytes_per_sec=25e9)], "ab").endswith(
         "reft.ExactAdam steps as on a host; copies into host memory run at 20 (rank 0) to 25 GB/s; every rank has 3 "
         "cores or more to spare. To change: nothing"
     )
-    assert device_paragraph([FOUND, replace(odd, to_change=["a"]), odd]) == (
+    assert device_paragraph([FOUND, replace(odd, to_change=["a"]), odd], "abc") == (
         "tried on cuda: reft.ExactAdam steps NOT as on a host; copies into host memory run at 9 (rank 1) to 20 GB/s; "
         "every rank has 1 cores or more to spare. To change: a (rank 1, 2 in all); b (rank 2, 1 in all)"
     )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "named"),
+    [
+        ((20, 9.9, 20, 20), {1: 20}),
+        ((20, 10, 20, 20), {}),
+        ((20, 9, 1, 30), {2: 14.5}),
+        ((20, 9), {}),
+        ((4,), {}),
+        ((20, 0, 20, 1), {3: 20}),  # rank 1 could not be tried out, which is said of it
+        ((0, 0), {}),
+    ],
+)
+def test_a_rank_that_copies_at_less_than_half_of_the_median_is_named_with_its_node(
+    gigabytes: tuple[float, ...], named: dict[int, float]
+) -> None:
+    said = device_paragraph([replace(FOUND, copy_bytes_per_sec=g * 1e9) for g in gigabytes], "abcd")
+    change = "; ".join(
+        f"rank {rank} on node {'abcd'[rank]} copies at {gigabytes[rank]:.3g} GB/s, less than half of the median "
+        f"{usual}: look at its link to the host, or replace the node"
+        for rank, usual in named.items()
+    )
+    assert said.endswith(f"To change: {change or 'nothing'}")
 
 
 def test_the_numa_node_of_memory_is_that_of_most_of_its_pages() -> None:

@@ -112,18 +112,35 @@ PUBLISHED_PLAN = {
 
 def test_published_scale_plan() -> None:
     more = Advice(Action.ADD, (), 4, "")
-    plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, cpu=1, memory_bytes=4170 * 2**20)
+    plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, spares=0, cpu=1, memory_bytes=4170 * 2**20)
     spec = dict(plan["spec"])
     assert (spec.pop("migratePods"), spec.pop("psHosts")) == ([], [])  # of nothing, and no parameter servers
     assert plan | {"spec": spec} == PUBLISHED_PLAN
 
 
-def test_what_is_advised_becomes_a_plan() -> None:
-    full = Memory("a", 95 * GIB, 100 * GIB)
-    found = advise(Situation(ABCD, slow=(slow("b", ("b",), 2.0),), losses={"c": 4}, memory=(full,)))
-    spec = scale_plan("job", 1, found, workers=4, cpu=8, memory_bytes=100 * GIB)["spec"]
-    assert spec["removePods"] == [{"name": "b", "type": "worker"}, {"name": "c", "type": "worker"}]
-    # The dropped one has no successor, the replaced one has.
-    resource = {"cpu": "8", "memory": "102400Mi"}
-    assert spec["replicaResourceSpecs"]["worker"] == {"replicas": 3, "resource": resource}
-    assert spec["migratePods"] == [{"name": "a", "resource": {"cpu": "8", "memory": "121600Mi"}}]
+@pytest.mark.parametrize(
+    ("spares", "removed", "migrated", "replicas"),
+    [((), "b", "ca", 3), (("s",), "b", "ca", 4), (("s", "t"), "bc", "a", 4)],
+)
+def test_what_is_advised_becomes_a_plan(
+    spares: tuple[str, ...], removed: str, migrated: str, replicas: int
+) -> None:
+    """b is slow, c is lost again and again, and a lacks memory. Without a spare b is dropped and has no successor;
+    the successor of c comes before c goes. The first spare takes b's place, the second c's."""
+    found = advise(
+        Situation(
+            ABCD,
+            spares,
+            slow=(slow("b", ("b",), 2.0),),
+            losses={"c": 4},
+            memory=(Memory("a", 95 * GIB, 100 * GIB),),
+        )
+    )
+    spec = scale_plan("job", 1, found, workers=4, spares=len(spares), cpu=8, memory_bytes=100 * GIB)["spec"]
+    usual, more = ({"cpu": "8", "memory": memory} for memory in ("102400Mi", "121600Mi"))
+    assert spec["createPods"] == []
+    assert spec["removePods"] == [{"name": node, "type": "worker"} for node in removed]
+    assert spec["replicaResourceSpecs"]["worker"] == {"replicas": replicas, "resource": usual}
+    assert spec["migratePods"] == [
+        {"name": node, "resource": more if node == "a" else usual} for node in migrated
+    ]

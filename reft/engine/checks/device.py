@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,8 @@ def check_device(session: Session) -> list[DeviceFindings]:
     return [DeviceFindings(**json.loads(one)) for one in gathered]
 
 
-def device_paragraph(ranks: Sequence[DeviceFindings]) -> str:
-    """What was found on all ranks, and what to change."""
+def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> str:
+    """What was found on all ranks, and what to change. ``nodes``: of each rank."""
     rates = [one.copy_bytes_per_sec for one in ranks]
     slowest = min(rates)
     by_advice: dict[str, list[int]] = {}
@@ -69,6 +70,13 @@ def device_paragraph(ranks: Sequence[DeviceFindings]) -> str:
         for text in one.to_change:
             by_advice.setdefault(text, []).append(rank)
     change = [f"{text} (rank {at[0]}, {len(at)} in all)" for text, at in by_advice.items()]
+    usual = median([rate for rate in rates if rate] or [0.0])  # 0: said above, it could not be tried out
+    change += [
+        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the median "
+        f"{usual / 1e9:.3g}: look at its link to the host, or replace the node"
+        for rank, rate in enumerate(rates)
+        if 0 < rate < usual / 2
+    ]
     return (
         f"tried on {ranks[0].name}: reft.ExactAdam steps "
         f"{'as' if all(one.adam_is_exact for one in ranks) else 'NOT as'} on a host; copies into host memory "

@@ -20,7 +20,7 @@ from reft.config import ReftConfig, Variant
 from reft.data.batches import shares_store
 from reft.engine.checks.device import device_paragraph
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
-from reft.engine.data import Orders, difference
+from reft.engine.data import Orders, difference, dynamic_refused
 from reft.engine.identity import declared_on_one_host
 from reft.engine.protection import situation_of
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
@@ -89,7 +89,7 @@ def _start_findings(session: Session) -> Iterator[Finding]:
 def _notes(session: Session) -> Iterator[str]:
     """What is no error even where the block is strict."""
     if session.device_findings:
-        yield device_paragraph(session.device_findings)
+        yield device_paragraph(session.device_findings, session.topology.nodes)
     if short := timeout_is_short(session.config, group_timeout_secs()):
         yield short
     if claimed := declared_on_one_host(session.places):
@@ -123,13 +123,13 @@ def what_is_missing(persists: bool) -> str | None:
     return said
 
 
-def check_orders(session: Session, orders: Orders) -> None:
+def check_orders(session: Session, orders: Orders, why_equal: str | None) -> None:
     """Called on all ranks before the first step, when the script has made its loaders: a ConfigError on all
-    ranks alike where they read one thing in different orders."""
+    ranks alike where they read one thing in different orders, or in one that the engine cannot train on."""
     ranks = [
         json.loads(told) for told in session.control.gather_bytes(json.dumps(orders, default=str).encode())
     ]
-    if (found := difference(ranks)) is not None:
+    if found := difference(ranks) or dynamic_refused(ranks, why_equal):
         raise ConfigError(found)
 
 

@@ -246,7 +246,8 @@ class Restorer:
         """Called before every step; does its work once."""
         self._session.stopping.end_if_stopped(self._session)
         if not self._trains:
-            check_orders(self._session, self._engine.data.orders(data_iter))
+            data = self._engine.data
+            check_orders(self._session, data.orders(data_iter), data.why_equal)
             self._first_step = self._session.engine.global_steps
             if (left := self._engine.data.left_behind()) is not None:
                 warn(self._session, left)
