@@ -237,22 +237,21 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
         data.close()
 
 
-class FirstStage(Pipeline):
-    def is_first_stage(self) -> bool:
-        return True
-
-
-class Zero2(Engine):
-    def zero_optimization_stage(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize(
-    ("engine", "why"),
-    [(Engine(), ""), (FirstStage(), "the stages of a pipeline run a fixed"), (Zero2(), "ZeRO-2")],
+    ("kind", "known", "why"),
+    [
+        (Engine, {}, ""),
+        (Pipeline, {"is_first_stage": True}, "the stages of a pipeline run a fixed"),
+        (Engine, {"zero_optimization_stage": 2}, "ZeRO-2"),
+    ],
 )
-def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(engine: Engine, why: str) -> None:
+def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(
+    kind: type[Engine], known: dict[str, int], why: str
+) -> None:
     """Before the first step, so that no stage that reads nothing waits for the others; and whenever it is read."""
+    engine = kind()
+    for name, value in known.items():
+        setattr(engine, name, lambda value=value: value)
     data = DataPosition(engine)
     try:
         loader = reft.data.loader(range(2 * STEP), MICRO, order="dynamic", step_samples=STEP, name="equal")

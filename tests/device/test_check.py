@@ -89,8 +89,6 @@ def test_one_paragraph_says_what_was_found_and_what_to_change_on_which_rank() ->
         ((20, 9.9, 20, 20), {1: 20}),
         ((20, 10, 20, 20), {}),
         ((20, 9, 1, 30), {2: 14.5}),
-        ((20, 9), {}),
-        ((4,), {}),
         ((20, 0, 20, 1), {3: 20}),  # rank 1 could not be tried out, which is said of it
         ((0, 0), {}),
     ],
