@@ -39,7 +39,7 @@ COMMANDS = {
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
     "profile": Command("reft.cli.profile", "main", "measure where the devices of a job wait", True),
     "demo": Command(
-        "reft.tools.demo", "main", "train here, kill nodes, compare with an undisturbed run", True
+        "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
     ),
     "status": Command("reft.cli.status", "status_command", "show the job from any node, once or live"),
     "advise": Command("reft.cli.advise", "advise_command", "nodes to replace, drop or add; a ScalePlan"),

@@ -79,30 +79,23 @@ def order_of(loader: Any, replicas: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is in a pass.
+    """Where training is in a pass."""
 
-    Attributes:
-        start: random states when the pass was begun, with those of the loader's own generators.
-        first: random states when the first batch was asked for, where something was drawn in between.
-        taken: batches that were taken, of ``length``, which is None where the loader cannot tell.
-        number: of the pass, for loaders that count them.
-        renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
-            read an earlier pass, or it was begun before anybody watched.
-        ahead: random states when the batch was read that was read ahead of training.
-        evaluates: whether it was read while no engine trained: the next pass begins anew.
-        dealt: how the replicas share the pass, as a dict of ``Dealt``, where that is known.
-    """
-
-    start: dict[str, Any]
+    start: dict[str, Any]  # random states when the pass was begun, with those of the loader's own generators
+    # random states when the first batch was asked for, where something was drawn in between
     first: dict[str, Any] | None
-    taken: int
-    length: int | None
+    taken: int  # batches that were taken, of ``length``
+    length: int | None  # None: the loader cannot tell
     source: str
-    number: int = 0
+    number: int = 0  # of the pass, for loaders that count them
+    # whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had read an
+    # earlier pass, or it was begun before anybody watched
     renewed: bool = False
-    ahead: dict[str, Any] | None = None
-    evaluates: bool = False
-    dealt: dict[str, Any] | None = None
+    ahead: dict[str, Any] | None = (
+        None  # random states when the batch was read that was read ahead of training
+    )
+    evaluates: bool = False  # whether it was read while no engine trained: the next pass begins anew
+    dealt: dict[str, Any] | None = None  # how the replicas share the pass, as of ``Dealt``; None: not known
 
     @property
     def complete(self) -> bool:

@@ -252,11 +252,9 @@ def _srun_of(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
 
 def _ask(*words: str) -> str:
     """What scontrol answers; nothing if it does not, which costs a warning, not the job."""
+    command = ["scontrol", *words]
     try:
-        done = subprocess.run(
-            ["scontrol", *words], capture_output=True, text=True, check=True, timeout=_ASK_SECS
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECS).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("scontrol %s: %s", " ".join(words), error)
+        logger.debug("%s: %s", " ".join(command), error)
         return ""
-    return done.stdout
