@@ -184,18 +184,14 @@ class Read:
 
     def __init__(self, loader: Any, follow: Callable[[Any], None] | None = None) -> None:
         self.loader = loader
-        self.taken = 0
-        """Batches that were handed out."""
-        self.counts = False
-        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.taken = 0  # batches that were handed out
+        self.counts = False  # whether it was trained on or read to its end; a look at a batch makes no epoch
         self.unwatched = False
         """Whether it counts only as long as there is no engine, which would train on another."""
         self.evaluates = False
         """Whether it was read while no engine trained: a version has where the next one begins."""
-        self.era: object = None
-        """The resumption that it was begun or moved in."""
-        self.handle: weakref.ref[Any] | None = None
-        """To the script's iterator."""
+        self.era: object = None  # the resumption that it was begun or moved in
+        self.handle: weakref.ref[Any] | None = None  # to the script's iterator
         self._follow: weakref.WeakMethod[Any] | None = None
         self.follow_by(follow)
 
@@ -236,15 +232,13 @@ class Pass(Read):
         super().__init__(loader)
         self.start = start
         self.number = 0
-        self.natural = True
-        """Whether it was begun with the random states that training had."""
+        self.natural = True  # whether it was begun with the random states that training had
         self.reads_ahead = False
         """Whether whoever iterates over this hands its batches out later, and says when."""
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        self._read = 0
-        """Batches that were read: as many as were taken, or those that are read ahead as well."""
+        self._read = 0  # batches that were read: as many as were taken, or those that are read ahead as well
         self._before_read: dict[str, Any] | None = None
         self._read_under: dict[str, Any] | None = None
         """The random states of the next batch, where it is not to be read under those that training uses."""
