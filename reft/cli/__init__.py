@@ -40,7 +40,7 @@ COMMANDS = {
     "profile": Command("reft.cli.profile", "main", "measure where the devices of a job wait", True),
     "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),
     "demo": Command(
-        "reft.tools.demo", "main", "train here, kill nodes, compare with an undisturbed run", True
+        "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
     ),
     "status": Command("reft.cli.status", "status_command", "show the job from any node, once or live"),
     "advise": Command("reft.cli.advise", "advise_command", "nodes to replace, drop or add; a ScalePlan"),

@@ -254,9 +254,7 @@ class KeyValueServer:
 
     def _wait(self, keys: list[str], timeout_secs: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(
-                lambda: all(k in self._table for k in keys), min(float(timeout_secs), _SLICE_SECS)
-            )
+            return self._changed.wait_for(lambda: self._check(keys), min(float(timeout_secs), _SLICE_SECS))
 
 
 def _text(value: Any) -> str:
@@ -284,9 +282,8 @@ class StoreRelay:
             "compare_set": store.compare_set,
             "wait": store.wait_a_while,
         }
-        self._server = AuthenticatedServer(
-            listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations)
-        )
+        serve = partial(_serve, operations=self._operations)
+        self._server = AuthenticatedServer(listener, secret, PURPOSE, serve)
         self.port = self._server.port
 
     def close(self) -> None:

@@ -104,19 +104,16 @@ class SharedLedger:
 
 @dataclass
 class Taken:
-    """What a pass's batch sampler has given out to be read, and was not yet handed out.
+    """What a pass's batch sampler has given out to be read, and was not yet handed out."""
 
-    Attributes:
-        ahead: by micro-batch, the position behind it, and where its step ends, if replicas have unequally
-            many of a step: then the position is where the step begins, since its last one alone brings the
-            job to its end.
-        ledgers: of steps of which none is left to take, with their ends.
-        failed: why no further one can be taken, which is no fault of the data set's; None: they can.
-    """
-
+    # by micro-batch, the position behind it, and where its step ends, if replicas have unequally many of a
+    # step: then the position is where the step begins, since its last one alone brings the job to its end
     ahead: deque[tuple[JobPosition, JobPosition | None]] = field(default_factory=deque)
+    # of steps of which none is left to take, with their ends
     ledgers: deque[tuple[JobPosition, SharedLedger]] = field(default_factory=deque)
-    failed: Exception | None = None
+    failed: Exception | None = (
+        None  # why no further one can be taken, no fault of the data set's; None: they can
+    )
 
     def leave(self, at: JobPosition, replicas: int) -> None:
         """This process does not come back to what lies before ``at``, but by a version."""

@@ -20,8 +20,7 @@ class Followed(ABC, Generic[R, P]):
     def __init__(self) -> None:
         self._begun: R | None = None
         """The pass that was begun last: perhaps a look, while another one is trained on."""
-        self._followed: R | None = None
-        """The pass that was trained on last."""
+        self._followed: R | None = None  # the pass that was trained on last
 
     @property
     def _pass(self) -> R | None:

@@ -47,8 +47,7 @@ class Progress(Read):
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
         super().__init__(loader, follow)
-        self.moves = 0
-        """How often a version has taken it elsewhere."""
+        self.moves = 0  # how often a version has taken it elsewhere
         self.go_to(began)
 
     def go_to(self, at: JobPosition) -> None:
@@ -98,8 +97,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         """Whether the batch that was trained on last is not the replica's last one of its step."""
         saved = LOADERS.add(name, self)
         self._restored = None if saved is None else decode(saved, self._order, name)
-        self._loads = int(saved is not None)
-        """How often a version was loaded."""
+        self._loads = int(saved is not None)  # how often a version was loaded
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -262,8 +260,7 @@ class Reading:
         self._moves = 0
         self._ahead: deque[_Batch] = deque()
         """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
-        self._ended_at: JobPosition | None = None
-        """Behind the last step whose end was handed out."""
+        self._ended_at: JobPosition | None = None  # behind the last step whose end was handed out
 
     def __iter__(self) -> Reading:
         return self

@@ -79,30 +79,23 @@ def order_of(loader: Any, replicas: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is in a pass.
+    """Where training is in a pass."""
 
-    Attributes:
-        start: random states when the pass was begun, with those of the loader's own generators.
-        first: random states when the first batch was asked for, where something was drawn in between.
-        taken: batches that were taken, of ``length``, which is None where the loader cannot tell.
-        number: of the pass, for loaders that count them.
-        renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
-            read an earlier pass, or it was begun before anybody watched.
-        ahead: random states when the batch was read that was read ahead of training.
-        evaluates: whether it was read while no engine trained: the next pass begins anew.
-        dealt: how the replicas share the pass, as a dict of ``Dealt``, where that is known.
-    """
-
-    start: dict[str, Any]
+    start: dict[str, Any]  # random states when the pass was begun, with those of the loader's own generators
+    # random states when the first batch was asked for, where something was drawn in between
     first: dict[str, Any] | None
-    taken: int
-    length: int | None
+    taken: int  # batches that were taken, of ``length``
+    length: int | None  # None: the loader cannot tell
     source: str
-    number: int = 0
+    number: int = 0  # of the pass, for loaders that count them
+    # whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had read an
+    # earlier pass, or it was begun before anybody watched
     renewed: bool = False
-    ahead: dict[str, Any] | None = None
-    evaluates: bool = False
-    dealt: dict[str, Any] | None = None
+    ahead: dict[str, Any] | None = (
+        None  # random states when the batch was read that was read ahead of training
+    )
+    evaluates: bool = False  # whether it was read while no engine trained: the next pass begins anew
+    dealt: dict[str, Any] | None = None  # how the replicas share the pass, as of ``Dealt``; None: not known
 
     @property
     def complete(self) -> bool:
@@ -191,18 +184,14 @@ class Read:
 
     def __init__(self, loader: Any, follow: Callable[[Any], None] | None = None) -> None:
         self.loader = loader
-        self.taken = 0
-        """Batches that were handed out."""
-        self.counts = False
-        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.taken = 0  # batches that were handed out
+        self.counts = False  # whether it was trained on or read to its end; a look at a batch makes no epoch
         self.unwatched = False
         """Whether it counts only as long as there is no engine, which would train on another."""
         self.evaluates = False
         """Whether it was read while no engine trained: a version has where the next one begins."""
-        self.era: object = None
-        """The resumption that it was begun or moved in."""
-        self.handle: weakref.ref[Any] | None = None
-        """To the script's iterator."""
+        self.era: object = None  # the resumption that it was begun or moved in
+        self.handle: weakref.ref[Any] | None = None  # to the script's iterator
         self._follow: weakref.WeakMethod[Any] | None = None
         self.follow_by(follow)
 
@@ -243,15 +232,13 @@ class Pass(Read):
         super().__init__(loader)
         self.start = start
         self.number = 0
-        self.natural = True
-        """Whether it was begun with the random states that training had."""
+        self.natural = True  # whether it was begun with the random states that training had
         self.reads_ahead = False
         """Whether whoever iterates over this hands its batches out later, and says when."""
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        self._read = 0
-        """Batches that were read: as many as were taken, or those that are read ahead as well."""
+        self._read = 0  # batches that were read: as many as were taken, or those that are read ahead as well
         self._before_read: dict[str, Any] | None = None
         self._read_under: dict[str, Any] | None = None
         """The random states of the next batch, where it is not to be read under those that training uses."""

@@ -46,8 +46,7 @@ class ResumableLoader(Followed[Pass, Position]):
         self._loader = loader
         self._name = name
         self._restored = LOADERS.add(name, self)
-        self._moved = False
-        """Whether a version was loaded while a pass is being read that cannot move."""
+        self._moved = False  # whether a version was loaded while a pass is being read that cannot move
 
     def __len__(self) -> int:
         return len(self._loader)

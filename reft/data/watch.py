@@ -115,8 +115,7 @@ class Resuming:
 class Watch:
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
-        self._patched: list[tuple[Any, Any]] = []
-        """Classes whose ``__iter__`` is watched, each with its own."""
+        self._patched: list[tuple[Any, Any]] = []  # classes whose ``__iter__`` is watched, each with its own
         self.resuming: Resuming | None = None
         self.reopens = False
         """Whether the program begins its loaders behind what was taken of them: the random states that are

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,14 +297,10 @@ class StatusBoard:
         """The copy on this node, with this node's own newest report."""
         row = Row(report=report.model_copy(update={"ranks": ()}))
         others = [r for r in self.board.rows if r.report.node != self._node]
-        changes = {
-            "rows": (*others, row),
-            "written_unix_secs": time.time(),
-            "store_lost_unix_secs": self._lost_since,
-        }
+        times = {"written_unix_secs": time.time(), "store_lost_unix_secs": self._lost_since}
         if self._path.is_dir() and not self._closed:
-            fields = self.board.model_copy(update=changes).model_dump(mode="json")
-            write_json(self._path / BOARD_FILE, fields)
+            board = self.board.model_copy(update={"rows": (*others, row), **times})
+            write_json(self._path / BOARD_FILE, board.model_dump(mode="json"))
 
     def _drop(self) -> None:
         if self._store is not None:
@@ -318,12 +315,9 @@ def domain_of(node: str, *, declared: bool) -> str:
 
 def _report(store: RendezvousStore, node: str) -> NodeReport | None:
     data = store.peek(f"node/{node}")
-    if data is None:
-        return None
-    try:
-        return NodeReport.unpack(data)
-    except ValueError:
-        return None
+    with suppress(ValueError):
+        return None if data is None else NodeReport.unpack(data)
+    return None
 
 
 def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:

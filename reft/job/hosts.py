@@ -125,11 +125,12 @@ def is_this_host(name: str) -> bool:
     return bool(meant & ours) or any(ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant)
 
 
-def apply_slurm(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+def apply_slurm(args: argparse.Namespace) -> None:
     """Write what Slurm says where torchrun's options say it; what was given stands. Raises ConfigError: this
     is no step of Slurm's, it has several tasks on a node, or more nodes are asked for than it has."""
     if not args.slurm:
         return
+    environ = os.environ
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
@@ -252,11 +253,9 @@ def _srun_of(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
 
 def _ask(*words: str) -> str:
     """What scontrol answers; nothing if it does not, which costs a warning, not the job."""
+    command = ["scontrol", *words]
     try:
-        done = subprocess.run(
-            ["scontrol", *words], capture_output=True, text=True, check=True, timeout=_ASK_SECS
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECS).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("scontrol %s: %s", " ".join(words), error)
+        logger.debug("%s: %s", " ".join(command), error)
         return ""
-    return done.stdout

@@ -167,10 +167,6 @@ class DaemonKeeper:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="daemon-keeper", daemon=True)
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
     def start(self) -> None:
         """Start the first daemon; does not wait for it."""
         self._thread.start()

@@ -126,17 +126,9 @@ class DaemonClient:
     ) -> None:
         """A version was committed by all ranks. ``coordinate``: of this rank. ``unprotected``: memory has
         become too short to survive the loss of a node. ``due``: it goes to storage, as the ranks agreed."""
-        self._enqueue(
-            {
-                "op": "committed",
-                "label": [label.incarnation, label.step],
-                "coordinate": str(coordinate),
-                "unprotected": unprotected,
-                "due": due,
-                "local_rank": self._local_rank,
-                "stats": dict(stats),
-            }
-        )
+        note = {"op": "committed", "label": [label.incarnation, label.step], "coordinate": str(coordinate)}
+        said = {"unprotected": unprotected, "due": due, "local_rank": self._local_rank}
+        self._enqueue({**note, **said, "stats": dict(stats)})
 
     def notify_skip(self, step: int, cause: str, stats: Mapping[str, Any]) -> None:
         """The version of ``step`` was not taken, or not committed."""
@@ -156,13 +148,10 @@ class DaemonClient:
                 return None
             try:
                 if self._config is not None:
-                    config = self._config["config"]
-                    self._request("configure", config=config)
+                    self._request("configure", config=self._config["config"])
                 wanted = [label.incarnation, label.step]
-                answer = self._request(
-                    "persist", label=wanted, wait_secs=left, timeout_secs=left + _ANSWER_SECS
-                )
-                return str(answer)
+                waits = {"wait_secs": left, "timeout_secs": left + _ANSWER_SECS}
+                return str(self._request("persist", label=wanted, **waits))
             except DaemonError as error:
                 logger.warning("%s was not persisted: %s", label, error)
                 return None

@@ -20,6 +20,7 @@ LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 _MOST_BETWEEN_LOOKS_SECS = 2.0
 STOPPED, TRACED = "T", "t"
+_STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
 """Beginnings of the names of instructions in which a rank may wait for another one."""
 _COMPUTING = ("BackwardPass",)
@@ -36,13 +37,8 @@ class Waiting:
     node: str = ""
 
     @property
-    def limit_secs(self) -> float | None:
-        """How long it may be quiet; None: it is not watched."""
-        return limit_secs(self.seen)
-
-    @property
     def suspected(self) -> bool:
-        limit = self.limit_secs
+        limit = limit_secs(self.seen)
         return limit is not None and self.quiet_secs > limit
 
     @property
@@ -60,12 +56,8 @@ class Waiting:
         where = f"{self.node} " if self.node else ""
         where += seen.phase.name.lower().replace("_", " ")
         at = f", {seen.instruction} ({seen.position})" if seen.instruction else ""
-        state = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}.get(
-            seen.state, ""
-        )
-        return (
-            f"rank {seen.rank}: {where} after step {seen.step}{at}, quiet for {self.quiet_secs:.1f} s{state}"
-        )
+        quiet = f"quiet for {self.quiet_secs:.1f} s{_STATES.get(seen.state, '')}"
+        return f"rank {seen.rank}: {where} after step {seen.step}{at}, {quiet}"
 
 
 WAITING = TypeAdapter(list[Waiting])

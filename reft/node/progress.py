@@ -21,10 +21,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 """Of the page of a trainer, and of the file for its stacks; before them its local rank."""
@@ -63,55 +64,35 @@ _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BET
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A trainer's device memory, as its allocator counts it; bytes.
+    """A trainer's device memory, as its allocator counts it; bytes."""
 
-    Attributes:
-        total: that the trainer may have: the device's, without what others take.
-        allocated, peak_allocated: in tensors, now and at most.
-    """
-
-    total: int
-    allocated: int
+    total: int  # that the trainer may have: the device's, without what others take
+    allocated: int  # allocated, peak_allocated: in tensors, now and at most
     peak_allocated: int
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A trainer as its page tells of it.
-
-    Attributes:
-        phase: what it is at.
-        step: last step that it has made.
-        position: instructions that it has begun in this step; ``instruction``: the newest; "": not known.
-        nanos: when it last wrote, by the host's monotonic clock.
-        hang_factor, hang_timeout_secs: of the job's block; hang_factor 0: the trainer is not watched.
-        step_secs: longest of its last 64 steps, the first one not among them; 0: none yet.
-        phase_secs: longest time that it took for what it is at; 0: none yet.
-        stack_signal: signal on which it writes its stacks; 0: none.
-        state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
-        samples_per_step: of the whole job; ``tokens_per_sample``: likewise; 0: not known.
-        device: its memory; None: it has none.
-        flops_per_token: of the whole model; 0: not known, below 0: it has experts.
-    """
+    """A trainer as its page tells of it."""
 
     local_rank: int
     rank: int
     pid: int
-    phase: Phase
-    step: int
-    position: int
-    instruction: str
-    nanos: int
-    hang_factor: float
+    phase: Phase  # what it is at
+    step: int  # last step that it has made
+    position: int  # instructions that it has begun in this step
+    instruction: str  # the newest; "": not known
+    nanos: int  # when it last wrote, by the host's monotonic clock
+    hang_factor: float  # of the job's block, as the next; 0: the trainer is not watched
     hang_timeout_secs: float
-    step_secs: float
-    phase_secs: float
-    stack_signal: int
-    state: str
-    samples_per_step: int = 0
-    device: DeviceUse | None = None
-    flops_per_token: int = 0
-    tokens_per_sample: int = 0
+    step_secs: float  # longest of its last 64 steps, the first one not among them; 0: none yet
+    phase_secs: float  # longest time that it took for what it is at; 0: none yet
+    stack_signal: int  # signal on which it writes its stacks; 0: none
+    state: str  # of the process, a letter as in ``/proc/PID/stat``; "": it is gone
+    samples_per_step: int = 0  # of the whole job; 0: not known
+    device: DeviceUse | None = None  # its memory; None: it has none
+    flops_per_token: int = 0  # of the whole model; 0: not known, below 0: it has experts
+    tokens_per_sample: int = 0  # 0: not known
 
 
 class Part(IntEnum):
@@ -155,29 +136,18 @@ def part_of(name: str) -> Part:
 
 
 class StepTimes(NamedTuple):
-    """One step of one rank. Times in seconds.
+    """One step of one rank. Times in seconds."""
 
-    Attributes:
-        step: number of the step, after it.
-        whole: from the engine's call to its return.
-        compute: in which it computed, without ``busy``.
-        busy: of computing, in which the training thread was ready to run and had no core.
-        linked: in transfers from and to the neighbouring stages, and waiting for them; ``collective`` and
-            ``optimizer``: in collectives and the optimizer's step, likewise.
-        previous, next: the quickest transfer to or from the stage before and after; 0: there was none.
-        transfers: with both.
-    """
-
-    step: int
-    whole: float
-    compute: float
-    busy: float
-    linked: float
-    collective: float
-    optimizer: float
-    previous: float
+    step: int  # number of the step, after it
+    whole: float  # from the engine's call to its return
+    compute: float  # in which it computed, without ``busy``
+    busy: float  # of computing, in which the training thread was ready to run and had no core
+    linked: float  # in transfers from and to the neighbouring stages, and waiting for them
+    collective: float  # in collectives, likewise
+    optimizer: float  # in the optimizer's step, likewise
+    previous: float  # previous, next: the quickest transfer with that stage; 0: there was none
     next: float
-    transfers: int
+    transfers: int  # with both
 
 
 @dataclass(frozen=True)
@@ -196,10 +166,7 @@ class StepClock:
     A call that sends or receives returns when both sides were there and the bytes have passed. Which part of
     it was waiting one rank cannot tell; its neighbour can: for each message one of the two came last and
     waited for nothing, so that the smaller of both times is the transfer. Hence the quickest of a step is
-    noted, by link.
-
-    Args:
-        ring: the records' memory, as words.
+    noted, by link. ``ring``: the records' memory, as words.
     """
 
     def __init__(self, ring: memoryview) -> None:
@@ -436,8 +403,20 @@ def _make(path: Path) -> mmap.mmap:
 
 def read_pages(job_dir: Path) -> list[Seen]:
     """The trainers of this node, by local rank; files that are no such pages are left out."""
-    found = (_read(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
-    return [seen for seen in found if seen is not None]
+    return _each(job_dir, _seen)
+
+
+def read_times(job_dir: Path) -> list[RankSteps]:
+    """The last steps of the trainers of this node whose place is known."""
+    return _each(job_dir, _timed)
+
+
+def _each(job_dir: Path, told: Callable[[Path, bytes, tuple[int, ...]], _T | None]) -> list[_T]:
+    found = []
+    for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")):
+        with suppress(OSError, ValueError, struct.error):
+            found.append(told(path, *_words_of(path)))
+    return [one for one in found if one is not None]
 
 
 def _words_of(path: Path) -> tuple[bytes, tuple[int, ...]]:
@@ -453,49 +432,38 @@ def _words_of(path: Path) -> tuple[bytes, tuple[int, ...]]:
     return page, words
 
 
-def _read(path: Path) -> Seen | None:
-    with suppress(OSError, ValueError, struct.error):
-        page, words = _words_of(path)
-        phase = Phase(words[_PHASE])
-        at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
-        device = DeviceUse(*words[_DEVICE:_HANG_TIMEOUT])
-        return Seen(
-            local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
-            rank=words[_RANK],
-            pid=words[_PID],
-            phase=phase,
-            step=words[_STEP],
-            position=words[_POSITION],
-            instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
-            nanos=words[_NANOS],
-            hang_factor=words[_HANG_FACTOR] / 1000,
-            hang_timeout_secs=words[_HANG_TIMEOUT] / 1000,
-            step_secs=max((s.whole for s in _records(page[_PAGE_BYTES:])), default=0.0),
-            phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
-            stack_signal=words[_SIGNAL],
-            state=process_state(words[_PID]),
-            samples_per_step=words[_SAMPLES],
-            flops_per_token=words[_FLOPS],
-            tokens_per_sample=words[_TOKENS],
-            device=device if device.total > 0 else None,
-        )
-    return None
+def _seen(path: Path, page: bytes, words: tuple[int, ...]) -> Seen:
+    phase = Phase(words[_PHASE])
+    at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
+    device = DeviceUse(*words[_DEVICE:_HANG_TIMEOUT])
+    return Seen(
+        local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
+        rank=words[_RANK],
+        pid=words[_PID],
+        phase=phase,
+        step=words[_STEP],
+        position=words[_POSITION],
+        instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
+        nanos=words[_NANOS],
+        hang_factor=words[_HANG_FACTOR] / 1000,
+        hang_timeout_secs=words[_HANG_TIMEOUT] / 1000,
+        step_secs=max((s.whole for s in _records(page[_PAGE_BYTES:])), default=0.0),
+        phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
+        stack_signal=words[_SIGNAL],
+        state=process_state(words[_PID]),
+        samples_per_step=words[_SAMPLES],
+        flops_per_token=words[_FLOPS],
+        tokens_per_sample=words[_TOKENS],
+        device=device if device.total > 0 else None,
+    )
 
 
-def read_times(job_dir: Path) -> list[RankSteps]:
-    """The last steps of the trainers of this node whose place is known."""
-    found = (_timed(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
-    return [timed for timed in found if timed is not None]
-
-
-def _timed(path: Path) -> RankSteps | None:
-    with suppress(OSError, ValueError, struct.error):
-        page, words = _words_of(path)
-        if words[_PLACE] > 0:
-            place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
-            at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
-            return RankSteps(words[_RANK], words[_PID], at, tuple(sorted(_records(page[_PAGE_BYTES:]))))
-    return None
+def _timed(_: Path, page: bytes, words: tuple[int, ...]) -> RankSteps | None:
+    if words[_PLACE] <= 0:
+        return None
+    place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
+    at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
+    return RankSteps(words[_RANK], words[_PID], at, tuple(sorted(_records(page[_PAGE_BYTES:]))))
 
 
 def _records(ring: bytes) -> Iterator[StepTimes]:
@@ -552,15 +520,7 @@ def at_instruction(page: ProgressPage, name: str) -> _Wrapper:
 
 def at_phase(page: ProgressPage, phase: Phase) -> _Wrapper:
     """A wrapper of an engine's method with limits of its own."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def during(*args: Any, **kwargs: Any) -> Any:
-            with page.during(phase):
-                return original(*args, **kwargs)
-
-        return during
-
-    return wrapper
+    return page.during(phase)
 
 
 @contextmanager

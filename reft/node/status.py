@@ -60,12 +60,9 @@ class StatusReader:
                 )
             return board, said
         rows = tuple(Row(report=observer.look(Doing())) for observer in self._observers)
-        said = (
-            ["no reft launcher reports on other nodes: only nodes whose memory was read are shown"]
-            if running
-            else []
-        )
-        return Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows), said
+        alone = "no reft launcher reports on other nodes: only nodes whose memory was read are shown"
+        board = Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows)
+        return board, [alone] if running else []
 
 
 def _node(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.daemon import Daemon
 from reft.storage.persist import PersistProgress
-from tests.job.daemons import wait_for
+from tests.job.daemons import request_status, wait_for
 
 LOOK_SECS = 1.0
 STORAGE_SECS = 60  # After so many, what is being written is said to hang
@@ -50,10 +50,8 @@ def test_only_what_is_not_written_at_all_hangs(
     for nbytes in range(4):
         daemon.persister.progress = PersistProgress("staging", nbytes, 4)
         assert looked(1 + STORAGE_SECS) is None, "it is slow"
-    assert (
-        looked(1)
-        == "nothing has been written for 60 s: the file system hangs, or another node does not write its part"
-    )
+    said = "nothing has been written for 60 s: the file system hangs, or another node does not write its part"
+    assert looked(1) == said
     assert persist.stale_since_step == 2
     looked(1000)
     assert len(caplog.records) == 1
@@ -73,9 +71,8 @@ def test_the_word_of_a_daemon_that_has_died_accuses_nobody(
             keeper.workers = (trainer.pid,)
             keeper.start()
             wait_for(lambda: told and told[-1], "what the trainer is at")
-            assert keeper.pid is not None
             monkeypatch.setattr(sys, "executable", "/bin/false")  # the next ones end at once
-            os.kill(keeper.pid, signal.SIGKILL)
+            os.kill(request_status(job_dir)["pid"], signal.SIGKILL)
             wait_for(lambda: not told[-1], "nobody to be told of")
         finally:
             keeper.end(0.0)

@@ -71,9 +71,9 @@ class RendezvousServer:
         self._server.close()
 
 
-def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
+def is_reachable(endpoint: str) -> bool:
     try:
-        with socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs):
+        with socket.create_connection(parse_endpoint(endpoint), timeout=1.0):
             return True
     except OSError:
         return False

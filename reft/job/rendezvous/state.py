@@ -228,22 +228,17 @@ _SETS, _TIMES = ("wait_list", "redundancy_list", "leaving"), ("last_heartbeats",
 
 
 class JobState(_RendezvousState):
-    """TorchElastic's state, and what else the nodes of a job share.
-
-    Attributes:
-        seats: nodes that took part in the last complete round and have not been struck out since, with the
-            time when they were seen taking part: they keep their place from one round to the next.
-        leaving: nodes that are to leave the job, and are still there.
-        scaling: what ``reft scale`` asked for last; None: nothing, as many nodes take part as there may be.
-        sizes: with how many nodes the job can train; None: nothing is known.
-    """
+    """TorchElastic's state, and what else the nodes of a job share."""
 
     def __init__(self) -> None:
         super().__init__()
+        # nodes that took part in the last complete round and have not been struck out since, with the time
+        # when they were seen taking part: they keep their place from one round to the next
         self.seats: dict[_NodeDesc, datetime] = {}
-        self.leaving: set[_NodeDesc] = set()
+        self.leaving: set[_NodeDesc] = set()  # nodes that are to leave the job, and are still there
+        # what ``reft scale`` asked for last; None: nothing, as many nodes take part as there may be
         self.scaling: Scaling | None = None
-        self.sizes: Sizes | None = None
+        self.sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
 
 
 def encode_state(state: JobState) -> bytes:

@@ -126,24 +126,16 @@ class JobPlan:
         found = []
         if why := self.planned.why_not(self.choice.wanted):
             better = self.planned is not self.choice.chosen and self.choice.reached
-            does = [f'write "protection": "{self.choice.chosen.name}", which is enough'] if better else []
-            found.append((f"{self.planned.name}: {why}", "; ".join([*does, *self.choice.needed])))
+            writes = [f'write "protection": "{self.choice.chosen.name}", which is enough'] if better else []
+            found.append((f"{self.planned.name}: {why}", "; ".join([*writes, *self.choice.needed])))
         if not self.job.training.fits_device:
             device = self.job.cluster.memory_bytes / GIB
-            found.append(
-                (
-                    f"model, optimizer and gradients exceed the {device:.0f} GiB of a device",
-                    "raise --pp or --tp",
-                )
-            )
+            said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
+            found.append((said, "raise --pp or --tp"))
         if self.overhead > self.max_overhead:
-            found.append(
-                (
-                    f"snapshots would cost {self.overhead:.1%} of the training time, more than "
-                    f"{self.max_overhead:.1%}",
-                    'take them less often ("interval_steps"), or allow more',
-                )
-            )
+            cost = f"{self.overhead:.1%} of the training time, more than {self.max_overhead:.1%}"
+            does = 'take them less often ("interval_steps"), or allow more'
+            found.append((f"snapshots would cost {cost}", does))
         return [Finding(Severity.REFUSED, *texts) for texts in found]
 
     def to_json(self) -> dict[str, Any]:
