@@ -115,7 +115,7 @@ MUTATIONS = {
         "state/fingerprint.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
-        ("tests/state/test_fingerprint.py", "tests/state/test_fingerprint_records.py"),
+        ("tests/state/test_fingerprint.py",),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
         "recover/findings.py",

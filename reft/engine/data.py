@@ -347,7 +347,6 @@ def _why_equal(engine: Any) -> str | None:
 
 
 def _named(source: Any) -> str:
-    """What ``train_batch`` was given, in words."""
     if source is None:
         return ""
     if _is_repeating(source):

@@ -283,22 +283,9 @@ def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
 
 
 _CONFIG = (
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "amp",
-    "data_types",
-    "communication_data_type",
-    "gradient_clipping",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "progressive_layer_drop",
-    "curriculum_learning",
-    "data_efficiency",
-    "compression_training",
+    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "amp", "data_types", "communication_data_type"),
+    *("gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients"),
+    *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
 )
 """Parts of DeepSpeed's configuration that change the numbers."""
 _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")

@@ -24,7 +24,6 @@ _times: dict[str, float] = {}
 
 
 def mark(name: str) -> None:
-    """Note the time; the first time counts."""
     _times.setdefault(name, time.time())
 
 

@@ -431,7 +431,6 @@ def dividing(persist_steps: int) -> Callable[[int], int]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What copies and steps are fast or slow by, of the host."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -445,8 +444,6 @@ def machine_facts() -> dict[str, Any]:
 
 
 class _Measured(BaseModel):
-    """What a file of :class:`RateCache` holds: costs, and the interval in steps."""
-
     facts: dict[str, Any]
     memory: tuple[Costs, PositiveInt] | None = None
     storage: tuple[Costs, PositiveInt] | None = None
@@ -513,7 +510,6 @@ class Rates:
             session.daemon.on_answer = self.storage.answered
 
     def _facts(self) -> dict[str, Any]:
-        """Model, layout, machine and storage."""
         session, config = self._session, self._session.config
         engine, device = session.engine, session.engine.device
         vendor = vendor_of(device)
@@ -575,7 +571,6 @@ class Rates:
                 rate.step(step, secs)
 
     def begun(self, request: SnapshotRequest) -> None:
-        """A version was handed over."""
         if self.memory is not None:
             self.memory.begun(request.label.step, request.done.is_set)
 
@@ -601,7 +596,6 @@ class Rates:
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
     def went_to(self, step: int) -> None:
-        """The running job goes on from ``step``, which it has loaded from storage."""
         self._versions = Due(step)
         if self.storage is not None:
             self.storage.went_to(step)

@@ -156,8 +156,6 @@ class Reports:
 
 
 class DeviceMemory:
-    """Notes a device's memory on a trainer's page, behind steps."""
-
     def __init__(self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0) -> None:
         self._page = page
         self._device = device
@@ -224,7 +222,6 @@ class Tracer:
 
     @property
     def active(self) -> bool:
-        """Whether somebody wants the traces of steps."""
         return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
 
     def profile(self, session: Session) -> None:
@@ -414,7 +411,6 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether its memory may be another's."""
         return self._closed
 
     # -- what the script may change ------------------------------------------------------------------

@@ -73,7 +73,6 @@ Table = NDArray[np.void]
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
-    """Bytes of memory that an arena of this size takes, header included."""
     return Geometry.of(data_bytes, max_entries).file_bytes
 
 
@@ -506,12 +505,10 @@ def arena_name(local_rank: int, slot: int) -> str:
 
 
 def decoded_name(coordinate: str, number: int) -> str:
-    """File name of an arena with blocks that a recovery decoded from parity."""
     return f"{_DECODED}{coordinate}-{number}{ARENA_SUFFIX}"
 
 
 def is_decoded(name: str) -> bool:
-    """Whether an arena was written by a recovery, not by a rank's snapshots."""
     return name.startswith(_DECODED)
 
 
@@ -560,11 +557,9 @@ class SlotFiles:
     local_world_size: int = 1  # ranks on this node; rank 0 frees what ranks that are no more left behind
 
     def path(self, slot: int) -> Path:
-        """File of a slot, whether or not there is one."""
         return self.job_dir / arena_name(self.local_rank, slot)
 
     def create(self, slot: int, data_bytes: int, max_entries: int) -> Arena:
-        """The slot's arena of this size; see :meth:`Arena.create`."""
         return Arena.create(self.path(slot), data_bytes, max_entries, self.secret)
 
     def coordinate_in(self, path: Path) -> Coordinate | None:

@@ -68,7 +68,6 @@ class ArenaState(StrEnum):
 
     @property
     def whole(self) -> bool:
-        """Whether the data region holds one whole version with its checksums."""
         return self in (ArenaState.SEALED, ArenaState.COMMITTED)
 
 

@@ -173,8 +173,6 @@ class JobDir:
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One job's memory on one node, as listed by `reft clean`."""
-
     path: Path
     job_id: str
     node: str
@@ -492,8 +490,6 @@ SIZE_FILE = "size.json"
 
 @dataclass(frozen=True)
 class Size:
-    """What decides whether a job can have another data-parallel degree."""
-
     why_not: str  # why it should not; "" where it can
     batch: int  # samples of a step; 0: so many as fit
     micro: int  # samples of a micro-batch
@@ -527,8 +523,6 @@ class ScaleOrder:
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    """What a launcher says of an order."""
-
     number: int  # of the order
     nodes: int  # that the job is to have
     running: int  # nodes that it has
@@ -547,7 +541,6 @@ def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrd
 
 
 def read_order(job_dir: Path) -> ScaleOrder | None:
-    """The newest order on this node, if one can be read."""
     found = read_json(job_dir / ORDER_FILE) or {}
     try:
         without = tuple(map(str, found["without"]))
@@ -561,7 +554,6 @@ def write_answer(job_dir: Path, answer: ScaleAnswer) -> None:
 
 
 def read_answer(job_dir: Path) -> ScaleAnswer | None:
-    """The newest answer on this node, if one can be read."""
     try:
         return ScaleAnswer(**(read_json(job_dir / ANSWER_FILE) or {}))
     except TypeError:

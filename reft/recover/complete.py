@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Room:
-    """Where a block lies in an arena."""
-
     start_bytes: int  # the block's offset in its section's image
     nbytes: int  # its length; of a host block the room for it
     arena_offset: int  # from the start of the arena's data region

@@ -54,8 +54,6 @@ _MOST_GAPS = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a sharding group says about one version."""
-
     missing: int  # how much of it is missing; 0 if the group can recover it
     gaps: tuple[str, ...]  # the first of what is missing, in words
     decodes: bool  # whether lost blocks have to be decoded first
@@ -84,8 +82,6 @@ def decode_verdicts(body: bytes) -> Verdicts:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks restore."""
-
     label: Label
     rejected: tuple[str, ...]  # for every newer version why it is not used
     decodes: bool  # whether some group has to decode lost blocks first

@@ -106,8 +106,6 @@ class Head(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What one rank found, or one node."""
-
     node: str
     heads: tuple[Head, ...]
     problems: tuple[str, ...]  # why files could not be read
@@ -143,8 +141,6 @@ _STATES = {str(state): state for state in ArenaState}
 
 @dataclass(frozen=True)
 class Findings:
-    """The arenas of one job."""
-
     job_id: str
     topology: Topology
     # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written by

@@ -42,7 +42,6 @@ class ArenaReport:
 
     @property
     def own_bytes(self) -> int:
-        """Stored bytes of the rank's own blocks."""
         return sum(e.nbytes for e in self._entries if e.owner)
 
     @property
@@ -78,8 +77,6 @@ class ArenaReport:
 
 @dataclass(frozen=True)
 class VersionReport:
-    """One version, over all nodes that were looked at."""
-
     label: Label
     arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
     ranks: int  # ranks of the job
@@ -88,7 +85,6 @@ class VersionReport:
 
     @property
     def committed(self) -> bool:
-        """Whether some rank recorded that all ranks have it."""
         return any(a.state is ArenaState.COMMITTED for a in self.arenas)
 
     @property
@@ -98,7 +94,6 @@ class VersionReport:
 
     @property
     def whole_ranks(self) -> int:
-        """Ranks whose own arena holds it whole."""
         return len({a.header.coordinate for a in self.arenas if a.header and a.state.whole})
 
     @property
@@ -107,7 +102,6 @@ class VersionReport:
 
     @property
     def sealed_unix_secs(self) -> float | None:
-        """When its last arena was sealed; None if none was."""
         return max(
             (a.header.sealed_unix_secs for a in self.arenas if a.header and a.state.whole), default=None
         )
@@ -134,8 +128,6 @@ class VersionReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """The memory of one job."""
-
     job_id: str
     directories: Mapping[str, Path]  # directory looked at, per node
     alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node

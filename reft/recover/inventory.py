@@ -42,15 +42,12 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True)
 class ArenaRecord:
-    """One arena as found on a node."""
-
     node: str  # node on which it was found (``header.node`` is where it was written)
     path: str  # file name within the node's job directory
     header: ArenaHeader  # whose version it holds, and its block table
 
     @property
     def usable(self) -> bool:
-        """Whether its data may be read back."""
         return self.header.state.whole
 
     @property
@@ -60,8 +57,6 @@ class ArenaRecord:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All arenas of one node, and why others could not be read."""
-
     node: str
     arenas: tuple[ArenaRecord, ...]
     problems: tuple[str, ...] = ()

@@ -22,8 +22,6 @@ from reft.protect.decode import plan_decode
 
 @dataclass(frozen=True)
 class LostBlock:
-    """A replicated block to be decoded."""
-
     key: BlockKey
     start_bytes: int  # offset in the replicated image
     nbytes: int  # true length
@@ -234,7 +232,6 @@ class RecoveryPlan:
         return replace(self, fetches={c: self.kept.get(c, ()) for c in self.fetches})
 
     def with_kept(self) -> RecoveryPlan:
-        """All that is fetched, to restore or to keep."""
         return replace(self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()})
 
     def __str__(self) -> str:

@@ -83,7 +83,6 @@ class Stripe:
 
     @property
     def keys(self) -> frozenset[BlockKey]:
-        """The terms that have not arrived yet."""
         return frozenset(self._missing)
 
     @property
@@ -232,7 +231,15 @@ class Decoder:
         paths = (self._directory / decoded_name(str(self._at), n) for n in count())
         path = next(path for path in paths if not path.exists())
         self._arena = Arena.create(path, offsets[-1], len(blocks), self._secret)
-        self._arena.begin(self._header())
+        # Further redundancy of the version, as the job that wrote it was laid out.
+        written, label = self._plan.written_dp, self._plan.label
+        degrees, at = replace(self._plan.degrees, dp=written), replace(self._at, dp=self._at.dp % written)
+        self._arena.begin(
+            ArenaHeader(
+                *(self._plan.job_id, self._node, degrees, at, label, ArenaState.WRITING),
+                layout=self._rebuild.layout,
+            )
+        )
         memory = np.frombuffer(self._arena.data, np.uint8)
         for lost, (start, stop) in zip(stripes, pairwise(offsets), strict=True):
             stripe = Stripe(lost, memory[start:stop], self._pool)
@@ -305,19 +312,6 @@ class Decoder:
             self._arena.close()
             if not self._sealed:
                 self._arena.path.unlink(missing_ok=True)
-
-    def _header(self) -> ArenaHeader:
-        # Further redundancy of the version, as the job that wrote it was laid out.
-        written = self._plan.written_dp
-        return ArenaHeader(
-            job_id=self._plan.job_id,
-            node=self._node,
-            degrees=replace(self._plan.degrees, dp=written),
-            coordinate=replace(self._at, dp=self._at.dp % written),
-            label=self._plan.label,
-            state=ArenaState.WRITING,
-            layout=self._rebuild.layout,
-        )
 
 
 def rebuild_offline(

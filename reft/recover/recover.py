@@ -344,8 +344,6 @@ class Recovery:
 
 @dataclass
 class _Found:
-    """What a survey found, and what is planned from it."""
-
     findings: Findings  # who holds which version, in the whole job
     # the groups that this rank takes part in, its own first, and the ranks that do
     parts: Mapping[Group, tuple[int, ...]]

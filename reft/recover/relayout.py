@@ -72,7 +72,6 @@ class Layout:
     held: Mapping[Group, Held]  # by (pp, tp)
 
     def stages(self) -> dict[str, set[int]]:
-        """Those that have a parameter, by its name."""
         found: dict[str, set[int]] = defaultdict(set)
         for (pp, _), held in self.held.items():
             for part in held.parameters:
@@ -92,8 +91,6 @@ class Move(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Elements of a new rank's tensor that are zero."""
-
     target: str
     at: int
     numel: int
@@ -185,8 +182,6 @@ def _slices(
 
 
 class _Index:
-    """Finds elements in the old layout."""
-
     def __init__(self, old: Layout) -> None:
         self._old = old
         self._stages: dict[str, list[int]] = defaultdict(list)

@@ -150,8 +150,6 @@ def _blocks_of(sources: GroupSources, pieces: Sequence[Piece]) -> tuple[SourceBl
 
 
 class Scatter:
-    """Takes blocks of the old partitions apart."""
-
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._of_member: dict[int, list[Piece]] = {}
         for piece in pieces:

@@ -149,7 +149,6 @@ class Ledger:
 
     @property
     def bad(self) -> frozenset[BlockSource]:
-        """Sources no plan may use."""
         return frozenset(self._findings)
 
     def in_transit(self, node: str, label: Label) -> list[Fetch]:

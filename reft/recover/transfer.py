@@ -100,7 +100,6 @@ class Inbox:
         return torch.from_numpy(buffer)
 
     def used(self, number: int) -> None:
-        """A block is where it belongs: its buffer is free."""
         with self._lock:
             buffer = self._buffers.pop(number, None)
             self._unused.discard(number)
@@ -121,8 +120,6 @@ class Inbox:
 
 
 class Stream:
-    """The blocks that one peer sends."""
-
     def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
         self._inbox = inbox
         self._numbers = numbers
@@ -229,8 +226,6 @@ Else as :data:`Sink`."""
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one rank moved."""
-
     bytes_from: Mapping[str, int]  # bytes handed to the sink by kind of source
     sent_bytes: int = 0  # bytes sent to other ranks
     buffer_bytes: int = 0  # memory of the receive buffers

@@ -35,17 +35,8 @@ from reft.state.optimizer import OptimizerState, replay
 from reft.state.support import check_engine, check_optimizer, refuse, refuse_class
 
 _LOSS_SCALE = (
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-    "min_loss_scale",
-    "min_scale",
-    "delayed_shift",
-    "cur_hysteresis",
-    "consecutive_hysteresis",
-    "dynamic_loss_scale",
+    *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_loss_scale"),
+    *("min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "dynamic_loss_scale"),
 )
 
 

@@ -257,7 +257,6 @@ def _raise(code: int, data: bytes) -> Any:
 
 
 def torch_dtype(name: Any) -> torch.dtype:
-    """The dtype of this name, with torch's or without."""
     import torch
 
     dtype = vars(torch).get(str(name).removeprefix("torch."))

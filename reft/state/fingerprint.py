@@ -57,7 +57,6 @@ class Fingerprint:
         return Fingerprint({name: fact for name, fact in self.facts.items() if not _is_under(name, names)})
 
     def only(self, names: Collection[str]) -> Fingerprint:
-        """Some facts and what lies under them alone."""
         return Fingerprint({name: fact for name, fact in self.facts.items() if _is_under(name, names)})
 
     def encode(self) -> bytes:

@@ -30,14 +30,8 @@ from reft.state.blob import is_late
 from reft.state.rng import capture_rng, restore_rng
 
 _COUNTERS = (
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-    "micro_steps",
-    "gas_boundary_ctr",
-    "_unmanaged_backward_count",
-    "_step_applied",
-    "_global_grad_norm",
+    *("global_steps", "global_samples", "skipped_steps", "micro_steps", "gas_boundary_ctr"),
+    *("_unmanaged_backward_count", "_step_applied", "_global_grad_norm"),
 )
 
 

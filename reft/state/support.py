@@ -67,7 +67,6 @@ def refuse_class(value: Any) -> UnsupportedStateError:
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse engine features whose state would be missing from a snapshot."""
     # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer.
     own = vars(engine)
     hybrid = type(engine).__name__ == "DeepSpeedHybridEngine"

@@ -60,7 +60,6 @@ class Assembler:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
@@ -226,7 +225,6 @@ def read_part(work: WorkDir, coordinate: Coordinate, secret: bytes) -> Part:
 
 
 def main() -> int:
-    """Serve requests until standard input ends."""
     # A killed daemon takes this process along.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):

@@ -34,7 +34,6 @@ REMOVED_SUFFIX = ".removed.tmp"
 
 
 def short_name(job_id: str) -> str:
-    """A job's name within the names of files."""
     return hashlib.sha256(job_id.encode()).hexdigest()[:8]
 
 
@@ -103,7 +102,6 @@ def switched(
 
 
 def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], bool]) -> None:
-    """Remove files that were to replace others, and have not."""
     prefix = f"{_POINTER}{short_name(job_id)}."
     for draft in directory.glob(f"{prefix}*"):
         numbers = draft.name.removeprefix(prefix).split(".")[:3]

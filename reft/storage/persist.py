@@ -51,8 +51,6 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    """How far a node is."""
-
     phase: str  # ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``
     nbytes: int = 0  # bytes of images written so far
     total_bytes: int = 0  # bytes of images this node writes

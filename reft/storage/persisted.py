@@ -36,8 +36,6 @@ _TAG = re.compile(r"^\.?global_step\d+")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Length and xxh3_64 of one file of a checkpoint."""
-
     nbytes: int
     checksum: int
 

@@ -40,8 +40,6 @@ at different steps choose the same one."""
 
 @dataclass
 class PersistStatus:
-    """State of the checkpoints on storage, for ``status.json``."""
-
     dir: str | None = None  # dir, interval_steps: as the block has them
     interval_steps: int = 0
     last: Label | None = None  # last, last_path: the newest that is on storage

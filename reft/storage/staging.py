@@ -85,7 +85,6 @@ class WorkDir:
         return self.staging / f"failed-{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
 
     def others(self) -> list[WorkDir]:
-        """Working directories of other versions of the same job."""
         suffix = self.root.name.rsplit("-", 1)[1]
         found = []
         for path in self.root.parent.glob(f".global_step*.*.*-{suffix}"):
@@ -97,8 +96,6 @@ class WorkDir:
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """A block of a version, in memory."""
-
     key: BlockKey  # identity within the sharding group
     start_bytes: int  # offset in the section's image
     image_bytes: int  # length of that image
@@ -118,8 +115,6 @@ class StagedBlock:
 
 @dataclass(frozen=True)
 class Part:
-    """Record of one coordinate's image file."""
-
     coordinate: Coordinate
     degrees: Degrees
     label: Label

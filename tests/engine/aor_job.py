@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from reft.errors import UnsupportedStateError
 from reft.snapshot.committing.version import Cause
 from reft.state.catalogue import SectionImage
 from tests.engine.ranks import be_a_rank
-from tests.engine.shared import Mlp, block_of, commit_every_version, groups
+from tests.engine.shared import Mlp, Told, block_of, commit_every_version, groups
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import (
     BF16_OPTIMIZER_IS_NEVER_MADE,
@@ -60,6 +59,7 @@ USUAL = next(iter(CASES.values()), {})
 EXACT = "reft.ExactAdam"
 EXACT_ADAM = {"client": lambda groups: reft.ExactAdam(groups, lr=1e-2), "zero_allow_untested_optimizer": True}
 """What DeepSpeed calls with the parameter groups."""
+RECOMPUTE = "reft.snapshot.recompute"  # the logger of what is recomputed
 
 
 def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
@@ -119,7 +119,6 @@ class Watched:
 
     @property
     def newest(self) -> Any:
-        """The newest committed version in this rank's memory."""
         return self.session.worker.peer_optimizers.base
 
     def partitions(self) -> dict[str, str]:
@@ -195,7 +194,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """On rank 0 a mistake that nobody foresaw: what was captured lacks a tensor that is
     needed to recompute."""
     watched = Watched(root, "missing", case, protection="arc+aor")
-    session, told = watched.session, Told()
+    session, told = watched.session, Told(RECOMPUTE)
 
     def rename(old: str) -> None:
         capture = session.state.recomputing.capture
@@ -219,29 +218,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     return {**out, "tracebacks": told.tracebacks}
 
 
-class Told(logging.Handler):
-    """Collects the warnings about recomputing, and the classes of what was logged with its traceback."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.tracebacks: list[str] = []
-        self.warnings: list[str] = []
-
-    def __enter__(self) -> Told:
-        logging.getLogger("reft.snapshot.recompute").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("reft.snapshot.recompute").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.warnings.append(record.getMessage())
-        if record.exc_info and record.exc_info[0] is not None:
-            self.tracebacks.append(record.exc_info[0].__name__)
-
-
 def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
-    """A session is closed and its engine goes on training."""
     watched = Watched(root, f"closed-{number}", case, protection="arc+aor")
     wrapper = watched.engine.optimizer
     inner = watched.session.state.adapter.state.optimizer
@@ -269,7 +246,7 @@ METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")  # of DeepSpeedZero
 def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, Any]:
     """The replica runs another kernel than its owner, as the host of a GPU does: masters are off by one bit."""
     watched = Watched(root, name, case, protection="arc+aor")
-    told, optimizers = Told(), set[int]()
+    told, optimizers = Told(RECOMPUTE), set[int]()
 
     def nudge(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -284,7 +261,7 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, A
 
     with told:
         out = watched.result(train(watched.engine, 3 * SHORT_STEPS, other_kernel))
-    return {**out, "warnings": told.warnings}
+    return {**out, "warnings": told.texts}
 
 
 def refused(case: dict[str, Any], root: Path) -> str:

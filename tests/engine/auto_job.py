@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from reft.engine.checks.device import DeviceFindings
 from reft.engine.deepspeed import session_of
 from reft.errors import ConfigError
 from tests.engine.ranks import be_a_rank
+from tests.engine.shared import Told
 from tests.engine.traffic_job import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 
@@ -37,17 +37,8 @@ AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"toleranc
 """The same job, started anew: with the same block, and with another request."""
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append((record.levelno, record.getMessage()))
-
-
-def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
-    lines.texts.clear()
+def case(name: str, block: dict[str, Any], told: Told) -> dict[str, Any]:
+    told.texts.clear()
     kept = {"reduce_scatter": False, "contiguous_gradients": False} if name in ZERO1[1:] else {}
     tried = [TRIED] * int(os.environ["WORLD_SIZE"]) if name in ("zero1", MEASURED) else []
     session_module.check_device = lambda session: tried
@@ -65,7 +56,7 @@ def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
         "expected": expected,
         "real": [image.nbytes for image in session.state.adapter.images()],
         "path": path,
-        "said": [text for level, text in lines.texts if level >= logging.WARNING],
+        "said": [*told.texts],
         "losses": losses,
         "ordered": ordered(session, "aec+aor"),
     }
@@ -87,20 +78,18 @@ def ordered(session: Any, scheme: str) -> str:
 
 def main(root: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    lines = Lines()
-    logging.getLogger("reft").addHandler(lines)
-    logging.getLogger("reft").setLevel(logging.INFO)
     out: dict[str, Any] = {}
-    for name, settings in [*CASES.items(), *AGAIN]:
-        together = name == "together"
-        os.environ["REFT_NODE_ID"] = "node" if together else f"node{rank}"
-        os.environ["LOCAL_RANK"] = str(rank if together else 0)
-        memory = root / (name if together else f"{name}{rank}")
-        block = {
-            **{"enabled": True, "job_id": name, "memory_dir": str(memory)},
-            **{"protection": "auto", "allow_unprotected": True, **settings},
-        }
-        out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, lines)
+    with Told("reft") as told:
+        for name, settings in [*CASES.items(), *AGAIN]:
+            together = name == "together"
+            os.environ["REFT_NODE_ID"] = "node" if together else f"node{rank}"
+            os.environ["LOCAL_RANK"] = str(rank if together else 0)
+            memory = root / (name if together else f"{name}{rank}")
+            block = {
+                **{"enabled": True, "job_id": name, "memory_dir": str(memory)},
+                **{"protection": "auto", "allow_unprotected": True, **settings},
+            }
+            out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, told)
     return out
 
 

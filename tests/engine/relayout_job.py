@@ -40,7 +40,6 @@ SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40
 
 
 def train(engine: Any, said: Any, until: int) -> list[str]:
-    """Losses of every step, exactly."""
     losses: list[str] = []
     said.tell = lambda ids, of_step: losses.append(" ".join(of_step))
     data, dp = Samples(), engine.grid.get_data_parallel_id()
@@ -140,7 +139,6 @@ def with_reft(root: Path, case: str, life: dict[str, Any], **model: Any) -> tupl
 
 
 def refused(root: Path, case: str, life: dict[str, Any], **model: Any) -> str:
-    """What a job of another model is told."""
     engine, _ = with_reft(root, case, life, **model)
     before = images_of(engine)
     with pytest.raises(reft.ReftError) as error:

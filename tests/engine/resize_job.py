@@ -86,7 +86,6 @@ def batches(engine: Any) -> Iterator[torch.Tensor]:
 
 
 def train(engine: Any, until: int) -> list[str]:
-    """The mean loss of every step, exactly, with the norm of its gradient."""
     losses = []
     while engine.global_steps < until:
         total = torch.zeros(1)
@@ -135,12 +134,10 @@ def refusal(root: Path, case: str, settings: dict[str, Any]) -> str:
 
 
 def saved_in(root: Path, case: str) -> str:
-    """What ``load_checkpoint`` is given."""
     return str(root / case / "checkpoint" if DISK else root / "none")
 
 
 def undivided(root: Path) -> str:
-    """What a start says whose replicas cannot share the global batch."""
     with pytest.raises(reft.ConfigError) as refused:
         make({**config({"train_batch_size": 14}), "reft": block(root, "zero1")})
     return str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,6 @@ from tests.engine.ranks import mse
 
 
 class Mlp(nn.Module):
-    """Learns to give back its input."""
-
     def __init__(self, width: int, inner: int, *, last_bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -28,7 +27,6 @@ class Mlp(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases without weight decay, as everybody does."""
     named = list(model.named_parameters())
     return [
         {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1},
@@ -65,3 +63,26 @@ def images_of(engine: Any) -> str:
             image.read_into(offset, memory)
             total.update(f"{spec}".encode() + memory.numpy().tobytes())
     return total.hexdigest()
+
+
+class Told(logging.Handler):
+    """Collects what a logger is told of this level while it is entered, with the names of the errors whose
+    tracebacks are told."""
+
+    def __init__(self, logger: str, level: int = logging.WARNING) -> None:
+        super().__init__(level)
+        self._logger = logging.getLogger(logger)
+        self.texts: list[str] = []
+        self.tracebacks: list[str] = []
+
+    def __enter__(self) -> Told:
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if record.exc_info and record.exc_info[0] is not None:
+            self.tracebacks.append(record.exc_info[0].__name__)

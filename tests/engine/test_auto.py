@@ -61,22 +61,13 @@ def test_auto_recomputes_partitions_where_the_block_asks_for_it_or_it_can_and_is
     assert "partitions" not in said["one"]
 
 
-def test_p9_the_state_is_known_before_the_optimizer_has_made_it(results: list[dict[str, Any]]) -> None:
-    for name in ("one", "zero1"):
-        assert all(r[name]["expected"] == r[name]["real"] for r in results)
-    assert results[0]["zero1"]["expected"][1] > 0
-
-
-def test_p1_losses_do_not_depend_on_the_choice(results: list[dict[str, Any]]) -> None:
+def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before_the_optimizer_has_made_it(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["one"]["losses"] == result["unpartitioned"]["losses"] == result["by_hand"]["losses"]
-
-
-def test_rank_zero_says_what_was_chosen_and_why(results: list[dict[str, Any]]) -> None:
-    said = " ".join(results[0]["one"]["said"])
-    assert "protection auto: aec: survives the loss of 1 node, 1 wanted" in said
-    assert "the cheapest of" in said
-    assert not any("protection auto" in text for r in results[1:] for text in r["one"]["said"])
+        assert all(result[name]["expected"] == result[name]["real"] for name in ("one", "zero1"))
+    assert results[0]["zero1"]["expected"][1] > 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +85,13 @@ def test_p4_what_cannot_be_reached_is_said_loudly_with_what_it_would_take(
     assert needed in said
 
 
-def test_a_wish_that_the_configured_protection_misses_is_warned_of(results: list[dict[str, Any]]) -> None:
+def test_rank_zero_says_what_was_chosen_and_why_and_warns_of_a_wish_that_is_missed(
+    results: list[dict[str, Any]],
+) -> None:
+    said = " ".join(results[0]["one"]["said"])
+    assert "protection auto: aec: survives the loss of 1 node, 1 wanted" in said
+    assert "the cheapest of" in said
+    assert not any("protection auto" in text for r in results[1:] for text in r["one"]["said"])
     assert any("arc survives 1" in text for text in results[0]["by_hand"]["said"])
 
 

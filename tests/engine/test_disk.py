@@ -6,10 +6,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from reft.engine.deepspeed import save_with_host_state
-from reft.engine.load.disk import DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.grid import Coordinate, Degrees
 from reft.naming import Label
+from reft.recover.relayout import WHOLE, Held, Parameter
 from reft.storage.persisted import FileRecord
 
 
@@ -82,3 +85,39 @@ def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(
     saved = save_with_host_state(session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"})
     assert saved == "saved"
     assert "without random and data state: TypeError: the data" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [["0t", "1", "2"], ["3", "4t"]],
+        [["0t"], ["1", "2", "3t"]],
+        [["0t", "1", "2"], ["3t"]],
+        [["0t"], ["1"], ["2t"]],
+        [["0t", "1"], ["2", "3t"], ["4", "5t"]],
+        [["0t", "1"], ["2t", "3"], ["4", "5t"]],
+        [["0t", "1", "2", "3t"], ["4", "5t"]],
+        [["0t", "1", "2"], ["3t", "4", "5t"]],
+        [["0", "1t"], ["2t", "3"]],
+    ],
+    ids=lambda stages: "-".join(".".join(layers) for layers in stages),
+)
+def test_p3_what_is_not_tied_of_a_tied_module_is_the_own_stages(
+    tmp_path: Path, stages: list[list[str]]
+) -> None:
+    """As PipelineModule writes them: a file per layer, a tied module's (t) under each of its layers."""
+    held = {}
+    for pp, layers in enumerate(stages):
+        names = []
+        for layer in layers:
+            number, tied = int(layer.rstrip("t")), layer.endswith("t")
+            names += ["tied_modules.embed.bias"] if tied else [f"{number}.weight"]
+            content = {"bias" if tied else "weight": torch.full((2,), float(pp), dtype=torch.bfloat16)}
+            torch.save(content, tmp_path / f"layer_{number:02d}-model_00-model_states.pt")
+        parameters = tuple(Parameter(name, (2,), WHOLE) for name in dict.fromkeys(names))
+        held[pp, 0] = Held(parameters, (), (), flat=True)
+    tied = [int(layer[:-1]) for layers in stages for layer in layers if layer.endswith("t")]
+    parts = CheckpointParts(tmp_path, Degrees(len(stages), 1, 1), held, {"embed": tied})
+    for (pp, _), had in held.items():
+        for part in had.parameters:
+            assert parts.tensor(Coordinate(pp, 0, 0), f"model.{part.name}").tolist() == [pp] * 2, (pp, part)

@@ -1,19 +1,23 @@
-"""A job says that it is protected, and what it was resumed from. The recovered state is protected before the first
+"""A job says that it is protected, what it was resumed from, and which time-outs would fire before the watch for hangs. The recovered state is protected before the first
 step, or training goes on with a warning (P3, P6)."""
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from reft.config import ReftConfig
 from reft.config_read import parse_block
-from reft.engine.checks.start import what_is_protected
+from reft.engine.checks.start import group_timeout_secs, timeout_is_short, what_is_protected
 from reft.engine.load.memory import MemoryRestorer
 from reft.grid import Degrees
 from reft.naming import Label
@@ -102,3 +106,29 @@ def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
         r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)",
         record.message,
     )
+
+
+@pytest.mark.parametrize(
+    ("timeout_secs", "short"), [(599.0, True), (600.0, False), (1800.0, False), (None, False)]
+)
+def test_only_what_would_fire_before_is_said(timeout_secs: float | None, short: bool) -> None:
+    assert (timeout_is_short(ReftConfig(), timeout_secs) is not None) is short
+    assert timeout_is_short(ReftConfig(hang_factor=0.0), timeout_secs) is None, "nobody is watched"
+    said = timeout_is_short(ReftConfig(), 60.0)
+    assert said is not None
+    assert "collectives time out after 60 s" in said
+    assert "deepspeed.init_distributed(timeout=timedelta(seconds=1200))" in said
+    assert '"hang_timeout_secs": 30' in said
+    assert timeout_is_short(ReftConfig(hang_timeout_secs=30), 60.0) is None, "as was said"
+
+
+def test_the_time_out_is_that_of_the_group_of_training() -> None:
+    assert group_timeout_secs() is None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=61))
+    try:
+        assert group_timeout_secs() == 61.0
+    finally:
+        dist.destroy_process_group()

@@ -29,7 +29,6 @@ LONG = 60.0
 
 @pytest.fixture
 def stores() -> Iterator[list[KeyValueStore]]:
-    """Two connections with one rendezvous store."""
     with closing(KeyValueServer(listen("127.0.0.1", 0), SECRET)) as server:
         yield [KeyValueStore(f"127.0.0.1:{server.port}", SECRET) for _ in range(2)]
 

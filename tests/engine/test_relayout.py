@@ -60,7 +60,6 @@ def lives_of(
 def are_of_their_layouts(
     lives: Lives, layouts: tuple[Degrees, ...], case: str, path: str = "persisted"
 ) -> None:
-    """Bit for bit, masters and moments with their padding too."""
     for number, (degrees, ranks) in enumerate(zip(layouts[1:], lives[1:], strict=True), 1):
         for rank in ranks:
             assert path in rank[case]["path"]

@@ -23,7 +23,6 @@ Lives = list[list[dict[str, Any]]]
 
 
 def to_universal(root: Path, tag: str) -> None:
-    """DeepSpeed's own form for other degrees."""
     from deepspeed.checkpoint import ds_to_universal
 
     for folder in root.glob("*/checkpoint"):
@@ -43,7 +42,6 @@ def to_universal(root: Path, tag: str) -> None:
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """Per life what every rank saw."""
     root, found, tag = tmp_path_factory.mktemp("lives"), Lives(), ""
     for number, replicas in enumerate(LIVES, 1):
         found.append(run_life(JOB, root, replicas, until=number * STEPS, tag=tag, cases=tuple(CASES)))

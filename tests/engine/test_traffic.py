@@ -54,7 +54,7 @@ def state(kinds: dict[str, int]) -> dict[str, int]:
     return {kind: n for kind, n in kinds.items() if kind not in ("host_state", "checksums")}
 
 
-def test_bytes_to_the_host_equal_the_published_formulas(ranks: Ranks) -> None:
+def test_bytes_to_the_host_and_to_other_nodes_equal_the_published_formulas(ranks: Ranks) -> None:
     d = len(ranks)
     for zero, name, run in runs(ranks):
         assert run["replicated"] % GRAIN_BYTES == 0
@@ -62,16 +62,12 @@ def test_bytes_to_the_host_equal_the_published_formulas(ranks: Ranks) -> None:
         if zero:
             assert run["owned"] > 0
             wanted["owned"] = Fraction(run["owned"])
-        for version in run["versions"]:
-            assert state(version["to_host"]) == wanted, (zero, name)
-
-
-def test_replicated_state_never_crosses_nodes(ranks: Ranks) -> None:
-    for zero, name, run in runs(ranks):
         assert len(run["versions"]) == STEPS
         for version in run["versions"]:
-            owned = {"owned": PEERS[name] * run["owned"]} if zero and name != "none" else {}
-            assert state(version["sent"]) == owned, (zero, name)
+            assert state(version["to_host"]) == wanted, (zero, name)
+            # Replicated state never crosses nodes.
+            sent = {"owned": PEERS[name] * run["owned"]} if zero and name != "none" else {}
+            assert state(version["sent"]) == sent, (zero, name)
 
 
 def test_host_state_and_checksums_go_to_as_many_peers_as_losses_are_survived(ranks: Ranks) -> None:

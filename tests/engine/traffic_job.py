@@ -82,7 +82,6 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
 
 
 def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
-    """A few steps, each with a version that is committed before the next one."""
     engine = make(zero, block_of(root, name, block_bytes=16384, **options))
     engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)

@@ -20,8 +20,6 @@ _RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has printed."""
-
     # every loss that was printed, by step; a step that was trained twice has two
     losses: dict[int, list[str]]
     resumed: list[tuple[int, str]]  # step and source of every resumption
@@ -35,7 +33,6 @@ class Outcome:
         return cls(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
 
     def check_against(self, undisturbed: Outcome) -> None:
-        """Every loss must be that of the run without reft."""
         wrong = {at: found for at, found in self.losses.items() if set(found) != set(undisturbed.losses[at])}
         assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
         assert len(undisturbed.losses) > self.resumed[0][0]
@@ -86,7 +83,6 @@ def run_to_its_end(job: WatchedCluster, secs: float, *, lost: int) -> tuple[dict
 
 
 def _ended(job: WatchedCluster) -> list[int]:
-    """Nodes whose launcher runs no more."""
     return [index for index, node in sorted(job.current.items()) if not node.running]
 
 

@@ -73,8 +73,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A number format with its optimizer wrapper."""
-
     name: str
     arguments: tuple[str, ...]
     needs_fp16: bool = False
@@ -98,8 +96,6 @@ PROTECTIONS = {"arc": 2, "aec": 2, "rs:2": 3, "arc+aec": 3}
 
 @dataclass(frozen=True)
 class Setup:
-    """All that is the same for every fault of a job."""
-
     shape: Shape
     optimizer: Optimizer
     variant: str = "has"
@@ -115,8 +111,6 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix."""
-
     moment: str
     node: int
     setup: Setup
@@ -136,7 +130,6 @@ def pairs_of(case: Case | Setup) -> frozenset[Pair]:
 
 
 def product(chosen: Iterable[Setup]) -> list[Case]:
-    """Every cell of some setups."""
     return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in MOMENTS]
 
 
@@ -162,8 +155,6 @@ PAIRS = pairwise(product(pairwise(SETUPS)))
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of a job."""
-
     case: Case | None  # the cell it stands for; None: it only leads up to the next one
     moment: str
     coordinate: Coordinate  # whose node fails
@@ -177,7 +168,6 @@ class PlannedFault:
         return self.moment != "during_persist" or self.action == "kill_node"
 
     def config(self) -> list[dict[str, Any]]:
-        """Its entries of ``reft.faults``."""
         c = self.coordinate
         common = {"point": self.moment, "pp": c.pp, "dp": c.dp, "tp": c.tp}
         common |= {"incarnation": self.incarnation, "action": self.action}
@@ -186,8 +176,6 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Several faults in one run of one setup."""
-
     setup: Setup
     faults: tuple[PlannedFault, ...]
     steps: int

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import pytest
 from examples.llama import PRETRAIN
 from reft.tools.demo.cluster import LocalCluster, LocalClusterError, LocalNode
 from reft.tools.demo.history import History, Incarnation
+from tests.commands import newest_protection
 from tests.faults.cases import Optimizer, PlannedJob, Shape
 
 MODEL = (
@@ -46,8 +48,6 @@ def write_corpus(directory: Path) -> Path:
 
 @dataclass
 class Scratch:
-    """Where jobs are run: text and logs."""
-
     root: Path  # of everything
     shared: Path  # where undisturbed runs are kept, and found by other suites and workers of this run
 
@@ -59,7 +59,6 @@ class Scratch:
         return cls(factory.mktemp(name), shared)
 
     def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
-        """The training command, without a ``reft`` block."""
         return [
             *(PRETRAIN, *MODEL, *shape.arguments, *optimizer.arguments),
             *("--steps", str(steps), "--save-dir", str(save_dir)),
@@ -170,7 +169,6 @@ class FaultJob:
     # -- looking -----------------------------------------------------------------------------------
 
     def status(self, index: int = 0) -> dict[str, Any]:
-        """What a node's daemon says; nothing while it starts."""
         try:
             return self.cluster.status(index) or {}
         except (OSError, json.JSONDecodeError):
@@ -191,7 +189,6 @@ class FaultJob:
         self.cluster.wait_until(condition, timeout_secs, what)
 
     def wait_for_step(self, step: int, life: int | None = None) -> None:
-        """Until some rank has done ``step``, in this incarnation or in any."""
         self._wait_in_lives(f"step {step}", life, lambda found: found.last_step >= step)
 
     def wait_for_commit(self, step: int, life: int | None = None) -> None:
@@ -207,6 +204,15 @@ class FaultJob:
 
         self.wait_for(what, done)
 
+    def newest_protection(self) -> str:
+        return newest_protection(*map(self.cluster.job_dir, self.cluster.current))
+
+    def stop(self) -> None:
+        """As a scheduler does it: every launcher must end of the signal."""
+        for index in self.cluster.current:
+            self.cluster.signal_node(index, signal.SIGTERM)
+        assert set(self.cluster.wait(SECS_PER_LIFE).values()) == {128 + signal.SIGTERM}, self.logs[-6000:]
+
     def left_over(self) -> list[str]:
         """Processes that outlived the launchers; the rendezvous is meant to."""
         rendezvous = self.cluster.rendezvous
@@ -217,7 +223,6 @@ class FaultJob:
         ]
 
     def memory_left(self) -> list[Path]:
-        """Memory of the job on nodes that live."""
         nodes = self.cluster.current.values()
         return [p for p in (node.memory_dir / self.cluster.job_id for node in nodes) if p.exists()]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import command, newest_protection
+from tests.commands import command
 from tests.faults.cases import DP2, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.faults.memory import fill_up, remount, small_file_system
@@ -22,13 +23,10 @@ STEPS = 220
 
 
 class Watched(FaultJob):
-    """A job whose daemons' status is waited for."""
-
     def persist_status(self) -> dict[str, Any]:
         return dict(self.status().get("persist") or {})
 
     def trains_on(self, steps: int = 6) -> None:
-        """So many more steps are done."""
         self.wait_for_step(self.history.current.last_step + steps)
 
     def end_well(self, scratch: Scratch) -> None:
@@ -36,9 +34,7 @@ class Watched(FaultJob):
         history = self.history
         assert list(history.incarnations) == [1]
         assert wrong_losses(history, scratch.reference(DP2, OPTIMIZER, STEPS)) == []
-        for index in range(DP2.nodes):
-            self.cluster.signal_node(index, signal.SIGTERM)
-        assert set(self.cluster.wait(150.0).values()) == {143}
+        self.stop()
         life = self.history.current
         assert max(life.committed) >= life.last_step
 
@@ -49,67 +45,63 @@ def _job(scratch: Scratch, name: str, memory_root: Path | None = None, **block: 
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
 
-@pytest.mark.nightly
-def test_memory_full(scratch: Scratch) -> None:
-    memory_root = scratch.root / "small-memory"
-    with small_file_system(memory_root, "48m") as reason:
+@pytest.fixture
+def memory_root(scratch: Scratch) -> Iterator[Path]:
+    with small_file_system(scratch.root / "small-memory", "48m") as reason:
         if reason is not None:
             pytest.skip(reason)
-        # Enough for the daemons' own files, not for one arena.
-        filler = fill_up(memory_root, leave_bytes=2**18)
-        with _job(scratch, "memory-full", memory_root) as job:
-            job.wait_for_step(10)
-            assert job.history.current.committed == set()
-            job.wait_for("the status", lambda: job.status().get("stale_since_step") == 1)
-            assert "OutOfMemoryError" in job.status()["stale_cause"]
-            assert job.logs.count("snapshots are stale since step 1") >= 1
-            filler.unlink()
-            job.wait_for("a commit", lambda: bool(job.history.current.committed))
-            job.wait_for("the status", lambda: job.status().get("stale_since_step", 1) is None)
-            assert job.status()["skipped"]["OutOfMemoryError"] >= 10
-            job.end_well(scratch)
+        yield scratch.root / "small-memory"
 
 
 @pytest.mark.nightly
-def test_memory_runs_short(scratch: Scratch) -> None:
+def test_memory_full(scratch: Scratch, memory_root: Path) -> None:
+    # Enough for the daemons' own files, not for one arena.
+    filler = fill_up(memory_root, leave_bytes=2**18)
+    with _job(scratch, "memory-full", memory_root) as job:
+        job.wait_for_step(10)
+        assert job.history.current.committed == set()
+        job.wait_for("the status", lambda: job.status().get("stale_since_step") == 1)
+        assert "OutOfMemoryError" in job.status()["stale_cause"]
+        assert job.logs.count("snapshots are stale since step 1") >= 1
+        filler.unlink()
+        job.wait_for("a commit", lambda: bool(job.history.current.committed))
+        job.wait_for("the status", lambda: job.status().get("stale_since_step", 1) is None)
+        assert job.status()["skipped"]["OutOfMemoryError"] >= 10
+        job.end_well(scratch)
+
+
+@pytest.mark.nightly
+def test_memory_runs_short(scratch: Scratch, memory_root: Path) -> None:
     """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
     would not survive the loss of a node any more is written to disk at once (P3)."""
-    memory_root = scratch.root / "shared-memory"
-    with small_file_system(memory_root, "48m") as reason:
-        if reason is not None:
-            pytest.skip(reason)
-        persist_dir = scratch.root / "short-persisted"
-        # Nothing is due on disk: only what memory cannot keep.
-        block = {"memory_margin_bytes": 8 * 2**20, "arenas": 2, "persist": {"dir": str(persist_dir)}}
-        with _job(scratch, "memory-short", memory_root, **block) as job:
-            job.wait_for_commit(5)
-            filler = fill_up(memory_root, leave_bytes=6 * 2**20)
-            job.wait_for("less to be kept", lambda: _protection(job).get("degraded") is not None)
-            degraded = _protection(job)["degraded"]
-            assert (degraded["scheme"], degraded["versions"]) == ("none", 2)
-            assert "of memory left" in degraded["cause"]
-            assert _protection(job)["scheme"] == "arc"
-            job.trains_on()
-            job.wait_for("a version", lambda: _newest_protection(job) == "none")
-            assert job.logs.count("MEMORY IS SHORT") == 1
-            at_once = f"is written to {persist_dir} at once"
-            job.wait_for("it to be told", lambda: at_once in job.logs)
-            written = persist_dir / job.cluster.job_id
-            job.wait_for("a checkpoint on disk", lambda: step_on_storage(written) >= degraded["step"])
-            filler.unlink()
-            job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
-            job.wait_for("a version", lambda: _newest_protection(job) == "arc")
-            assert job.logs.count("there is enough memory for the wanted protection again") == 1
-            job.end_well(scratch)
+    persist_dir = scratch.root / "short-persisted"
+    # Nothing is due on disk: only what memory cannot keep.
+    block = {"memory_margin_bytes": 8 * 2**20, "arenas": 2, "persist": {"dir": str(persist_dir)}}
+    with _job(scratch, "memory-short", memory_root, **block) as job:
+        job.wait_for_commit(5)
+        filler = fill_up(memory_root, leave_bytes=6 * 2**20)
+        job.wait_for("less to be kept", lambda: _protection(job).get("degraded") is not None)
+        degraded = _protection(job)["degraded"]
+        assert (degraded["scheme"], degraded["versions"]) == ("none", 2)
+        assert "of memory left" in degraded["cause"]
+        assert _protection(job)["scheme"] == "arc"
+        job.trains_on()
+        job.wait_for("a version", lambda: job.newest_protection() == "none")
+        assert job.logs.count("MEMORY IS SHORT") == 1
+        at_once = f"is written to {persist_dir} at once"
+        job.wait_for("it to be told", lambda: at_once in job.logs)
+        written = persist_dir / job.cluster.job_id
+        job.wait_for("a checkpoint on disk", lambda: step_on_storage(written) >= degraded["step"])
+        filler.unlink()
+        job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
+        job.wait_for("a version", lambda: job.newest_protection() == "arc")
+        assert job.logs.count("there is enough memory for the wanted protection again") == 1
+        job.end_well(scratch)
 
 
 def _protection(job: Watched) -> dict[str, Any]:
     found: dict[str, Any] = command("protect", "--memory-dir", job.cluster.job_dir(0), "--json").json
     return found
-
-
-def _newest_protection(job: Watched) -> str:
-    return newest_protection(*map(job.cluster.job_dir, job.cluster.current))
 
 
 @pytest.mark.nightly

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
 
-from tests.commands import Answer, command, newest_protection
+from tests.commands import Answer, command
 from tests.faults.cases import DP3, OPTIMIZERS
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
@@ -25,14 +24,8 @@ BLOCK: dict[str, Any] = {
 
 
 class Switched(FaultJob):
-    """A job whose protection is switched."""
-
     def ask(self, name: str, index: int, *arguments: str) -> Answer:
-        """A command about the job, on one of its nodes."""
         return command(name, *arguments, "--memory-dir", self.cluster.job_dir(index))
-
-    def newest_protection(self) -> str:
-        return newest_protection(*map(self.cluster.job_dir, self.cluster.current))
 
     def wait_for_protection(self, scheme: str) -> None:
         self.wait_for(f"a version under {scheme}", lambda: self.newest_protection() == scheme)
@@ -90,9 +83,6 @@ def test_protection_is_switched_while_training(scratch: Scratch) -> None:
         assert broken_promises(history) == []
         steps = history.current.last_step
         assert wrong_losses(history, scratch.reference(DP3, OPTIMIZER, steps)) == []
-        for index in range(DP3.nodes):
-            job.cluster.signal_node(index, signal.SIGTERM)
-        codes = job.cluster.wait(150.0)
-        assert set(codes.values()) == {143}, job.logs[-6000:]
+        job.stop()
         answer = job.ask("protect", 0, "arc")
         assert (answer.code, "does not run" in answer.err) == (1, True)

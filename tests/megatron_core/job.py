@@ -144,7 +144,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, str]:
-    """Every byte of this rank's training state, by name."""
     found: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         found |= {f"chunk{number}.{name}": digest(p) for name, p in chunk.named_parameters()}
@@ -168,8 +167,6 @@ def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, str
 
 @dataclass
 class Training:
-    """What a loop trains."""
-
     chunks: list[Any]  # model chunks of this rank
     optimizer: Any
     scheduler: Any
@@ -183,7 +180,6 @@ class Training:
         return {"iteration": self.iteration, "consumed": self.consumed}
 
     def train(self, steps: int) -> None:
-        """Up to this iteration, from wherever it is."""
         chunks = self.chunks
         iterators = [batches(self.consumed) for _ in chunks]
         run = get_forward_backward_func()
@@ -211,7 +207,6 @@ class Training:
             )
 
     def state(self) -> dict[str, str]:
-        """Every byte, the weights gathered."""
         if self.overlap:
             for chunk in self.chunks:
                 chunk.disable_forward_pre_hook()

@@ -51,7 +51,6 @@ def read(out: Path) -> State:
 
 
 def torchrun(ranks: int, *command: str) -> str:
-    """Run it on so many ranks; returns what they have said."""
     launcher = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()))
     done = subprocess.run(
         [sys.executable, "-m", *launcher, *command],
@@ -67,7 +66,6 @@ def torchrun(ranks: int, *command: str) -> str:
 
 
 def undisturbed(out: Path, ranks: int, *arguments: str) -> State:
-    """Trained under torchrun, without reft."""
     out.mkdir(parents=True)
     torchrun(ranks, *_COMMAND, *arguments, "--out", str(out))
     return read(out)

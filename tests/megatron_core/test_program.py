@@ -35,7 +35,6 @@ def program(*arguments: str) -> Program:
 
 
 def saved(directory: Path) -> int:
-    """The iteration of its newest checkpoint."""
     return int((directory / "latest_checkpointed_iteration.txt").read_text())
 
 

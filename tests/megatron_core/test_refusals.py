@@ -18,7 +18,6 @@ from reft.errors import ConfigError, UnsupportedStateError
 
 
 def of_class(path: str, **values: Any) -> Any:
-    """An object whose class is called so."""
     module, _, name = path.rpartition(".")
     made = type(name, (), {"__module__": module})()
     vars(made).update(values)
@@ -26,7 +25,6 @@ def of_class(path: str, **values: Any) -> Any:
 
 
 def training() -> tuple[Any, Any]:
-    """A model chunk and an optimizer as Megatron-core makes them, as far as they are looked at."""
     inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     chunk = of_class(support.DDP, config=SimpleNamespace(), ddp_config=SimpleNamespace())
     optimizer = of_class(

@@ -33,7 +33,6 @@ def header(step: int, incarnation: int = 1, job_id: str = "job", node: str = "no
 
 
 def fill(arena: Arena, blocks: int) -> list[Entry]:
-    """Write blocks (always the same ones) and describe them."""
     entries = []
     for index in range(blocks):
         offset = index * 1024
@@ -52,7 +51,6 @@ def make(path: Path, blocks: int = 4, secret: bytes = SECRET) -> Arena:
 
 
 def write_version(arena: Arena, step: int, state: ArenaState = ArenaState.COMMITTED, blocks: int = 4) -> None:
-    """Take one version up to ``state``."""
     if state is ArenaState.EMPTY:
         arena.clear()
         return

@@ -99,9 +99,9 @@ def test_packed_entries_that_do_not_fit_are_refused(tmp_path: Path, offset: int,
 
 
 def corrupt(path: Path, at: int, data: bytes) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(at)
-        stream.write(data)
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(data)] = data
+    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize(

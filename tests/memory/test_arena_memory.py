@@ -6,9 +6,7 @@ import gc
 import mmap
 import os
 import resource
-import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from reft.errors import ArenaError, OutOfMemoryError
 from reft.memory import arena as arena_module
 from reft.memory import files
 from reft.memory.arena import Arena, ArenaState, free_bytes, reserved_bytes
+from tests.faults.memory import small_file_system
 
 
 def test_p9_all_memory_is_allocated_and_mapped_at_creation(tmp_path: Path) -> None:
@@ -126,13 +125,10 @@ def test_more_than_the_machine_has_is_refused_before_anything_is_taken(tmp_path:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    mount_point = tmp_path / "small"
-    mount_point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(mount_point)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a tmpfs cannot be mounted here: needs root")
-    yield mount_point
-    subprocess.run(["umount", "-l", str(mount_point)], check=True)
+    with small_file_system(tmp_path / "small", "2m") as reason:
+        if reason is not None:
+            pytest.skip(reason)
+        yield tmp_path / "small"
 
 
 @pytest.mark.process

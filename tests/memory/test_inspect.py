@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.cli import main
 from reft.errors import ArenaError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, Entry
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.recover.inspect import find_job_dirs, inspect_job
+from tests.commands import command
 from tests.recover.fleet import SECRET, Fleet
 
 OLD, NEW = Label(1, 7), Label(1, 8)
@@ -64,16 +63,14 @@ def dirs(memory: JobMemory) -> list[Path]:
     return [job.path for job in memory.jobs]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
-    capsys.readouterr()
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
+def run(*arguments: str | Path) -> tuple[int, str]:
+    answer = command(*arguments)
+    return answer.code, answer.out + answer.err
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, Any]:
-    code, out = run(capsys, *arguments, "--json")
-    return code, json.loads(out)
+def run_json(*arguments: str | Path) -> tuple[int, Any]:
+    answer = command(*arguments, "--json")
+    return answer.code, answer.json
 
 
 def options(memory: JobMemory, *members: int) -> list[str]:
@@ -84,13 +81,8 @@ def options(memory: JobMemory, *members: int) -> list[str]:
 def test_versions_are_reported_whole_or_torn_recoverable_or_not(memory: JobMemory) -> None:
     report = inspect_job(dirs(memory))
     new, old = report.versions
-    assert (new.label, new.recoverable, new.committed, new.whole_ranks, new.ranks) == (
-        NEW,
-        False,
-        False,
-        0,
-        2,
-    )
+    assert (new.label, new.recoverable, new.committed, new.whole_ranks) == (NEW, False, False, 0)
+    assert new.ranks == 2
     assert (old.label, old.recoverable, old.committed, old.whole_ranks, old.ranks) == (OLD, True, True, 2, 2)
     assert new.reasons == ("no rank finished writing it",)
     assert (report.restores, report.problems, report.empty) == (OLD, (), ())
@@ -153,34 +145,22 @@ def test_directories_of_several_jobs_are_not_mixed(memory: JobMemory, tmp_path: 
         inspect_job([])
 
 
-def test_inspect_command_for_people_and_programs(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out = run(capsys, "inspect", *options(memory))
+def test_inspect_command_for_people_and_programs(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out = run("inspect", *options(memory))
     assert code == 0
-    for text in (
-        "step 7",
-        "step 8",
-        "torn",
-        "committed",
-        "pp0.dp1.tp0",
-        "would restore step 7",
-        "2 of 2 ranks",
-    ):
+    for text in ("step 7", "step 8", "torn", "committed", "dp1", "would restore step 7", "2 of 2 ranks"):
         assert text in out
     monkeypatch.setenv("REFT_MEMORY_DIR", str(memory.memory_dirs[0]))
-    assert run_json(capsys, "inspect")[1]["restores"] == {"incarnation": 1, "step": 7}
-    code, found = run_json(capsys, "inspect", *options(memory))
+    assert run_json("inspect")[1]["restores"] == {"incarnation": 1, "step": 7}
+    code, found = run_json("inspect", *options(memory))
     assert code == 0
     assert found["restores"] == {"incarnation": 1, "step": 7}
     assert [v["recoverable"] for v in found["versions"]] == [False, True]
     assert {a["node"] for a in found["versions"][1]["arenas"]} == {"node0", "node1"}
 
 
-def test_exit_codes_1_not_well_2_wrong_use(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(capsys, "inspect", "--memory-dir", tmp_path / "nowhere")[0] == 2
+def test_exit_codes_1_not_well_2_wrong_use(memory: JobMemory, tmp_path: Path) -> None:
+    assert run("inspect", "--memory-dir", tmp_path / "nowhere")[0] == 2
     (tmp_path / "bare").mkdir()
     JobDir.open_or_create(memory.memory_dirs[0], "other", "node0")
     both = options(memory)
@@ -192,31 +172,29 @@ def test_exit_codes_1_not_well_2_wrong_use(
         ([*both, "--job", "other"], 1, "nothing to restore"),
         (["--nonsense"], 2, "Error"),
     ):
-        code, out = run(capsys, "inspect", *arguments)
+        code, out = run("inspect", *arguments)
         assert (code, says in out) == (expected, True), out
 
 
-def test_verify_command_names_damaged_blocks(memory: JobMemory, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, "verify", *options(memory))
+def test_verify_command_names_damaged_blocks(memory: JobMemory) -> None:
+    code, out = run("verify", *options(memory))
     assert code == 0
     assert "blocks match their checksums" in out
     memory.flip(1, 0, memory.entries(1, 0)[0])
-    code, out = run(capsys, "verify", *options(memory))
+    code, out = run("verify", *options(memory))
     assert code == 1
     assert "replicated 1.0" in out
-    code, found = run_json(capsys, "verify", *options(memory))
+    code, found = run_json("verify", *options(memory))
     assert (code, found["bad_blocks"], found["restores"]["step"]) == (1, 1, 7)
     named = [a["bad_blocks"] for a in found["versions"][1]["arenas"]]
     assert named == [[], ["replicated block 0 of member 1"]]
 
 
-def test_clean_removes_orphans_and_leaves_live_jobs(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clean_removes_orphans_and_leaves_live_jobs(memory: JobMemory) -> None:
     live = JobDir.open_or_create(memory.memory_dirs[0], "live", "node0")
     arena = Arena.create(live.path / "rank0-slot0.arena", 4096, 1, live.secret)
     try:
-        code, found = run_json(capsys, "clean", *options(memory), "--dry-run")
+        code, found = run_json("clean", *options(memory), "--dry-run")
         assert code == 0
         assert [(r["job_id"], r["action"].split(":")[0]) for r in found] == [
             ("job", "would be removed"),
@@ -225,29 +203,27 @@ def test_clean_removes_orphans_and_leaves_live_jobs(
         ]
         assert not any(r["removed"] for r in found)
         assert all(path.exists() for path in dirs(memory))
-        code, out = run(capsys, "clean", *options(memory))
+        code, out = run("clean", *options(memory))
         assert code == 0
         assert "left alone" in out
         assert not any(path.exists() for path in dirs(memory))
         assert live.path.exists()
-        code, out = run(capsys, "clean", *options(memory), "--job", "live")
+        code, out = run("clean", *options(memory), "--job", "live")
         assert code == 1
         assert live.path.exists()
-        assert run(capsys, "clean", *options(memory), "--force")[0] == 2
+        assert run("clean", *options(memory), "--force")[0] == 2
         assert live.path.exists()
-        assert run(capsys, "clean", *options(memory), "--job", "live", "--force")[0] == 0
+        assert run("clean", *options(memory), "--job", "live", "--force")[0] == 0
         assert not live.path.exists()
     finally:
         arena.close()
-    code, out = run(capsys, "clean", *options(memory))
+    code, out = run("clean", *options(memory))
     assert (code, "no job has memory" in out) == (0, True)
 
 
-def test_an_orphan_that_cannot_be_read_is_still_removed(
-    memory: JobMemory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_orphan_that_cannot_be_read_is_still_removed(memory: JobMemory) -> None:
     (memory.jobs[0].path / "secret").unlink()
-    code, out = run(capsys, "inspect", *options(memory))
+    code, out = run("inspect", *options(memory))
     assert (code, "secret cannot be read" in out) == (1, True)
-    assert run(capsys, "clean", *options(memory), "--job", "job")[0] == 0
+    assert run("clean", *options(memory), "--job", "job")[0] == 0
     assert not any(path.exists() for path in dirs(memory))

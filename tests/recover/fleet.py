@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,16 @@ from reft.protect.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
-from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, matches, stored_bytes
+from reft.recover.complete import Blueprint, Room
+from reft.recover.inventory import (
+    ArenaRecord,
+    ArenaSet,
+    Inventory,
+    matches,
+    opened_arenas,
+    stored_bytes,
+    take_inventory,
+)
 from reft.recover.plan import Fetch, RecoveryPlan
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 
@@ -49,7 +59,6 @@ class Fleet:
         return SectionSizes(self.scale * (640 + 72 * pp + 8 * tp), owned, host)
 
     def directory(self, root: Path, node: str) -> Path:
-        """Where a node has its arenas."""
         (root / node).mkdir(parents=True, exist_ok=True)
         return root / node
 
@@ -64,16 +73,15 @@ class Fleet:
             self.block_bytes,
         )
 
+    def blueprint(self, at: Coordinate) -> Blueprint:
+        mine = self.shard_plan(at.pp, at.tp).members[at.dp]
+        rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+        return Blueprint(rooms, mine.data_bytes)
+
     def image(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
-        """What the section held at this coordinate when the version was taken."""
-        sizes = self.sizes(at.pp, at.tp)
-        nbytes, who = {
-            Section.REPLICATED: (sizes.replicated_bytes, 99),
-            Section.OWNED: (sizes.owned_bytes[at.dp], at.dp),
-            Section.HOST: (sizes.host_bytes[at.dp], at.dp),
-        }[section]
+        who = 99 if section is Section.REPLICATED else at.dp
         seed = (label.incarnation, label.step, at.pp, at.tp, who, zlib.crc32(section.encode()))
-        return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        return np.random.default_rng(seed).integers(0, 256, self.image_bytes(at, section), dtype=np.uint8)
 
     def content(self, at: Coordinate, placed: PlacedBlock, label: Label) -> np.ndarray:
         """The bytes of a block in the arena of the rank at ``at``."""
@@ -106,17 +114,8 @@ class Fleet:
             digest = zlib.crc32(repr((label, at.pp, at.tp, key)).encode())
             if real:
                 digest = checksum(np.ascontiguousarray(self.content(at, placed, label)).data)
-            entries.append(
-                Entry(
-                    key,
-                    start,
-                    nbytes,
-                    image_bytes,
-                    placed.arena_offset,
-                    digest,
-                    key.member == at.dp and key.section is not Section.PARITY,
-                )
-            )
+            own = key.member == at.dp and key.section is not Section.PARITY
+            entries.append(Entry(key, start, nbytes, image_bytes, placed.arena_offset, digest, own))
         return tuple(entries)
 
     def image_bytes(self, at: Coordinate, section: Section) -> int:
@@ -161,7 +160,6 @@ class Fleet:
         ]
 
     def write_arena(self, root: Path, at: Coordinate, label: Label, slot: int = 0) -> Path:
-        """A real, committed arena file in the directory of its node."""
         node_dir = self.directory(root, self.topology.node_of(at))
         plan = self.shard_plan(at.pp, at.tp).members[at.dp]
         header = self.header(at, label, real=True)
@@ -262,12 +260,8 @@ def check_plan(
             record, entry = stored[fetch.source]
             assert record.header.state.whole
             assert (record.header.coordinate.pp, record.header.coordinate.tp) == (at.pp, at.tp)
-            assert (fetch.start_bytes, fetch.nbytes, fetch.checksum, fetch.arena_offset) == (
-                entry.start_bytes,
-                entry.nbytes,
-                entry.checksum,
-                entry.arena_offset,
-            )
+            for name in ("start_bytes", "nbytes", "checksum", "arena_offset"):
+                assert getattr(fetch, name) == getattr(entry, name)
             assert fetch.kind == expected_level(
                 fetch, topology.node_of(at), holders[fetch.pp, fetch.tp, fetch.key]
             )
@@ -288,6 +282,14 @@ def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]
     owner_nodes = {n for n, owner in holders if owner}
     assert fetch.node in (owner_nodes or {n for n, _ in holders})
     return "peer" if owner_nodes else "copy"
+
+
+@contextmanager
+def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], ArenaSet]]:
+    found = [take_inventory(root / node, node, SECRET) for node in nodes]
+    with ExitStack() as stack:
+        each = [stack.enter_context(opened_arenas(root / i.node, i, SECRET)) for i in found]
+        yield found, {key: arena for of_node in each for key, arena in of_node.items()}
 
 
 def read_image(plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section) -> np.ndarray:

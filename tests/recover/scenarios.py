@@ -22,8 +22,6 @@ DEAD = Coordinate(0, 2, 0)  # The newcomer, killed while it completes the versio
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job's memory and what happens to it."""
-
     fleet: Fleet = RING
     labels: tuple[Label, ...] = (NEW,)  # versions in memory, by slot
     lost: tuple[str, ...] = ()  # nodes whose directories are gone; empty ones replace them
@@ -88,7 +86,6 @@ NOT_OVER_MPI = ("peer_killed",)  # Sockets are not counted there, and a rank tha
 
 
 def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
-    """Flip one byte of one block."""
     with Arena.open(path, SECRET, writable=True) as arena:
         header = arena.header()
         entry = next(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from reft.errors import ArenaError, LayoutError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.header import ArenaState
 from reft.protect.blocks import Section
+from reft.protect.placement import place_group
 from reft.recover import complete
-from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_kept
+from reft.recover.complete import Completing, Completion, plan_kept
 from reft.recover.decide import judge, plan_recovery
 from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import RecoveryPlan
@@ -28,9 +30,9 @@ from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
 
 FLEET = Fleet(place(Degrees(1, 4, 1), "single"), scale=4, block_bytes=1024)
 LOST, AT = "n2", Coordinate(0, 2, 0)
+NODES = FLEET.topology.nodes
 TOPOLOGY = without(FLEET.topology, [LOST])
 NODE = TOPOLOGY.node_of(AT)
-DEADLINE_SECS = 60.0
 
 
 @pytest.fixture
@@ -49,7 +51,6 @@ def found(memory: Path, gone: str | None = None):
 
 
 def planned(memory: Path) -> RecoveryPlan:
-    """As every rank of the group plans it."""
     inventories = found(memory)
     plan = plan_recovery(inventories, TOPOLOGY, job_id=JOB)
     assert isinstance(plan, RecoveryPlan)
@@ -60,13 +61,8 @@ def planned(memory: Path) -> RecoveryPlan:
 
 
 def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
-    def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
-        mine = FLEET.shard_plan(0, 0).members[AT.dp]
-        rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
-        return Blueprint(rooms, mine.data_bytes)
-
     stored = next(r.header for i in found(memory) for r in i.arenas if r.header.label == NEW)
-    how = Completing("arc", path, blueprint)
+    how = Completing("arc", path, lambda *_: FLEET.blueprint(AT))
     control: Any = SimpleNamespace(rank=TOPOLOGY.rank_of(AT))
     return Completion(plan, Participant(TOPOLOGY, control, JOB, path.parent, SECRET), how, stored)
 
@@ -83,7 +79,6 @@ def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = 
 
 
 def left(path: Path, memory: Path) -> ArenaState | None:
-    """What the newcomer's arena says."""
     return next((r.header.state for r in take_inventory(memory / NODE, NODE, SECRET).arenas), None)
 
 
@@ -146,3 +141,28 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
     monkeypatch.undo()
     assert left(path, memory) in ((ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING))
     assert planned(memory).label == NEW
+
+
+def kept_by_newcomers(lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
+    """Whose blocks the member ``lost`` has to keep, once it runs on another node and its own is gone."""
+    records = [r for r in FLEET.records(NEW) if r.node != NODES[lost]]
+    sources = judge((0, 0), records, {NEW: len(NODES)})[NEW]
+    kept = plan_kept((0, 0), sources, records, moved(lost, moved_to))
+    return {at: {fetch.key.member for fetch in fetches} for at, fetches in kept.items()}
+
+
+def moved(lost: int, to: str) -> Topology:
+    nodes = tuple(to if dp == lost else node for dp, node in enumerate(NODES))
+    return replace(FLEET.topology, nodes=nodes)
+
+
+@pytest.mark.parametrize(("lost", "other"), [*permutations(range(4), 2)])
+def test_p3_a_version_is_not_completed_where_its_survivors_keep_others_than_the_new_placement_says(
+    lost: int, other: int
+) -> None:
+    """A member that moves to a peer's node may change the ring. What the survivors keep is then not what the
+    tolerance is computed from."""
+    before, now = place_group(NODES, 1, 0), place_group(moved(lost, NODES[other]).nodes, 1, 0)
+    same = all(set(before.kept_by(m)) == set(now.kept_by(m)) for m in range(4) if m != lost)
+    kept = kept_by_newcomers(lost, NODES[other])
+    assert bool(kept) == same

@@ -17,7 +17,7 @@ from reft.recover.decide import offline_topology, plan_verified
 from reft.recover.inventory import opened_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 
-from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, opened, place, read_image
 from .scenarios import damage
 
 FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
@@ -35,13 +35,10 @@ def memory(tmp_path):
 
 @pytest.fixture
 def planned(memory):
-    """Plans over what is there now."""
     with ExitStack() as stack:
 
         def plan():
-            found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
-            each = [stack.enter_context(opened_arenas(memory / i.node, i, SECRET)) for i in found]
-            arenas = {k: a for of_node in each for k, a in of_node.items()}
+            found, arenas = stack.enter_context(opened(memory, ("n0", "n2")))
             return *plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB), arenas
 
         yield plan

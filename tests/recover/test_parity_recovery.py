@@ -12,11 +12,11 @@ from reft.grid import Degrees
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_verified
-from reft.recover.inventory import opened_arenas, take_inventory
+from reft.recover.inventory import opened_arenas
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 
-from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, read_image, without
+from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, opened, place, read_image, without
 
 SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3, 1, 1), (4, 1, 1), (5, 1, 1)]
 
@@ -33,11 +33,7 @@ def recovered(fleet, root, lost, scratch):
     scratch.mkdir(parents=True)
     nodes = [n for n in fleet.topology.nodes if n not in lost]
     topology = without(fleet.topology, lost)
-    with ExitStack() as stack:
-        found = [take_inventory(root / n, n, SECRET) for n in nodes]
-        arenas = {}
-        for node, inventory in zip(nodes, found, strict=True):
-            arenas.update(stack.enter_context(opened_arenas(root / node, inventory, SECRET)))
+    with opened(root, nodes) as (found, arenas), ExitStack() as stack:
         plan, bad = plan_verified(found, topology, arenas, job_id=JOB)
         first = plan
         while isinstance(plan, RecoveryPlan) and plan.rebuilds:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.errors import LayoutError, UnrecoverableError
+from reft.errors import UnrecoverableError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.header import ArenaState
 from reft.naming import Label
@@ -41,7 +41,6 @@ def run(fleet, records, lost=(), bad=frozenset(), *, topology=None):
 
 
 def newest_committed(records):
-    """Newest version that an arena says is committed."""
     return max((r.header.label for r in records if r.committed), default=None)
 
 
@@ -74,24 +73,7 @@ def test_p4_every_loss_is_recovered_exactly_where_bytes_are_left(dp, kind):
     assert refused > 20
 
 
-@pytest.mark.parametrize(("dp", "copies"), [(2, 0), (2, 1), (3, 1), (3, 2)])
-def test_p5_any_corrupt_block_is_replaced_or_refused(dp, copies):
-    fleet, records = committed_fleet((2, dp, 1), "single", copies, 1)
-    blocks = [(r.node, r.path, e.key) for r in records for e in r.header.entries]
-    for lost in [(), ("n0",), ("n3",)]:
-        for block in blocks:
-            bad = frozenset({block})
-            plan = run(fleet, records, lost, bad)
-            whole = oracle(fleet, [r for r in records if r.node not in lost], NEW, bad)
-            assert isinstance(plan, RecoveryPlan) == whole
-            if lost == () and copies:
-                assert whole
-            if isinstance(plan, NotRecoverable):
-                assert "corrupt" in str(plan) or lost
-
-
 def present(fleet, lost):
-    """Coordinates whose node is left."""
     return [c for c in fleet.topology.coordinates if fleet.topology.node_of(c) not in lost]
 
 
@@ -185,18 +167,6 @@ def test_arenas_that_disagree_about_an_image_are_refused():
         refused = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
         assert isinstance(refused, NotRecoverable)
         assert said in str(refused)
-
-
-def test_other_degrees_are_refused_with_what_to_do():
-    fleet = Fleet(place(Degrees(2, 2, 1), "single"))
-    records = fleet.records(NEW)
-    wide = place(Degrees(1, 4, 1), "single")
-    refused = plan_recovery(inventories(records), wide, job_id=JOB)
-    assert refused.layout_mismatch
-    assert not refused.empty
-    assert isinstance(refused.error(), LayoutError)
-    assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
-    assert "reft clean" in str(refused)
 
 
 def test_diverged_copies_restore_the_owners_bytes_everywhere():

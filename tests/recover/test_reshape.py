@@ -142,8 +142,6 @@ OWNED = Owned(((61, 4), (61, 4), (None, 4)))
 
 @dataclass(frozen=True)
 class Partitioned(Fleet):
-    """Owned images that can be cut anew."""
-
     def sizes(self, pp: int, tp: int) -> SectionSizes:
         dp = self.topology.degrees.dp
         sizes = super().sizes(pp, tp)
@@ -268,7 +266,9 @@ def test_p7_other_stages_are_refused_by_name() -> None:
     fleet = Partitioned(place(Degrees(2, 2, 1), "single"))
     refused = resized(fleet, fleet.records(NEW), (), one_stage(4))
     assert isinstance(refused, NotRecoverable)
-    assert refused.layout_mismatch
+    assert isinstance(refused.error(), LayoutError)
+    assert not refused.empty
     assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
     assert f"reft persist --job {JOB}" in str(refused)
     assert "ds_to_universal" in str(refused)
+    assert "reft clean" in str(refused)

@@ -39,7 +39,6 @@ def over(request):
 
 @pytest.fixture(scope="module")
 def memory(over, tmp_path_factory):
-    """The memory of all scenarios' jobs."""
     root = tmp_path_factory.mktemp("recovery")
     prepare_memory(root)
     return root
@@ -126,13 +125,6 @@ def test_p5_a_rank_of_another_group_finds_what_is_corrupt_on_its_node(results):
     assert {result["rounds"] for result in results["corrupt_in_a_moved_group"]} == {2}
 
 
-def test_p3_a_version_that_one_group_cannot_recover_after_verification_is_used_by_none(results):
-    """Only the second group lost a node, and a copy there is corrupt: the first goes back with it."""
-    for result in restored(results, "older_in_one_group", OLD):
-        assert "not used: step 6" in result["text"]
-        assert result["rounds"] == 2
-
-
 @pytest.mark.parametrize("name", ["nothing_lost", "node_lost", "node_of_two_lost", "coordinates_moved"])
 def test_bytes_arrive_exactly_and_from_where_the_plan_says(results, name):
     for result in restored(results, name):
@@ -163,33 +155,60 @@ def test_lost_shards_are_decoded_by_those_that_hold_their_parity(results, name, 
     assert abs(found[2]["bytes_from"]["parity"] - lost * shard) <= 2 * lost * 1024
 
 
-def test_p5_where_a_term_of_a_decode_is_corrupt_no_parity_is_accused(results):
-    for result in restored(results, "corrupt_term", OLD):
-        assert result["flaws"] == ["STORED"]
-        assert "replicated block" in result["repaired"][0]
-        assert "an older version" in result["repaired"][0]
+FOUND = {
+    # Where a term of a decode is corrupt, no parity is accused.
+    "corrupt_term": (OLD, ["STORED"], ["replicated block", "an older version"]),
+    "corrupt_parity": (NEW, None, ["parity block 0 of pp0.dp0.tp0"]),
+    # As many nodes as are tolerated are lost: to refuse a parity, each of which is needed, loses the version.
+    "corrupt_checksums": (NEW, ["STORED"], ["checksums block 0 of pp0.dp3.tp0"]),
+    # Its own bytes are in order, here and on the way: only what is decoded from it is not.
+    "parity_of_other_data": (
+        NEW,
+        {"OTHER_DATA"},
+        [
+            "computed from other data than the version's, in rank0-slot0.arena",
+            "restored from other blocks of its stripe",
+        ],
+    ),
+    "shrunk_corrupt": (
+        NEW,
+        None,
+        [
+            "host block 0 of pp0.dp2.tp0",
+            "owned block 2 of pp0.dp1.tp0",
+            "restored from rank0-slot0.arena on node n",
+        ],
+    ),
+    "corrupt_at_source": (
+        NEW,
+        ["STORED"] * 2,
+        [
+            "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)",
+            "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0",
+            "owned block 1 of pp0.dp0.tp0",
+            "on node n0; restored from rank0-slot0.arena on node n3",
+        ],
+    ),
+    # It was damaged after it was verified.
+    "corrupt_on_the_way": (NEW, ["IN_TRANSIT"], ["corrupt on the way from rank0-slot0.arena on node n1"]),
+    "older_version": (OLD, None, ["an older version"]),
+    # Only the second group lost a node, and a copy there is corrupt: the first goes back with it.
+    "older_in_one_group": (OLD, None, []),
+}
+ROUNDS = {"corrupt_parity": 3, "corrupt_on_the_way": 2, "corrupt_at_source": 2, "older_in_one_group": 2}
+"""At least."""
 
 
-def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
-    for result in restored(results, "corrupt_parity"):
-        assert result["rounds"] >= 3
-        assert "parity block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
-
-
-def test_p5_without_the_checksums_of_a_lost_member_no_parity_is_accused(results):
-    """As many nodes as are tolerated are lost, so every parity is needed: to refuse one loses the version."""
-    for result in restored(results, "corrupt_checksums"):
-        assert len(result["repaired"]) == 1
-        assert "checksums block 0 of pp0.dp3.tp0" in result["repaired"][0]
-        assert result["flaws"] == ["STORED"]
-
-
-def test_p5_a_parity_of_other_data_is_told_from_a_corrupt_one(results):
-    """Its own bytes are in order, here and on the way: only what is decoded from it is not."""
-    for result in restored(results, "parity_of_other_data"):
-        assert set(result["flaws"]) == {"OTHER_DATA"}
-        assert "computed from other data than the version's, in rank0-slot0.arena" in result["repaired"][0]
-        assert "restored from other blocks of its stripe" in result["repaired"][0]
+@pytest.mark.parametrize("name", FOUND)
+def test_p5_damage_is_found_replaced_and_reported(results, name):
+    label, flaws, texts = FOUND[name]
+    for result in restored(results, name, label):
+        if flaws is not None:
+            assert type(flaws)(result["flaws"]) == flaws
+        assert [text for text in texts if text not in "\n".join(result["repaired"])] == []
+        assert label == NEW or "not used: step 6" in result["text"]
+        assert result["rounds"] >= ROUNDS.get(name, 1)
+        assert result["prepared"] == (2 if name == "corrupt_on_the_way" else result["prepared"])
 
 
 def test_p9_a_state_passes_through_a_small_window(results):
@@ -215,47 +234,10 @@ def test_p3_a_version_of_another_degree_is_taken_up_and_stays_as_it_is(results, 
     assert {n for n in left if not n.startswith("decoded")} == {"rank0-slot0.arena"}
 
 
-def test_p5_a_corrupt_block_of_an_old_partition_is_found_replaced_and_reported(results):
-    for result in restored(results, "shrunk_corrupt"):
-        text = "\n".join(result["repaired"])
-        assert "host block 0 of pp0.dp2.tp0" in text
-        assert "owned block 2 of pp0.dp1.tp0" in text
-        assert "restored from rank0-slot0.arena on node n" in text
-
-
-def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results):
-    for result in restored(results, "corrupt_at_source"):
-        text = "\n".join(result["repaired"])
-        assert len(result["repaired"]) == 2
-        assert result["rounds"] in (2, 3)  # what is sent is checked first, what is local when it is used
-        assert result["flaws"] == ["STORED"] * 2
-        assert "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)" in text
-        assert (
-            "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0"
-            in text
-        )
-        assert "owned block 1 of pp0.dp0.tp0" in text
-        assert "on node n0; restored from rank0-slot0.arena on node n3" in text
-
-
 def test_p5_a_flipped_byte_in_local_memory_is_fetched_from_the_copy(results):
     outcome = restored(results, "corrupt_locally")
     assert outcome[0]["bytes_from"]["copy"] > 0
     assert "host block 0 of pp0.dp0.tp0" in outcome[1]["repaired"][0]
-
-
-def test_p5_a_block_damaged_after_it_was_verified_is_found_on_arrival(results):
-    for result in restored(results, "corrupt_on_the_way"):
-        assert result["flaws"] == ["IN_TRANSIT"]
-        assert result["rounds"] == 2
-        assert result["prepared"] == 2
-        assert "corrupt on the way from rank0-slot0.arena on node n1" in result["repaired"][0]
-
-
-def test_an_older_version_is_used_by_all_when_the_newer_has_no_good_source(results):
-    for result in restored(results, "older_version", OLD):
-        assert any("an older version" in repair for repair in result["repaired"])
-        assert "not used: step 6" in result["text"]
 
 
 def test_beyond_tolerance_all_ranks_refuse_alike_and_touch_nothing(results):

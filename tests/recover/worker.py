@@ -29,7 +29,7 @@ from reft.grid import Coordinate
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
-from reft.recover.complete import Blueprint, Completing, Room
+from reft.recover.complete import Blueprint, Completing
 from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
@@ -57,7 +57,6 @@ class Rank:
         self.images: dict[Section, np.ndarray] = {}
         self.calls = 0
         self.prepared = 0
-        self.addresses: set[int] = set()
         self.scatter: Scatter | None = None
 
     def prepare(self, host: bytes, resize: Resize) -> Sequence[Piece]:
@@ -73,7 +72,6 @@ class Rank:
         return pieces
 
     def owned(self, resize: Resize) -> OwnedTensor:
-        """The owned images as one tensor of bytes."""
         part = self.scenario.fleet.image_bytes(self.at_of(Section.OWNED), Section.OWNED)
         length = part * resize.old - PADDING
         return OwnedTensor("owned", 1, 0, part, 0, -(-length // resize.new), length)
@@ -83,7 +81,6 @@ class Rank:
         return replace(self.at, dp=self.at.dp % self.scenario.fleet.topology.degrees.dp)
 
     def expected(self, section: Section, label: Label) -> np.ndarray:
-        """What this rank has to restore."""
         fleet, old = self.scenario.fleet, self.scenario.fleet.topology.degrees.dp
         resize = Resize(old, self.topology.degrees.dp)
         if section is not Section.OWNED or resize.old == resize.new:
@@ -109,26 +106,15 @@ class Rank:
         where, faults = (JOB, self.job_dir, SECRET), options.pop("faults", None)
         return Recovery(Participant(self.topology, self.control, *where, faults, 4096), **options)
 
-    def never_completing(self) -> Completing:
-        """As a session gives it, for a version that cannot be completed."""
-
-        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
-            raise AssertionError("a version of another degree is not completed")
-
-        return Completing("arc", self.job_dir / "rank0-slot7.arena", blueprint)
-
-    def completing(self, scheme: str = "arc") -> Completing:
+    def completing(self, scheme: str = "arc", slot: int = 0) -> Completing:
         """As a session would store versions."""
 
         def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
-            fleet = self.scenario.fleet
-            plan = fleet.shard_plan(self.at.pp, self.at.tp)
-            assert (replicated_bytes, owned_bytes) == (plan.sizes.replicated_bytes, plan.sizes.owned_bytes)
-            mine = plan.members[self.at.dp]
-            rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
-            return Blueprint(rooms, mine.data_bytes)
+            sizes = self.scenario.fleet.sizes(self.at.pp, self.at.tp)
+            assert (replicated_bytes, owned_bytes) == (sizes.replicated_bytes, sizes.owned_bytes)
+            return self.scenario.fleet.blueprint(self.at)
 
-        path = self.job_dir / arena_name(self.topology, self.at, 0)
+        path = self.job_dir / arena_name(self.topology, self.at, slot)
         self.job_dir.mkdir(parents=True, exist_ok=True)
         return Completing(scheme, None if path.exists() else path, blueprint)
 
@@ -174,7 +160,6 @@ class Rank:
 
 
 def attempt(action) -> dict[str, object]:
-    """Run what has to fail."""
     began = time.monotonic()
     try:
         action()
@@ -252,10 +237,9 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
 
 
 def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
-    """Recover twice: whoever is killed before the first commit finds what there was."""
     me, again = Rank(root, name, control), Rank(root, name, control)
     refused = str(me.recovery(resizable=False).survey())
-    report = me.report(me.recover(completing=me.never_completing()))
+    report = me.report(me.recover(completing=me.completing(slot=7)))  # no arena is made
     return {**report, "again": again.report(again.recover()), "refused": refused}
 
 
@@ -280,24 +264,18 @@ def no_room_for_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def forged_message(rank: int) -> dict[str, object]:
-    """What comes of a message that rank 1 did not authenticate."""
-    control = (ForgesMessages if rank == 1 else ControlGroup)(
-        30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT
-    )
-    among = (0, 1) if rank < 2 else (2, 3)
-    found = attempt(lambda: control.swap(dict.fromkeys(among, b"a table of blocks")))
-    control.gather_bytes(b"")  # nobody leaves before all have theirs
-    control.leave()
-    return found
-
-
-def stranger(rank: int) -> dict[str, object]:
-    """What comes of a gathering over MPI, where rank 1 has another secret: sockets do not even connect."""
-    control = ControlGroup(
-        30.0, node=f"host{rank}", secret=SECRET[::-1] + b"x" if rank == 1 else SECRET, **TRANSPORT
-    )
-    found = attempt(lambda: control.gather_bytes(b"a table"))
+def greeting(name: str, rank: int) -> dict[str, object]:
+    """What comes of messages where rank 1 does not authenticate its own, and of a gathering over MPI where it has
+    another secret: sockets do not even connect."""
+    kind = ForgesMessages if rank == 1 and name == "forged_message" else ControlGroup
+    secret = SECRET[::-1] + b"x" if rank == 1 and name == "stranger" else SECRET
+    control = kind(30.0, node=f"host{rank}", secret=secret, **TRANSPORT)
+    if name == "stranger":
+        found = attempt(lambda: control.gather_bytes(b"a table"))
+    else:
+        among = (0, 1) if rank < 2 else (2, 3)
+        found = attempt(lambda: control.swap(dict.fromkeys(among, b"a table of blocks")))
+        control.gather_bytes(b"")  # nobody leaves before all have theirs
     control.leave()
     return found
 
@@ -318,12 +296,12 @@ def main() -> None:
     results: dict[str, object] = {}
     control = ControlGroup(30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT)
     if OVER_MPI:
-        results["stranger"] = stranger(rank)
+        results["stranger"] = greeting("stranger", rank)
     for name in [*MORE, *SCENARIOS]:
         if OVER_MPI and name in NOT_OVER_MPI:
             continue
         if name == "forged_message":
-            results[name] = forged_message(rank)
+            results[name] = greeting(name, rank)
         elif name in RESIZED:
             results[name] = run_resized(root, name, control)
         else:

@@ -22,7 +22,6 @@ ZERO1 = {"zero_optimization": {"stage": 1}}
 
 
 def bf16(gradients: str | None = None, **more: Any) -> dict[str, Any]:
-    """A configuration in bf16 whose gradients are accumulated in this type."""
     types = {} if gradients is None else {"data_types": {"grad_accum_dtype": gradients}}
     return {"bf16": {"enabled": True}, **types, **more}
 

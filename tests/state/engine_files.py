@@ -87,7 +87,6 @@ def persisted_from(
 
 
 def compared(saved: Path, rebuilt: Path, template: Template) -> list[str]:
-    """Differences between DeepSpeed's files and the rebuilt ones, of this rank's."""
     problems: list[str] = []
     for name in template.files:
         a, b = (torch.load(path / name, weights_only=False) for path in (saved, rebuilt))
@@ -98,7 +97,6 @@ def compared(saved: Path, rebuilt: Path, template: Template) -> list[str]:
 
 
 def differences(a: object, b: object, path: str, problems: list[str]) -> None:
-    """Of types, keys, values and bits, all the way down."""
     if type(a) is not type(b):
         problems.append(f"{path}: {type(a)} against {type(b)}")
     elif isinstance(a, torch.Tensor):

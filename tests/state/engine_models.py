@@ -46,8 +46,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, frozen, late, zero-size and transposed parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = Embed()

@@ -80,7 +80,6 @@ def refusals() -> dict[str, str]:
 
 
 def misfits() -> dict[str, str]:
-    """What restoring into a job of another layout says."""
     plain = build({"client": momentum})
     snap = snapshot(plain, adapter_for(plain))
     said = {}

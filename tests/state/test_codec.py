@@ -31,7 +31,6 @@ class Colour(enum.StrEnum):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, structure and bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Namespace):

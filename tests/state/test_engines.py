@@ -1,4 +1,5 @@
-"""P8 with real DeepSpeed engines: a run resumed from captured state equals the uninterrupted one.
+"""P8 with real DeepSpeed engines: a run resumed from captured state equals the uninterrupted one. P12: where DeepSpeed
+cannot load what it has saved, reft says so when a job starts, and only there.
 
 All cases run in one launch of four processes, since importing DeepSpeed costs seconds per process.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from engine_cases import ADAPTERS
 
+from reft.engine.checks.releases import ZERO0_PIPELINE
 from tests.engine.ranks import run_ranks
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import VERSION
@@ -122,3 +124,12 @@ def test_unknown_state_is_refused_by_name(results: Results) -> None:
         assert sorted(said) == sorted(REFUSALS)
         for name, words in REFUSALS.items():
             assert all(word in said[name] for word in words), f"{name}: {said[name]}"
+
+
+@pytest.mark.integration
+def test_p12_what_reft_says_of_checkpoints_is_what_deepspeed_does(tmp_path: Path) -> None:
+    (found,) = run_ranks(Path(__file__).with_name("loadable_job.py"), tmp_path, world=1)
+    for name, one in found.items():
+        assert (one["said"] is None) == (one["failed"] is None), name
+        if name.startswith("pipeline") or one["listed"] != ZERO0_PIPELINE:
+            assert (one["listed"] is None) == (one["failed"] is None), name

@@ -35,8 +35,6 @@ Images = Mapping[Coordinate, Mapping[Section, bytes]]
 
 @dataclass(frozen=True)
 class Written(Fleet):
-    """A job whose images are given."""
-
     images: Images = field(default_factory=dict)
 
     def sizes(self, pp: int, tp: int) -> SectionSizes:
@@ -80,7 +78,6 @@ class Memory:
 
 
 def on_one_node(root: Path) -> Memory:
-    """One node that holds all of a job."""
     return Memory(root, Topology(DEGREES, DEGREES.coordinates(), ("n0",) * DEGREES.world_size))
 
 

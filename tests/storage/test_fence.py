@@ -35,7 +35,6 @@ def memory_path() -> Iterator[Path]:
 
 
 def write(directory: Path, label: Label) -> None:
-    """As the daemon of the leading node does: claim, stage, name."""
     fence.claim(directory, JOB, label.incarnation)
     remove_debris(WorkDir.of(directory, JOB, label))
     publish(*prepare(directory, label), keep=1)
@@ -77,7 +76,6 @@ def go_on(pid: int) -> None:
 
 
 def state(directory: Path) -> tuple[Label, str | None]:
-    """The newest version that is there, and which ``latest`` names."""
     return max(i.label for i in list_persisted(directory, JOB)), latest_tag(directory)
 
 

@@ -44,7 +44,6 @@ LIMIT_SECS = 200
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Memory:
-    """Two nodes of a PP2 x DP2 job that hold step 4."""
     memory = Memory(tmp_path / "memory")
     memory.write(V4, made_up_images(4))
     return memory
@@ -52,7 +51,6 @@ def memory(tmp_path: Path) -> Memory:
 
 @pytest.fixture(scope="module")
 def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the checkpoint of step 4, to be copied."""
     root = tmp_path_factory.mktemp("step4")
     memory = Memory(root / "memory")
     memory.write(V4, made_up_images(4))
@@ -61,7 +59,6 @@ def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def persist_on_all(memory: Memory, label: Label, config: ReftConfig) -> dict[str, Any]:
-    """Persist on both nodes at once; the paths, or the exceptions raised."""
     with ThreadPoolExecutor(len(NODES)) as pool:
         futures: dict[str, Future[Path]] = {
             node: pool.submit(persist_label, memory.job_dir(node), label, config) for node in NODES

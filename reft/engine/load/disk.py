@@ -226,8 +226,6 @@ _FOUND = TypeAdapter(Found)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a load has brought back, before the first step."""
-
     path: Any  # as it was returned to the script
     client_state: Any
     # the checkpoint, or the version in memory; None: a load that reft knows nothing of
@@ -373,8 +371,6 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 
 @dataclass(frozen=True)
 class Sound:
-    """A checkpoint that was checked, and what this rank saved beside it."""
-
     checkpoint: DiskCheckpoint
     host_state: dict[str, Any] | None
 

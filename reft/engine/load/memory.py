@@ -338,6 +338,5 @@ class MemoryRestorer:
             events.write("recovered", **rounds[-1].to_json())
 
     def note(self, event: str, **facts: Any) -> None:
-        """Enter it into the history of the job on this node."""
         if local_rank() == 0:
             history.note(self._session.memory.job_dir.path, event, **facts)

@@ -209,8 +209,6 @@ _Block = tuple[int, int, BlockKey]  # (pp, tp) of its sharding group, and what i
 
 
 class _Stored(NamedTuple):
-    """A tensor of a rank, and where it lies in an image of that."""
-
     section: Section
     start_bytes: int
     spec: TensorSpec
@@ -347,7 +345,6 @@ class CheckpointSource:
 
 
 def _tied_layers(module: Any) -> dict[str, list[int]]:
-    """Layers of a pipeline that share a module, by its key."""
     found: dict[str, list[int]] = {}
     for number, spec in enumerate(getattr(module, "_layer_specs", ())):
         key = getattr(spec, "key", None)

@@ -97,7 +97,6 @@ def _sample(kind: int, number: int) -> torch.Tensor:
 
 
 def _run(iterator: Iterator[torch.Tensor], model: list[Any], *, forward_only: bool) -> torch.Tensor:
-    """The mean loss of a batch over all ranks."""
     shown = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterator,

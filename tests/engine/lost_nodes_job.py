@@ -1,8 +1,11 @@
-"""Data-parallel ranks that recompute each other's partitions while the protection changes by order. After every
-change the job's memory is copied, a node is taken out of the copy, and the state is restored from what is left."""
+"""Three data-parallel ranks, a node each, whose memory is lost node after node. ``root/life.json`` says which job it is:
+one whose protection changes by order while partitions are recomputed, of whose memory a copy is made after every
+change, a node taken out, and the state restored from what is left; or one that loses its nodes' memory one after the
+other, each before any step is trained, so that what was restored has to be as well protected as before."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -12,15 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 from reft.engine.deepspeed import session_of
+from reft.recover.inventory import take_inventory
 from tests.engine.aor_job import USUAL, Watched, make, train
 from tests.engine.ranks import be_a_rank
-from tests.engine.shared import images_of
+from tests.engine.shared import block_of, images_of
 
 RANK = int(os.environ.get("RANK", "0"))
 ORDERS = ("aec", "arc:2", "none", "arc")
 LOST = {"aec": (1,), "arc:2": (0, 2), "none": (), "arc": (2,)}
 """Nodes that the copy of the memory lacks, by scheme: as many as it survives."""
 STAGE_STEPS = 6
+PROTECTIONS = ("arc", "aec")
+ONE_BY_ONE = (1, 2, 0)  # nodes, in the order in which they are lost
+STEPS = 3
 
 
 def restored(root: Path, memory: Path, name: str, lost: tuple[int, ...]) -> dict[str, Any]:
@@ -67,8 +74,39 @@ def by_order(root: Path) -> dict[str, Any]:
     return {**out, "plain": train(make(USUAL, None), len(losses)), "stages": stages}
 
 
+def one_by_one(root: Path, protection: str) -> dict[str, Any]:
+    block = block_of(root / protection, protection, block_bytes=4096, protection=protection)
+
+    def begin() -> tuple[Any, Any]:
+        engine = make(USUAL, block)
+        path, _ = engine.load_checkpoint(str(root / "none"))
+        return engine, path
+
+    engine, _ = begin()
+    train(engine, STEPS)
+    session = session_of(engine)
+    session.worker.drain(60)
+    trained = images_of(engine)
+    session.close()
+    restored = []
+    for node in ONE_BY_ONE:
+        if node == RANK:
+            shutil.rmtree(block["memory_dir"])
+        dist.barrier()
+        engine, path = begin()
+        session = session_of(engine)
+        job = session.memory.job_dir
+        newest = max(r.header.label for r in take_inventory(job.path, "here", job.secret).arenas if r.usable)
+        restored.append({"path": path, "digest": images_of(engine), "incarnation": newest.incarnation})
+        session.close()
+        dist.barrier()
+    return {"trained": trained, "restored": restored}
+
+
 def main(root: Path) -> dict[str, Any]:
-    return {"order": by_order(root)}
+    if json.loads((root / "life.json").read_text())["by_order"]:
+        return by_order(root)
+    return {protection: one_by_one(root, protection) for protection in PROTECTIONS}
 
 
 if __name__ == "__main__":
