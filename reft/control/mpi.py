@@ -341,13 +341,7 @@ class MpiTransport:
                 continue
             self._hear()
             self._require_all()
-            missing = [self._name(peer) for peer in sorted(busy.keys() | awaited.keys())]
-            if silence.secs > self.limits.timeout_secs:
-                raise TimeoutError(
-                    f"no byte was moved for {self.limits.timeout_secs:.0f} s; {', '.join(missing)}"
-                )
-            if silence.says(missing):
-                self.limits.on_silence(missing, silence.secs)
+            self.limits.look_at(silence, [self._name(p) for p in sorted(busy.keys() | awaited.keys())])
             if wake is not None:
                 with suppress(BlockingIOError):
                     wake.recv(_MOST_WAKES, socket.MSG_DONTWAIT)

@@ -113,13 +113,7 @@ class Peers:
             poller.register(wake, select.POLLIN)
         silence = Silence(self.limits.patience_secs)
         while busy:
-            missing = [flow.peer for flow in busy.values()]
-            if silence.secs > self.limits.timeout_secs:
-                raise TimeoutError(
-                    f"no byte was moved for {self.limits.timeout_secs:.0f} s; {', '.join(missing)}"
-                )
-            if silence.says(missing):
-                self.limits.on_silence(missing, silence.secs)
+            self.limits.look_at(silence, [flow.peer for flow in busy.values()])
             for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
                 silence = Silence(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():

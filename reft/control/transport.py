@@ -50,6 +50,13 @@ class Limits:
     patience_secs: float = PATIENCE_SECS  # who does not answer for so long is named
     on_silence: OnSilence = lambda missing, secs: None  # takes those names
 
+    def look_at(self, silence: Silence, missing: list[str]) -> None:
+        """In an exchange: say who is missing, if it is time to. Raises TimeoutError: no byte was moved."""
+        if silence.secs > self.timeout_secs:
+            raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
+        if silence.says(missing):
+            self.on_silence(missing, silence.secs)
+
 
 class Silence:
     """One wait for others: when to show that this rank is there itself, and when to say who is not.

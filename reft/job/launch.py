@@ -33,20 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
 from reft.config_read import parse_block
-from reft.env import (
-    ENV_CONFIG,
-    ENV_DRY_RUN,
-    ENV_INCARNATION,
-    ENV_JOB_ID,
-    ENV_LAUNCHER_PID,
-    ENV_MEMORY_DIR,
-    ENV_NODE_DECLARED,
-    ENV_NODE_ID,
-    ENV_NODES,
-    ENV_ROUND,
-    ENV_SECRET,
-    ENV_STORE,
-)
+from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import ReftAgent
 from reft.job.agreement import Agreement, NodeInfo
@@ -295,17 +282,8 @@ class Launcher:
 
     def _run(self) -> int:
         options = self._options
-        os.environ.update(
-            {
-                ENV_NODE_ID: options.node,
-                ENV_NODE_DECLARED: str(int(options.node_declared)),
-                ENV_MEMORY_DIR: str(options.memory_dir),
-                ENV_JOB_ID: options.job_id,
-                ENV_DRY_RUN: str(int(options.dry_run)),
-                ENV_LAUNCHER_PID: str(os.getpid()),
-                ENV_SECRET: self._secret.hex(),
-            }
-        )
+        node = self._memory.environ(self._secret, os.getpid(), declared=options.node_declared)
+        os.environ.update({**node, ENV_DRY_RUN: str(int(options.dry_run))})
         if options.block_file is not None:
             os.environ[ENV_CONFIG] = str(options.block_file)
         if options.devices is not None:

@@ -31,7 +31,7 @@ from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport
 from reft.control.wire import mac
-from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
+from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
@@ -164,18 +164,9 @@ class Step:
         environ = self.place.environ(int(ports[self.place.local[0]]))
         if OMPI_LOCAL_RANK in os.environ:
             environ[OMPI_LOCAL_RANK] = environ["LOCAL_RANK"]
-        os.environ.update(environ)
-        os.environ.update(
-            {
-                ENV_NODE_ID: self._node,
-                ENV_NODE_DECLARED: str(int(bool(self._options.node_id))),
-                ENV_MEMORY_DIR: str(self._memory.memory_dir),
-                ENV_JOB_ID: self.job_id,
-                # Who holds the memory for this node's trainers.
-                ENV_LAUNCHER_PID: str(self._leader_pid),
-                ENV_SECRET: self._secret.hex(),
-            }
-        )
+        # The leader holds the memory for this node's trainers.
+        declared = bool(self._options.node_id)
+        os.environ.update(environ | self._memory.environ(self._secret, self._leader_pid, declared=declared))
 
     def _all_or_none(self, act: Callable[[], bytes]) -> list[bytes]:
         """Run ``act`` in all processes; what it returned in each. Where it fails in one, all raise."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.backoff import Backoff
-from reft.env import ENV_SECRET
+from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
 from reft.memory.arena import ARENA_SUFFIX, Arena, scan
@@ -58,6 +58,17 @@ class NodeMemory:
         self.job_dir: JobDir | None = None
         self._lock: JobLock | None = None
         self._made = False
+
+    def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
+        """What the node's trainers are told. ``declared``: somebody named the node."""
+        return {
+            ENV_NODE_ID: self.node,
+            ENV_NODE_DECLARED: str(int(declared)),
+            ENV_MEMORY_DIR: str(self.memory_dir),
+            ENV_JOB_ID: self.job_id,
+            ENV_LAUNCHER_PID: str(holder_pid),
+            ENV_SECRET: secret.hex(),
+        }
 
     def prepare(self, secret: bytes) -> JobDir:
         """Make the directory and hold it against other launchers, before any other node is met. Raises

@@ -106,13 +106,8 @@ class ServedPlace:
             return False
         if is_this_host(host):
             return True
-        self._wait_for_the_store(conf)
-        return False
-
-    def _wait_for_the_store(self, conf: dict[str, Any]) -> None:
-        endpoint, patience = self._config.rdzv_endpoint, contact_secs(conf)
         logger.info("waiting for the rendezvous store at %s", endpoint)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + contact_secs(conf)
         while not is_reachable(endpoint):
             if time.monotonic() > deadline:
                 raise JobEndedError(
@@ -120,6 +115,7 @@ class ServedPlace:
                     f"(or the launcher with --node-rank 0), and check that its port is open to the nodes"
                 )
             time.sleep(_LOOK_SECS)
+        return False
 
     def _serve(self) -> None:
         endpoint = self._config.rdzv_endpoint
