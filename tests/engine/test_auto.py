@@ -13,13 +13,14 @@ from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("auto_job.py")
+Ranks = list[dict[str, Any]]
 recomputing = pytest.mark.skipif(
     GRADIENTS_ARE_NOT_AVERAGED, reason="this DeepSpeed averages no gradients that could be captured"
 )
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return run_ranks(JOB, tmp_path_factory.mktemp("auto"), world=4)
 
 
@@ -37,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ],
 )
 def test_all_ranks_choose_alike_and_keep_what_was_chosen(
-    results: list[dict[str, Any]], name: str, scheme: str, tolerance: int
+    results: Ranks, name: str, scheme: str, tolerance: int
 ) -> None:
     in_force = scheme.removesuffix("+aor")
     for result in results:
@@ -48,7 +49,7 @@ def test_all_ranks_choose_alike_and_keep_what_was_chosen(
 
 @recomputing
 def test_auto_recomputes_partitions_where_the_block_asks_for_it_or_it_can_and_is_cheaper_and_only_there(
-    results: list[dict[str, Any]],
+    results: Ranks,
 ) -> None:
     for result in results:
         assert [name for name, found in result.items() if found["gradients"]] == ["recomputed", "measured"]
@@ -61,9 +62,7 @@ def test_auto_recomputes_partitions_where_the_block_asks_for_it_or_it_can_and_is
     assert "partitions" not in said["one"]
 
 
-def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before_the_optimizer_has_made_it(
-    results: list[dict[str, Any]],
-) -> None:
+def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before(results: Ranks) -> None:
     for result in results:
         assert result["one"]["losses"] == result["unpartitioned"]["losses"] == result["by_hand"]["losses"]
         assert all(result[name]["expected"] == result[name]["real"] for name in ("one", "zero1"))
@@ -78,16 +77,14 @@ def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before_
     ],
 )
 def test_p4_what_cannot_be_reached_is_said_loudly_with_what_it_would_take(
-    results: list[dict[str, Any]], name: str, needed: str
+    results: Ranks, name: str, needed: str
 ) -> None:
     said = " ".join(results[0][name]["said"])
     assert "IS NOT REACHED" in said
     assert needed in said
 
 
-def test_rank_zero_says_what_was_chosen_and_why_and_warns_of_a_wish_that_is_missed(
-    results: list[dict[str, Any]],
-) -> None:
+def test_rank_zero_says_what_was_chosen_and_why_and_which_wish_is_missed(results: Ranks) -> None:
     said = " ".join(results[0]["one"]["said"])
     assert "protection auto: aec: survives the loss of 1 node, 1 wanted" in said
     assert "the cheapest of" in said
@@ -95,9 +92,7 @@ def test_rank_zero_says_what_was_chosen_and_why_and_warns_of_a_wish_that_is_miss
     assert any("arc survives 1" in text for text in results[0]["by_hand"]["said"])
 
 
-def test_p3_a_version_comes_back_under_the_same_choice_and_under_another(
-    results: list[dict[str, Any]],
-) -> None:
+def test_p3_a_version_comes_back_under_the_same_choice_and_under_another(results: Ranks) -> None:
     for result in results:
         same, other = result["one1"], result["one2"]
         assert (same["path"], same["scheme"], same["committed"]) == ("memory:one/3", "aec", 6)

@@ -13,15 +13,16 @@ from tests.engine.ranks import run_ranks
 pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("engine_job.py")
+Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.gpu)])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     device = "cpu" if request.param == "cpu" else device_or_skip()
     return run_ranks(JOB, tmp_path_factory.mktemp("hook"), device=device)
 
 
-def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:
+def test_p10_without_the_block_nothing_is_touched(results: Ranks) -> None:
     assert all(r["inert"] and r["off"] and r["installed"] for r in results)
 
 
@@ -35,12 +36,12 @@ def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:
     ],
 )
 def test_p10_p12_checkpoints_and_imports_are_as_deepspeed_has_them(
-    results: list[dict], what: str, told: Any
+    results: Ranks, what: str, told: Any
 ) -> None:
     assert all(r[what] == told for r in results)
 
 
-def test_p8_memory_gives_back_the_newest_state_bit_for_bit(results: list[dict]) -> None:
+def test_p8_memory_gives_back_the_newest_state_bit_for_bit(results: Ranks) -> None:
     for r in results:
         path, client, step, incarnation = r["resumed"]
         assert path == "memory:hook/8"
@@ -49,7 +50,7 @@ def test_p8_memory_gives_back_the_newest_state_bit_for_bit(results: list[dict]) 
         assert r["equal_after_memory"]
 
 
-def test_an_explicit_tag_goes_back_and_starts_a_new_incarnation(results: list[dict]) -> None:
+def test_an_explicit_tag_goes_back_and_starts_a_new_incarnation(results: Ranks) -> None:
     for r in results:
         assert r["rolled_back"] == ["global_step5", 5, 3]
         assert r["equal_after_disk"], "random states come back from the file beside the checkpoint"
@@ -63,6 +64,6 @@ def test_an_explicit_tag_goes_back_and_starts_a_new_incarnation(results: list[di
         ("lost", ["cannot be recovered and no checkpoint is on disk", "reft clean --job hook --force"]),
     ],
 )
-def test_a_mistake_is_refused_with_what_to_do(results: list[dict], what: str, words: list[str]) -> None:
+def test_a_mistake_is_refused_with_what_to_do(results: Ranks, what: str, words: list[str]) -> None:
     for r in results:
         assert all(word in r[what] for word in words)

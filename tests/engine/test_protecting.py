@@ -1,5 +1,5 @@
-"""A job says that it is protected, what it was resumed from, and which time-outs would fire before the watch for hangs. The recovered state is protected before the first
-step, or training goes on with a warning (P3, P6)."""
+"""A job says that it is protected, what it was resumed from, and which time-outs would fire before the watch for
+hangs. The recovered state is protected before the first step, or training goes on with a warning (P3, P6)."""
 
 from __future__ import annotations
 

@@ -16,11 +16,12 @@ from tests.engine.ranks import run_ranks
 from tests.engine.weave_job import DUAL, STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
+Ranks = list[dict[str, Any]]
 WAITING = ("Recv", "Send", "Reduce", "Aggregate")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return run_ranks(JOB, tmp_path_factory.mktemp("weave"))
 
 
@@ -124,7 +125,7 @@ def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() 
 
 @pytest.mark.process
 def test_p1_p10_losses_are_equal_to_the_bit_with_every_variant_and_engines_stay_as_they_are(
-    results: list[dict[str, Any]],
+    results: Ranks,
 ) -> None:
     for r in results:
         reference = r["reference"][:STEPS]
@@ -138,7 +139,7 @@ def test_p1_p10_losses_are_equal_to_the_bit_with_every_variant_and_engines_stay_
 
 
 @pytest.mark.process
-def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[dict[str, Any]]) -> None:
+def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: Ranks) -> None:
     for r in results:
         for name in VARIANTS:
             assert r["variants"][name]["stats"]["committed_step"] == STEPS, name
@@ -149,7 +150,7 @@ def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[
 
 @pytest.mark.process
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
-def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str, Any]], run: str) -> None:
+def test_the_engine_executes_exactly_the_unwoven_schedule(results: Ranks, run: str) -> None:
     for r in results:
         found = r["variants"]["has"] if run == "has" else r[run]
         steps = [t for t in traces(found) if any(i.name == "OptimizerStep" for i in t.instructions)]
@@ -163,7 +164,7 @@ def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str
 @pytest.mark.process
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
 def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
-    results: list[dict[str, Any]], run: str
+    results: Ranks, run: str
 ) -> None:
     for r in results:
         found = r["variants"]["has"] if run == "has" else r[run]
@@ -180,7 +181,7 @@ def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
 
 @pytest.mark.integration  # a busy machine may leave no such window
 def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_in_for(
-    results: list[dict[str, Any]],
+    results: Ranks,
 ) -> None:
     for r in results:
         found = r["linked"]["True"]
@@ -197,7 +198,7 @@ def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_
 
 
 @pytest.mark.process
-def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: list[dict[str, Any]]) -> None:
+def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: Ranks) -> None:
     for r in results:
         shared = r["linked"]["False"]
         assert shared["losses"] == r["linked_reference"]
@@ -206,7 +207,7 @@ def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: li
 
 
 @pytest.mark.process
-def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
+def test_p2_nothing_is_copied_while_the_weights_change(results: Ranks) -> None:
     for r in results:
         runs = {**r["variants"], "gpipe": r["gpipe"], **{f"linked {k}": v for k, v in r["linked"].items()}}
         for name, found in runs.items():
@@ -218,7 +219,7 @@ def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, A
 
 
 @pytest.mark.process
-def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, Any]]) -> None:
+def test_what_is_copied_is_planned_and_counted_by_tier(results: Ranks) -> None:
     for r in results:
         has, host = r["variants"]["has"], r["variants"]["host"]
         assert has["estimator"] == "profiled"
@@ -236,7 +237,7 @@ def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, A
 
 
 @pytest.mark.process
-def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: list[dict[str, Any]]) -> None:
+def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: Ranks) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
         assert run["losses"] == r["long_reference"][: run["steps"]]
@@ -252,7 +253,7 @@ def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: 
 
 
 @pytest.mark.integration  # a busy machine may leave no such window
-def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict[str, Any]]) -> None:
+def test_what_was_staged_is_drained_in_windows_of_later_steps(results: Ranks) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
         assert run["overflow"] == "staging"
@@ -274,7 +275,7 @@ dual = pytest.mark.skipif(not DUAL, reason="this DeepSpeed has no DualPipeV engi
 
 @pytest.mark.process
 @dual
-def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: list[dict[str, Any]]) -> None:
+def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: Ranks) -> None:
     for r in results:
         run, reference = r["dualpipev"], r["dualpipev_reference"]
         assert run["losses"] == reference[:STEPS]
@@ -285,7 +286,7 @@ def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: list[dict[str, Any]])
 
 @pytest.mark.process
 @dual
-def test_dualpipev_copies_in_the_commits_that_wait(results: list[dict[str, Any]]) -> None:
+def test_dualpipev_copies_in_the_commits_that_wait(results: Ranks) -> None:
     copied = 0
     for r in results:
         run = r["dualpipev"]

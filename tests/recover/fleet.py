@@ -36,6 +36,13 @@ from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_
 JOB = "job-a"
 SECRET = b"0123456789abcdef0123456789abcdef"
 OLD, NEW = Label(1, 5), Label(1, 6)
+_SHAPES = {
+    "single": ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1), (3, 2, 1)),
+    "replica": ((2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 2, 2)),
+    "shared": ((1, 4, 1), (1, 4, 2)),
+}
+SHAPES = [(Degrees(*degrees), kind) for kind, found in _SHAPES.items() for degrees in found]
+"""Layouts of jobs, and how :func:`place` puts them on nodes."""
 
 
 @dataclass(frozen=True)

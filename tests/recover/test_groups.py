@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Topology
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import (
@@ -24,18 +24,9 @@ from reft.recover.inventory import Inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.transfer import make_moves
 
-from .fleet import JOB, Fleet, inventories, place
+from .fleet import JOB, SHAPES, Fleet, inventories, place
 
 SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState.WRITING
-
-SHAPES = [
-    (Degrees(1, 3, 1), "single"),
-    (Degrees(2, 2, 1), "single"),
-    (Degrees(2, 3, 1), "replica"),
-    (Degrees(2, 2, 2), "replica"),
-    (Degrees(1, 4, 2), "shared"),
-    (Degrees(3, 2, 1), "single"),
-]
 
 
 @st.composite

@@ -19,7 +19,7 @@ from reft.protect.placement import tolerance
 from reft.recover.decide import plan_recovery
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 
-from .fleet import JOB, NEW, OLD, Fleet, check_plan, inventories, oracle, place, without
+from .fleet import JOB, NEW, OLD, SHAPES, Fleet, check_plan, inventories, oracle, place, without
 
 SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState.WRITING
 
@@ -123,12 +123,9 @@ def test_refusal_names_what_is_missing_and_whose_loss_explains_it():
     assert not refused.empty
     text = str(refused)
     for part in (
-        str(NEW),
-        str(OLD),
-        "pp1.dp0.tp0 is not stored on any node",
+        *(str(NEW), str(OLD), "pp1.dp0.tp0 is not stored on any node"),
         "pp1.dp1.tp0 (nothing of it on any node that is present: its node is lost)",
-        "Nodes present: n0, n1, new-n2, new-n3",
-        "new or emptied): new-n2, new-n3",
+        *("Nodes present: n0, n1, new-n2, new-n3", "new or emptied): new-n2, new-n3"),
     ):
         assert part in text, text
     assert isinstance(refused.error(), UnrecoverableError)
@@ -182,20 +179,11 @@ def test_diverged_copies_restore_the_owners_bytes_everywhere():
 
 # ---- random histories ----
 
-LAYOUTS = [
-    (Degrees(1, 2, 1), "single"),
-    (Degrees(1, 3, 1), "single"),
-    (Degrees(2, 2, 1), "replica"),
-    (Degrees(2, 3, 1), "single"),
-    (Degrees(1, 4, 1), "shared"),
-    (Degrees(1, 2, 2), "replica"),
-]
-
 
 @st.composite
 def histories(draw):
     """A job stopped at any time: the newest commit everywhere, perhaps one version begun after it."""
-    degrees, kind = draw(st.sampled_from(LAYOUTS))
+    degrees, kind = draw(st.sampled_from(SHAPES))
     fleet = Fleet(place(degrees, kind), copies=draw(st.integers(0, 2)), zero=draw(st.integers(0, 1)))
     committed = Label(draw(st.integers(1, 2)), draw(st.integers(1, 9)))
     states = {}

@@ -150,10 +150,8 @@ class Partitioned(Fleet):
 
 def resized(fleet: Fleet, records, lost, topology: Topology):
     """What every group plans for a version of another degree."""
-    found = inventories(records, lost, also=topology.nodes)
-    records = [record for inventory in found for record in inventory.arenas]
-    summaries = [summarize(i.node, i.arenas) for i in found]
-    findings = put_together(summaries, topology, job_id=JOB, any_dp=True)
+    findings = found_in(records, topology, lost, also=topology.nodes)
+    records = [record for record in records if record.node not in lost]
     tables = {
         group: [r for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == group]
         for group in topology.groups()
@@ -173,8 +171,8 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     return plans
 
 
-def found_in(records, topology: Topology, lost: tuple[str, ...] = ()):
-    summaries = [summarize(i.node, i.arenas) for i in inventories(records, lost)]
+def found_in(records, topology: Topology, lost: tuple[str, ...] = (), also: tuple[str, ...] = ()):
+    summaries = [summarize(i.node, i.arenas) for i in inventories(records, lost, also)]
     return put_together(summaries, topology, job_id=JOB, any_dp=True)
 
 

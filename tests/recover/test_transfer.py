@@ -93,12 +93,8 @@ def restored(results, name, label=NEW):
 
 def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
     """Block tables go from rank to rank: rank 1 gives rank 0 one that was changed on the way."""
-    assert [result["error"] for result in results["forged_message"]] == [
-        "AuthenticationError",
-        None,
-        None,
-        None,
-    ]
+    first, *others = [result["error"] for result in results["forged_message"]]
+    assert (first, others) == ("AuthenticationError", [None] * 3)
 
 
 def test_p11_a_gathering_with_a_rank_that_has_another_secret_is_refused_by_all(results, over):
@@ -157,57 +153,43 @@ def test_lost_shards_are_decoded_by_those_that_hold_their_parity(results, name, 
 
 FOUND = {
     # Where a term of a decode is corrupt, no parity is accused.
-    "corrupt_term": (OLD, ["STORED"], ["replicated block", "an older version"]),
-    "corrupt_parity": (NEW, None, ["parity block 0 of pp0.dp0.tp0"]),
+    "corrupt_term": (OLD, ["STORED"], "replicated block", "an older version"),
+    "corrupt_parity": (NEW, None, "parity block 0 of pp0.dp0.tp0"),
     # As many nodes as are tolerated are lost: to refuse a parity, each of which is needed, loses the version.
-    "corrupt_checksums": (NEW, ["STORED"], ["checksums block 0 of pp0.dp3.tp0"]),
+    "corrupt_checksums": (NEW, ["STORED"], "checksums block 0 of pp0.dp3.tp0"),
     # Its own bytes are in order, here and on the way: only what is decoded from it is not.
     "parity_of_other_data": (
-        NEW,
-        {"OTHER_DATA"},
-        [
-            "computed from other data than the version's, in rank0-slot0.arena",
-            "restored from other blocks of its stripe",
-        ],
+        *(NEW, {"OTHER_DATA"}, "restored from other blocks of its stripe"),
+        "computed from other data than the version's, in rank0-slot0.arena",
     ),
     "shrunk_corrupt": (
-        NEW,
-        None,
-        [
-            "host block 0 of pp0.dp2.tp0",
-            "owned block 2 of pp0.dp1.tp0",
-            "restored from rank0-slot0.arena on node n",
-        ],
+        *(NEW, None, "host block 0 of pp0.dp2.tp0", "owned block 2 of pp0.dp1.tp0"),
+        "restored from rank0-slot0.arena on node n",
     ),
     "corrupt_at_source": (
-        NEW,
-        ["STORED"] * 2,
-        [
-            "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)",
-            "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0",
-            "owned block 1 of pp0.dp0.tp0",
-            "on node n0; restored from rank0-slot0.arena on node n3",
-        ],
+        *(NEW, ["STORED"] * 2, "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)"),
+        "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0",
+        *("owned block 1 of pp0.dp0.tp0", "on node n0; restored from rank0-slot0.arena on node n3"),
     ),
     # It was damaged after it was verified.
-    "corrupt_on_the_way": (NEW, ["IN_TRANSIT"], ["corrupt on the way from rank0-slot0.arena on node n1"]),
-    "older_version": (OLD, None, ["an older version"]),
+    "corrupt_on_the_way": (NEW, ["IN_TRANSIT"], "corrupt on the way from rank0-slot0.arena on node n1"),
+    "older_version": (OLD, None, "an older version"),
     # Only the second group lost a node, and a copy there is corrupt: the first goes back with it.
-    "older_in_one_group": (OLD, None, []),
+    "older_in_one_group": (OLD, None),
 }
-ROUNDS = {"corrupt_parity": 3, "corrupt_on_the_way": 2, "corrupt_at_source": 2, "older_in_one_group": 2}
-"""At least."""
+ROUNDS = {"corrupt_parity": range(3, 9), "corrupt_at_source": (2, 3)}
+ROUNDS |= dict.fromkeys(("corrupt_on_the_way", "older_in_one_group"), (2,))
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_p5_damage_is_found_replaced_and_reported(results, name):
-    label, flaws, texts = FOUND[name]
+    label, flaws, *texts = FOUND[name]
     for result in restored(results, name, label):
         if flaws is not None:
             assert type(flaws)(result["flaws"]) == flaws
         assert [text for text in texts if text not in "\n".join(result["repaired"])] == []
         assert label == NEW or "not used: step 6" in result["text"]
-        assert result["rounds"] >= ROUNDS.get(name, 1)
+        assert result["rounds"] in ROUNDS.get(name, (result["rounds"],))
         assert result["prepared"] == (2 if name == "corrupt_on_the_way" else result["prepared"])
 
 
