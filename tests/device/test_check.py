@@ -35,9 +35,6 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
     vendor: Vendor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if simulated := vendor.type == NAME:
-        monkeypatch.setattr(
-            optim, "square_root", lambda v, out: torch.sqrt(v, out=out)
-        )  # on the host as there
         monkeypatch.setattr("reft.engine.checks.device.memory_node", lambda maps, address: 0)
         monkeypatch.setattr(SimulatedVendor, "node", 0)
         vendor.module.settings.bytes_per_sec = 1e9

@@ -45,7 +45,7 @@ def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_
 def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:
     """It prints, and saves where that is due, behind the step; the step is committed before."""
     session = told_to_stop(waited_secs=0.0, committed=True)
-    session.worker.votes.stop_step = 7
+    session.worker.votes.stop_step, session.worker.votes.halt = 7, None
     session.stopping.at_next_step = True
     session.stopping.end_if_stopped(session)
     assert session.stopping.is_due(session.worker, 7, 0.1)
