@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.cli.memory import EXIT_NOT_WELL
+from reft.cli.memory import EXIT_NOT_WELL, find_memory
 from reft.env import ENV_PROFILE, ENV_REPLAY
 from reft.errors import ConfigError
 from reft.grid import Coordinate
-from reft.memory.arena import Arena
-from reft.memory.header import ArenaHeader, Entry
-from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir
+from reft.memory.arena import ARENA_SUFFIX, Arena, headers
+from reft.memory.header import Entry
+from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
-from reft.recover.inspect import find_job_dirs
 
 _NAME = "reft replay"
 _COMPARED = (Section.REPLICATED, Section.OWNED)
@@ -52,16 +51,15 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
     args = parser.parse_args(list(argv))
     options = options_of(args)
-    found = find_job_dirs([options.memory_dir]).get(options.job_id)
-    if not found:
-        raise ConfigError(
-            f"no memory of job {options.job_id} in {options.memory_dir}: give --job-id, --memory-dir"
-        )
-    kept = JobDir.open(found[0])
+    kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
+    if holders := live_processes(kept.path):
+        raise ConfigError(f"job {kept.job_id} is alive ({', '.join(holders)}); stop it, with --keep-memory")
     before, newest = _last_two(kept)
     os.environ[ENV_REPLAY] = str(newest.step)
     os.environ[ENV_PROFILE] = json.dumps({"persist": {}})  # what is replayed does not go to storage
     memory = options.memory_dir.with_name(f"{options.memory_dir.name}-replay")
+    if memory.exists():
+        raise ConfigError(f"{memory} exists; a replay keeps its copy there: remove it")
     made: list[Blocks] = []
     try:
         for _ in range(2 if args.twice else 1):
@@ -90,37 +88,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _last_two(job: JobDir) -> tuple[Label, Label]:
-    labels = sorted({header.label for _, header, _ in _arenas(job) if header.state.whole})
-    if len(labels) < 2:
+    found = headers(job.path, job.secret, job.job_id)
+    labels = sorted({header.label for _, header in found if header.state.whole})
+    if len(labels) < 2 or labels[-2].step >= labels[-1].step:
         steps = ", ".join(str(label.step) for label in labels) or "none"
         raise ConfigError(
-            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and the one before: "
-            f"start the job with --keep-memory"
+            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one of a step "
+            f"before: start the job with --keep-memory"
         )
     return labels[-2], labels[-1]
 
 
-def _arenas(job: JobDir) -> list[tuple[Path, ArenaHeader, Mapping[BlockKey, bytes]]]:
-    """What the node's arenas hold; of host blocks the bytes."""
-    found: list[tuple[Path, ArenaHeader, Mapping[BlockKey, bytes]]] = []
-    for path, arena in job.scan():
-        if isinstance(arena, Arena):
-            with arena:
-                header = arena.header()
-                if header is not None:
-                    host = [e for e in header.entries if e.key.section is Section.HOST and e.owner]
-                    found.append((path, header, {e.key: bytes(arena.read_block(e)) for e in host}))
-    return found
-
-
 def _copy(job: JobDir, target: Path, label: Label) -> None:
     """A directory of the same job that holds one version alone."""
-    shutil.rmtree(target.parent, ignore_errors=True)
-    target.mkdir(parents=True, mode=0o700)
-    target.parent.chmod(0o700)
-    versions = {path.name: header.label for path, header, _ in _arenas(job)}
+    shutil.rmtree(target, ignore_errors=True)  # of the first time
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    target.mkdir(mode=0o700)
+    versions = {path.name: header.label for path, header in headers(job.path, job.secret, job.job_id)}
     for path in job.path.iterdir():
-        known = path.name not in (DAEMON_FILE, STATUS_FILE) and path.suffix != ".arena"
+        known = path.name not in (DAEMON_FILE, STATUS_FILE) and path.suffix != ARENA_SUFFIX
         if path.is_file() and (known or versions.get(path.name) == label):
             shutil.copy2(path, target / path.name)
 
@@ -130,10 +116,12 @@ def _blocks(job: JobDir, step: int) -> Blocks:
     from reft.state.catalogue import end_to_end
 
     found: dict[tuple[Coordinate, BlockKey], Stored] = {}
-    for _, header, host in _arenas(job):
+    for path, header in headers(job.path, job.secret, job.job_id):
         if header.label.step != step or not header.state.whole:
             continue
-        manifest = DecodedBlob(next(iter(host.values()))).manifest
+        own = next(e for e in header.entries if e.key.section is Section.HOST and e.owner)
+        with Arena.open(path, job.secret) as arena:
+            manifest = DecodedBlob(bytes(arena.read_block(own))).manifest
         specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
         places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
         for e in header.entries:

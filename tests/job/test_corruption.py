@@ -77,3 +77,6 @@ def test_a_replay_names_what_was_wrong_in_the_last_step_and_nothing_else(tmp_pat
         assert {name for block in found["differ"] for name in block["tensors"]} >= set(names)
         assert {block["at"] for block in found["differ"]} == ({"pp0.dp1.tp0"} if names else set())
         assert not (directory / "memory-replay").exists()
+    (kept := directory / "memory-replay").mkdir()
+    assert "remove it" in reft(env, "replay", *options, *script).stderr
+    assert kept.exists(), "what somebody else keeps there is not touched"

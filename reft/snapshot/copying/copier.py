@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import torch
+
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
 from reft.memory.stream import CutRanges, hashing_copier, ranges_of
@@ -137,8 +139,11 @@ class Copier:
         """Take what peers compare, while the tensors are those of the version (P2)."""
         if self.peers is None:
             return
-        if (room := self.peers.room(images, filling.label.step)) is not None:
-            self.engine.register(room)
+        if (count := self.peers.choose(images, filling.label.step)) > len(self.peers.memory):
+            if len(self.peers.memory):
+                self.engine.unregister(self.peers.memory)
+            self.peers.memory = torch.zeros(count, dtype=torch.int64)
+            self.engine.register(self.peers.memory)
         for part in self.peers.parts(images, self.cache.chunk_bytes):
             if self.engine.asynchronous:
                 self.engine.copy((), encode=part)

@@ -18,8 +18,8 @@ from reft.snapshot.copying.engine import Encode, Piece
 from reft.snapshot.plan import LiveImages
 
 TURNS = 61
-"""Versions after which every block was compared once by turns. Prime: whatever number of steps lies between
-versions, the steps of so many in a row leave all remainders."""
+"""Versions after which every block was compared once by turns. Prime: unless a multiple of it lies between
+two versions, the steps of so many in a row leave all remainders."""
 _COLUMNS = 64  # sums of a block, so that what has moved within it is seen
 
 
@@ -31,21 +31,18 @@ class PeerCheck:
         self.again: frozenset[int] = frozenset()
         """Blocks that differed: compared with every version until they do not."""
         self.blocks: Sequence[int] = ()  # of the newest version
-        self._sums = torch.zeros(0, dtype=torch.int64)
+        self.memory = torch.zeros(0, dtype=torch.int64)
 
     @property
     def sums(self) -> dict[int, int]:
         """By block, of the newest version; of a device once it is waited for."""
-        return dict(zip(self.blocks, self._sums.tolist(), strict=False))
+        return dict(zip(self.blocks, self.memory.tolist(), strict=False))
 
-    def room(self, images: LiveImages, step: int) -> torch.Tensor | None:
-        """Choose the blocks of a version. Returns new memory for the sums, if the old is too small."""
+    def choose(self, images: LiveImages, step: int) -> int:
+        """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any step."""
         count = -(-images.replicated.nbytes // self._block_bytes)
         self.blocks = [b for b in range(count) if (b - step) % self._turns == 0 or b in self.again]
-        if len(self._sums) >= len(self.blocks):
-            return None
-        self._sums = torch.zeros(count, dtype=torch.int64)
-        return self._sums
+        return count
 
     def parts(self, images: LiveImages, nbytes: int) -> Iterator[Encode]:
         """Take the checksums: what is to be called, in host memory for so many bytes each; for a device it
@@ -53,7 +50,7 @@ class PeerCheck:
         image, size = images.replicated, self._block_bytes
         live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self.blocks]
         if live and image.device.type != "cpu":
-            target = self._sums[: len(live)].view(torch.uint8)
+            target = self.memory[: len(live)].view(torch.uint8)
             yield lambda: [(torch.stack([*map(_on_device, live)]).view(torch.uint8), target)]
             return
         hasher = hashing_copier()
@@ -61,7 +58,7 @@ class PeerCheck:
             for view in views:
                 for at in range(0, view.numel(), nbytes):
                     yield partial(_hash, hasher, view[at : at + nbytes])
-            self._sums[place] = hasher.take() - 2**63
+            self.memory[place] = hasher.take() - 2**63
 
     def names(self, images: LiveImages, blocks: Sequence[int]) -> str:
         """Of the tensors in those blocks."""
