@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
+from reft.job.agreement import NodeInfo
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.membership import Node, Role, State, decode_state, encode_state
 from tests.job.conftest import SECRET
@@ -30,6 +32,10 @@ def client(port: int) -> KeyValueStore:
 def parameters(port: int) -> RendezvousParameters:
     """Nobody is struck out for minutes, however slow the machine is, but whom a test makes silent for an hour."""
     return RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, "127.0.0.1", keep_alive_interval=60)
+
+
+def node_of(port: int, given: RendezvousParameters | None = None) -> StoreRendezvous:
+    return StoreRendezvous(client(port), given or parameters(port), NodeInfo(secrets.token_hex(8), 1))
 
 
 def rewrite(port: int, change: Any) -> None:
@@ -72,7 +78,7 @@ def test_p11_anything_else_is_refused(data: bytes) -> None:
 @pytest.fixture
 def joined(server: KeyValueServer) -> list[StoreRendezvous]:
     """Two nodes that have formed a round; their heartbeats are the tests' business."""
-    handlers = [StoreRendezvous(client(server.port), parameters(server.port)) for _ in range(2)]
+    handlers = [node_of(server.port) for _ in range(2)]
     gather(handlers)
     return handlers
 
@@ -83,7 +89,7 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(serve
         given = RendezvousParameters(
             "c10d", f"127.0.0.1:{port}", f"job{least}", least, 2, "127.0.0.1", last_call_timeout=1
         )
-        pair = [StoreRendezvous(client(port), given) for _ in range(2)]
+        pair = [node_of(port, given) for _ in range(2)]
         gather(pair)
         assert not pair[0].is_left_by_silent
         del pair[0].state.nodes[pair[1].node]
@@ -95,12 +101,12 @@ def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], por
     silent = {name: node._replace(seen=node.seen - 3600) for name, node in shared(port).nodes.items()}
     rewrite(port, lambda state: state.nodes.update(silent))
     beat(joined[0])
-    assert shared(port).participants.keys() == {joined[0].node}
+    assert shared(port).participants == {joined[0].node}
 
 
 @pytest.fixture
 def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[StoreRendezvous]:
-    handler = StoreRendezvous(client(server.port), parameters(server.port))
+    handler = node_of(server.port)
     joining = go_on(handler)
     wait_for(lambda: shared(server.port).role(handler.node) is Role.SPARE, "it")
     yield handler
@@ -135,7 +141,7 @@ def test_the_place_of_a_launcher_that_has_ended_is_free_before_it_is_silent(
     wait_for(lambda: len(server.holders()) == 3, "it")
     disconnect(ended)
     go_on(left).join(WAIT_SECS)
-    assert shared(port).participants.keys() == {left.node, spare.node}
+    assert shared(port).participants == {left.node, spare.node}
     left._stop_heartbeats()
 
 
@@ -148,7 +154,7 @@ def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out
     disconnect(cut)
     wait_for(lambda: client(port).left("rendezvous/job/here/"), "it")
     beat(other)
-    assert other.state.participants.keys() == {cut.node, other.node}
+    assert other.state.participants == {cut.node, other.node}
 
 
 def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(

@@ -20,6 +20,7 @@ from reft.control.authenticated import format_endpoint, is_loopback, listen, par
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
+from reft.job.agreement import NodeInfo
 from reft.job.hosts import is_this_host
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
@@ -234,7 +235,6 @@ class RendezvousClient:
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         self._options = options
         self._config: LaunchConfig = options.config
-        self._outcome_key = f"reft/{self._config.run_id}/outcome"
         self.place = (EtcdPlace if self._config.rdzv_backend == ETCD_BACKEND else ServedPlace)(
             options, secret
         )
@@ -304,10 +304,8 @@ class RendezvousClient:
                     "the job continues as start %d without this node, which belongs to start %d", newest, mine
                 )
                 return
-        with suppress(StoreError):
-            self._store.set(self._outcome_key, outcome)
         try:
-            self.handler.shutdown()
+            self.handler.shutdown(outcome)
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
 
@@ -326,13 +324,13 @@ class RendezvousClient:
             with suppress(StoreError):
                 self._store.delete(committed_key(self._options.job_id))
 
-    def outcome(self) -> str | None:
-        if self._store is None:
-            return None
-        with suppress(StoreError):
-            said = self._store.peek(self._outcome_key)
-            return said.decode(errors="replace") if said is not None else None
-        return None
+    def outcome(self) -> str:
+        """Why the job has ended; empty where it has not, as far as is known."""
+        if self.handler is None:
+            return ""
+        with suppress(RendezvousError):
+            self.handler.is_closed()  # looks at the store
+        return self.handler.state.closed
 
     def leave(self) -> None:
         """End the connection, and the store if it was served here."""
@@ -341,7 +339,8 @@ class RendezvousClient:
         self.place.close()
 
     def _make_handler(self, store: RendezvousStore) -> StoreRendezvous:
-        config = self._config
+        config, options = self._config, self._options
+        info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
         try:
             parameters = RendezvousParameters(
                 backend=config.rdzv_backend,
@@ -352,7 +351,7 @@ class RendezvousClient:
                 local_addr=config.local_addr,
                 **config.rdzv_configs,
             )
-            handler = StoreRendezvous(store, parameters)
+            handler = StoreRendezvous(store, parameters, info)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
         handler.incarnations = self.incarnations

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
 from dataclasses import replace
-from itertools import count
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
+from reft.job.agreement import Agreement, NodeInfo
 from reft.job.rendezvous.membership import (
     Beat,
     Closes,
@@ -40,7 +42,6 @@ from reft.job.rendezvous.membership import (
     State,
     decode_state,
     encode_state,
-    node_id,
     step,
     waits_for_them,
 )
@@ -136,9 +137,7 @@ class View:
 class StoreRendezvous(RendezvousHandler):
     """Elastic rendezvous of one node over reft's store. Raises ValueError: a parameter cannot be used."""
 
-    _numbers = count()
-
-    def __init__(self, store: RendezvousStore, parameters: RendezvousParameters) -> None:
+    def __init__(self, store: RendezvousStore, parameters: RendezvousParameters, info: NodeInfo) -> None:
         def number(name: str, default: int) -> int:
             found = parameters.get_as_int(name, default)
             if found is None or found <= 0:
@@ -146,7 +145,11 @@ class StoreRendezvous(RendezvousHandler):
             return found
 
         self._store, self._parameters = store, parameters
-        self.node = node_id(parameters.local_addr or socket.getfqdn(), os.getpid(), next(self._numbers))
+        self.info = info  # that this node brings into the next round
+        self.agreement: Agreement | None = None  # of the last round that this node took part in
+        # Unique: in containers, launchers that follow each other have one number.
+        address = parameters.local_addr or socket.getfqdn()
+        self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = Rules(
             parameters.min_nodes,
             parameters.max_nodes,
@@ -160,11 +163,9 @@ class StoreRendezvous(RendezvousHandler):
         self._lock = threading.Lock()
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
-        self._place: tuple[int, int] | None = None  # Round and rank
-        self._members: dict[str, int] = {}
+        self._trains = False
         self._last_scaling: Scaling | None = None
         self._last_sizes: Sizes | None = None
-        self._last_round = -1
         self._was_spare = self._said = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
@@ -176,7 +177,6 @@ class StoreRendezvous(RendezvousHandler):
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
-        self.incarnation = 0  # number of the start that this node took part in last; 0: none
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
     # -- what TorchElastic asks for ------------------------------------------------------------------
@@ -193,15 +193,15 @@ class StoreRendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         with self._lock:
-            return self.view.look().closed
+            return bool(self.view.look().closed)
 
-    def set_closed(self) -> None:
-        self.tell(Closes(), self._close_secs)
+    def set_closed(self, why: str = "the job ended on another node") -> None:
+        self.tell(Closes(why), self._close_secs)
 
-    def shutdown(self) -> bool:
+    def shutdown(self, why: str = "the job ended on another node") -> bool:
         self._stop_heartbeats()
         try:
-            self.set_closed()
+            self.set_closed(why)
         except RendezvousError as error:
             logger.warning("the end of the job cannot be told to the other nodes: %s", error)
             return False
@@ -209,34 +209,32 @@ class StoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._stop_heartbeats()
-        self._place, self._lost, self._was_spare = None, None, False
+        self._trains, self._lost, self._was_spare = False, None, False
         self._began, self._again_as_many_at, self._said = time.time(), 0.0, False
-        if self.state.round == 0:
+        if self.state.agreement is None:
             time.sleep(random.uniform(0, _SKEW_SECS))
         self.tell(Exited(self.node), self._join_secs)
-        leaving = self.state.leaving
-        self.left = frozenset(rank for node, rank in self._members.items() if node in leaving)
-        told_to_leave = self.is_leaving
+        members, leaving = self._members, self.state.leaving
+        told_to_leave = self.node in leaving
         if not told_to_leave:
             self._refuse_if_replaced()
-        self._join(told_to_leave)
-        state = self.state
-        ranks = state.participants
-        spares = state.those(Role.SPARE)
-        self.left |= {rank for node, rank in self._members.items() if node in spares}
-        self._place, self._members, self._last_round = (state.round, ranks[self.node]), ranks, state.round
+        agreement = self._join(told_to_leave)
+        gone = leaving | self.state.those(Role.SPARE)
+        self.left = frozenset(rank for rank, name in enumerate(members) if name in gone)
+        self.agreement, self._trains, self.info = agreement, True, self.info.after(agreement)
         self._start_heartbeats()
-        store = self._store.with_prefix(f"run/{self.get_run_id()}/{state.round}")
-        return RendezvousInfo(store, ranks[self.node], len(ranks), LOOPBACK)  # type: ignore[arg-type]
+        store: Any = self._store.with_prefix(f"run/{self.get_run_id()}/{agreement.round}")
+        rank = agreement.members.index(self.node)
+        return RendezvousInfo(store, rank, len(agreement.members), LOOPBACK)
 
     def num_nodes_waiting(self) -> int:
         """Nodes that this round's trainers keep waiting; does not wait for the store. Raises
         RendezvousConnectionError: the last heartbeat did not reach the store."""
         if self._lost is not None:
             raise RendezvousConnectionError(self._lost)
-        state, place = self.state, self._place
-        trains = state.role(self.node) is Role.TRAINS
-        if place is None or trains or state.closed or self.rules.is_free(state, place):
+        state = self.state
+        has_place = not self._trains or self._me.role is Role.TRAINS or state.closed
+        if has_place or (self.agreement is not None and self.rules.is_free(state, self.agreement)):
             # For whom there is no place, it sees that itself, and is a spare then.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
@@ -256,13 +254,15 @@ class StoreRendezvous(RendezvousHandler):
         if newest > self.incarnation and self.state.complete and not self.has_place:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
-    def _join(self, told_to_leave: bool) -> None:
+    def _join(self, told_to_leave: bool) -> Agreement:
         """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
         not needed any more, and then raises LeftError."""
         state = self.view.look()
         deadline = time.monotonic() + self._join_secs
-        while not (state.complete and state.role(self.node) is Role.TRAINS):
+        while True:
             role, now = state.role(self.node), time.monotonic()
+            if state.complete and role is Role.TRAINS and state.agreement is not None:
+                return state.agreement
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
                 raise ended(f"the rendezvous {self.get_run_id()} is closed")
@@ -300,7 +300,7 @@ class StoreRendezvous(RendezvousHandler):
             self._forgotten_until = now + self.rules.alive_secs
         return Joins(
             self.node,
-            trained_in=self._last_round,
+            self.info,
             forgotten=now < self._forgotten_until,
             alone=self._alone_since is not None and now - self._alone_since > _ALONE_SECS,
             wait_until=self._wait_until(state),
@@ -310,14 +310,14 @@ class StoreRendezvous(RendezvousHandler):
         """When those that have come wait no more for others, of whom there are enough."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
-        if len(state.participants) < len(self._members.keys() - state.leaving):
+        if len(state.participants) < len(set(self._members) - state.leaving):
             return self._began + min(self.wait_secs, _JOIN_PART * self._join_secs)
         self._again_as_many_at = self._again_as_many_at or time.time()
         return self._again_as_many_at + self.rules.last_call_secs
 
     def _say_what_is_waited_for(self, state: State) -> None:
         """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
-        here = len(state.participants.keys() | state.seats)
+        here = len(state.participants | state.seats)
         least, waited = self.rules.least, time.time() - self._began
         if self._said or not self._members or here >= least or waited < self.rules.beat_secs:
             return
@@ -328,7 +328,7 @@ class StoreRendezvous(RendezvousHandler):
         )
 
     def _say_who_waits(self, before: State, after: State) -> None:
-        there, train = len(before.participants.keys() | {self.node}), len(after.participants)
+        there, train = len(before.participants | {self.node}), len(after.participants)
         if after.complete and not before.complete and train < there:
             logger.warning(
                 "%d nodes have joined and %d of them train, as many as fit the job's layout and batch; the "
@@ -361,9 +361,9 @@ class StoreRendezvous(RendezvousHandler):
     def note_sizes(self, sizes: Sizes) -> None:
         """Have all nodes know with how many the job can train, as a version of this node's round tells, whose
         members are filled in where it says what they hold. Raises RendezvousError: the store is silent."""
-        members = tuple(sorted(self._members, key=self._members.__getitem__)) if sizes.groups else ()
-        round_ = -1 if self._place is None else self._place[0]
-        event = Fits(round_, len(self._members), replace(sizes, members=members))
+        members = self._members
+        sizes = replace(sizes, members=members if sizes.groups else ())
+        event = Fits(self.info.round, len(members), sizes)
         if step(self.state, event, time.time(), self.rules) != self.state:  # nobody waits for the store else
             self.tell(event)
 
@@ -394,7 +394,8 @@ class StoreRendezvous(RendezvousHandler):
     def beat(self) -> None:
         """Tell that this node lives, and look at what all share."""
         try:
-            self.tell(Beat(self.node, self._place, self._last_scaling, self._last_sizes))
+            agreement = self.agreement if self._trains else None
+            self.tell(Beat(self.node, agreement, self._last_scaling, self._last_sizes))
             if self.incarnations is not None:
                 self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
@@ -411,6 +412,15 @@ class StoreRendezvous(RendezvousHandler):
     @property
     def state(self) -> State:
         return self.view.state
+
+    @property
+    def incarnation(self) -> int:
+        """Number of the start that this node took part in last; 0: none."""
+        return 0 if self.agreement is None else self.agreement.incarnation
+
+    @property
+    def _members(self) -> tuple[str, ...]:
+        return () if self.agreement is None else self.agreement.members
 
     @property
     def _me(self) -> Node:
@@ -441,7 +451,7 @@ class StoreRendezvous(RendezvousHandler):
     def _joining(self, state: State) -> int:
         """Nodes that wait for the next round, where they make it larger, or have left this one."""
         waits, running = state.those(Role.WAITS), len(state.participants)
-        if state.sizes is None or waits & self._members.keys():
+        if state.sizes is None or waits.intersection(self._members):
             return len(waits)
         larger = state.sizes.largest(running + len(waits), self.rules.least, self.rules.limit(state))
         return len(waits) if larger > running else 0
@@ -449,17 +459,17 @@ class StoreRendezvous(RendezvousHandler):
     @property
     def is_scaled_down(self) -> bool:
         scaling = self.state.scaling
-        return self._place is not None and scaling is not None and scaling.round == self._place[0]
+        return self._trains and scaling is not None and scaling.round == self.info.round
 
     @property
     def is_whole(self) -> bool:
         """Whether all nodes of this round are there: nothing has failed."""
-        return bool(self._members) and self._members.keys() <= self.state.seats
+        return bool(self._members) and self.state.seats.issuperset(self._members)
 
     def goes_on_without(self, gone: int) -> bool:
         """Whether enough nodes are left, with those that wait, where so many of this round have ended."""
         state = self.state
-        waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - self._members.keys()
+        waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
         return (state.sizes or Sizes()).largest(left, self.rules.least, self.rules.most) > 0
 
@@ -468,12 +478,10 @@ class StoreRendezvous(RendezvousHandler):
         """Whether a node of the round that runs was struck out, no other has come, and those that are left
         are enough for a round."""
         state = self.state
-        if self._lost is not None or self._place is None or not state.complete:
-            return False
-        trains = state.participants.keys()
-        same = state.round == self._place[0] and self.node in trains
-        lost = self._members.keys() - trains - state.leaving
-        return same and bool(lost) and len(trains) >= self.rules.least
+        trains = state.participants
+        same = self._trains and state.complete and state.agreement == self.agreement and self.node in trains
+        lost = set(self._members) - trains - state.leaving
+        return self._lost is None and same and bool(lost) and len(trains) >= self.rules.least
 
 
 def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
