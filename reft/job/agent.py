@@ -85,8 +85,7 @@ class ReftAgent(LocalElasticAgent):
         self._options = options
         self._client = client
         assert client.handler is not None
-        assert client.incarnations is not None
-        self._handler, self._incarnations = client.handler, client.incarnations
+        self._handler, self._incarnations = client.handler, client.handler.incarnations
         self._secret = secret
         self._launcher = launcher
         self._grace_secs = grace_secs

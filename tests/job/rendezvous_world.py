@@ -26,7 +26,7 @@ from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
 from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
-from reft.job.rendezvous.handler import IncarnationRecord, LeftError, StoreRendezvous
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Ordered, Told, decode_state
 from reft.job.rendezvous.scaling import leavers
 from reft.job.rendezvous.sizes import Sizes
@@ -227,9 +227,8 @@ class Node:
             keep_alive_interval=_BEAT_SECS,
             keep_alive_max_attempt=_BEATS,
         )
-        handler = StoreRendezvous(store, parameters, NodeInfo(self.name, 1))
+        handler = StoreRendezvous(store, parameters, NodeInfo(self.name, 1), JOB)
         world.handlers[self.name] = handler
-        handler.incarnations = IncarnationRecord(store, JOB)
         handler.wait_secs = world.wait_secs
         while True:
             try:
@@ -240,7 +239,6 @@ class Node:
 
     def _one_round(self, handler: StoreRendezvous, store: Connection) -> None:
         world = self.world
-        assert handler.incarnations is not None
         known = max(handler.info.incarnation, handler.incarnations.read())
         handler.info = replace(handler.info, incarnation=known)
         rank = handler.next_rendezvous().rank

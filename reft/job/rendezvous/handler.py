@@ -137,7 +137,9 @@ class View:
 class StoreRendezvous(RendezvousHandler):
     """Elastic rendezvous of one node over reft's store. Raises ValueError: a parameter cannot be used."""
 
-    def __init__(self, store: RendezvousStore, parameters: RendezvousParameters, info: NodeInfo) -> None:
+    def __init__(
+        self, store: RendezvousStore, parameters: RendezvousParameters, info: NodeInfo, job_id: str
+    ) -> None:
         def number(name: str, default: int) -> int:
             found = parameters.get_as_int(name, default)
             if found is None or found <= 0:
@@ -172,8 +174,7 @@ class StoreRendezvous(RendezvousHandler):
         self.left: frozenset[int] = frozenset()
         """Ranks that nodes had in the round before which have left since, as they were told to."""
         self._lost: str | None = None
-        self.incarnations: IncarnationRecord | None = None
-        """What the store knows of the starts of the job; None: nobody asks."""
+        self.incarnations = IncarnationRecord(store, job_id)
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
@@ -245,7 +246,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
-        if self.incarnations is None or not self.incarnation:
+        if not self.incarnation:
             return
         try:
             newest = self.incarnations.read()
@@ -338,10 +339,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def _is_dispensable(self, state: State) -> bool:
         """Whether the others have committed without this node; until then they may need its memory."""
-        if not state.complete or self.incarnations is None:
-            return False
         try:
-            return self.incarnations.committed() > self.incarnation
+            return state.complete and self.incarnations.committed() > self.incarnation
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
 
@@ -396,8 +395,7 @@ class StoreRendezvous(RendezvousHandler):
         try:
             agreement = self.agreement if self._trains else None
             self.tell(Beat(self.node, agreement, self._last_scaling, self._last_sizes))
-            if self.incarnations is not None:
-                self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
+            self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
         except RendezvousTimeoutError:
             pass  # the store stood still and goes on: the next beat is in time
