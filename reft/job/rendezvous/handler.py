@@ -38,7 +38,6 @@ from reft.job.rendezvous.membership import (
     Refused,
     Role,
     Rules,
-    Scaling,
     State,
     decode_state,
     encode_state,
@@ -117,21 +116,17 @@ class View:
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         at, now = time.time(), time.monotonic()
-        self._alive.update((self._bare(name), at) for name in names)
+        bare = len(self._here)
+        self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
         gap = now - self.looked_at
         # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
         stood_still = max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
         if gap > self.rules.alive_secs and stood_still:
             self._trusts_after = now + self.rules.alive_secs
-        ended = frozenset(
-            name.removeprefix(self._here) for name, secs in left.items() if secs > self.grace_secs
-        )
+        ended = frozenset(name[bare:] for name, secs in left.items() if secs > self.grace_secs)
         looked = Looked(self._node, self._alive, ended, now >= self._trusts_after)
         self.state, self._held, self.looked_at = step(found, looked, at, self.rules), held, now
-
-    def _bare(self, name: str) -> str:
-        return name.removeprefix(self._here)
 
 
 class StoreRendezvous(RendezvousHandler):
@@ -166,8 +161,7 @@ class StoreRendezvous(RendezvousHandler):
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
         self._trains = False
-        self._last_scaling: Scaling | None = None
-        self._last_sizes: Sizes | None = None
+        self._known = State()  # what was shared last, also where the store has lost it
         self._was_spare = self._said = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
@@ -262,11 +256,11 @@ class StoreRendezvous(RendezvousHandler):
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
-            if state.complete and role is Role.TRAINS and state.agreement is not None:
-                return state.agreement
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
                 raise ended(f"the rendezvous {self.get_run_id()} is closed")
+            if state.complete and role is Role.TRAINS and state.agreement is not None:
+                return state.agreement
             event = self._joins(state)
             after = step(state, event, time.time(), self.rules)
             waits_on = after.role(self.node) is Role.SPARE
@@ -394,16 +388,14 @@ class StoreRendezvous(RendezvousHandler):
         """Tell that this node lives, and look at what all share."""
         try:
             agreement = self.agreement if self._trains else None
-            self.tell(Beat(self.node, agreement, self._last_scaling, self._last_sizes))
+            self.tell(Beat(self.node, agreement, self._known.scaling, self._known.sizes))
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
         except RendezvousTimeoutError:
             pass  # the store stood still and goes on: the next beat is in time
         except (RendezvousError, AuthenticationError, StoreError) as error:
             self._lost = str(error)
-        state = self.state
-        self._last_scaling = state.scaling or self._last_scaling
-        self._last_sizes = state.sizes or self._last_sizes
+        self._known = self._known if self.state.is_empty else self.state
 
     # -- what it shares, as the last heartbeat saw it: as old is all that is said of it here -----------
 
@@ -443,7 +435,7 @@ class StoreRendezvous(RendezvousHandler):
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        sizes = self.state.sizes or self._last_sizes or Sizes()
+        sizes = self.state.sizes or self._known.sizes or Sizes()
         return sizes.of(self.rules.least, self.rules.most)
 
     def _joining(self, state: State) -> int:
