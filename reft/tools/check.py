@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from reft.control.keyvalue import RendezvousStore
+from reft.control.keyvalue import KeyValueStore
 from reft.device import vendor_at_hand, vendor_of
 from reft.errors import ConfigError
 
@@ -47,7 +47,7 @@ Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 
 
 def check_nodes(
-    store: RendezvousStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
+    store: KeyValueStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
 ) -> dict[str, Any]:
     """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take part.
     name: of this one. ``factor``: how many times as slow as the median of the others a node, or a pair,
@@ -163,7 +163,7 @@ def _delayed_secs() -> float:
     return 0.0
 
 
-def _reduce(store: RendezvousStore, meeting: str, rank: int, size: int, timeout_secs: float) -> float | None:
+def _reduce(store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float) -> float | None:
     """Seconds of one all-reduce over gloo, the median of several; None: it failed."""
     timeout = timedelta(seconds=timeout_secs)
     try:
