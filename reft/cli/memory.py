@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,8 @@ from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_
 from reft.storage.persist import PersistProgress
 
 EXIT_NOT_WELL = 1
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
+"""AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to both."""
 
 MemoryDirs = Annotated[
     list[Path] | None,
@@ -112,14 +115,16 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     from reft.recover.offline import export_stored, persist_offline
 
     screen = Console(stderr=True)
+    os.environ.update(_NO_DEVICE)
 
     def progress(at: PersistProgress) -> None:
         screen.print(f"  {at}", markup=False, highlight=False)
 
-    if stored is not None:
-        result = export_stored(stored, out, keep=keep, progress=progress)
-    else:
-        result = persist_offline(find_memory(memory_dir, job), out, keep=keep, progress=progress)
+    with redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
+        if stored is not None:
+            result = export_stored(stored, out, keep=keep, progress=progress)
+        else:
+            result = persist_offline(find_memory(memory_dir, job), out, keep=keep, progress=progress)
     info = result.checkpoint
     facts = {
         "checkpoint": str(info.path),

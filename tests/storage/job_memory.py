@@ -13,7 +13,6 @@ import torch
 
 from reft.config import PersistConfig, ReftConfig
 from reft.grid import Coordinate, Degrees, Topology
-from reft.memory.arena import scan
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.protect.blocks import Section
@@ -22,7 +21,7 @@ from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template, shape_of
 from reft.state.template import TemplateBuilder
-from reft.storage.persisted import STORAGE_KEY, PersistedInfo, check_files, list_persisted, read_marker
+from reft.storage.persisted import PersistedInfo, check_arenas, check_files, list_persisted, read_marker
 from tests.recover.fleet import JOB, SECRET, Fleet, place
 
 DEGREES = Degrees(2, 2, 1)
@@ -175,17 +174,5 @@ def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
     """What is wrong with a checkpoint, the newest one without a tag; empty if all is well."""
     info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
     assert info is not None
-    return damaged(info) if info.arenas else check_files(info.path, info.files)
-
-
-def damaged(info: PersistedInfo) -> list[str]:
-    problems = check_files(info.path, info.files, read=False)
-    for path, arena in scan(info.path, STORAGE_KEY, info.job_id):
-        if isinstance(arena, str):
-            problems.append(arena)
-            continue
-        with arena:
-            header = arena.header()
-            assert header is not None
-            problems += [f"{path.name}: {e.key}" for e in header.entries if not arena.verify(e)]
-    return problems
+    missing = check_files(info.path, info.files, read=not info.arenas)
+    return missing or (check_arenas(info.path, info.files) if info.arenas else [])
