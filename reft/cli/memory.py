@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -115,12 +115,11 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     from reft.recover.offline import export_stored, persist_offline
 
     screen = Console(stderr=True)
-    os.environ.update(_NO_DEVICE)
 
     def progress(at: PersistProgress) -> None:
         screen.print(f"  {at}", markup=False, highlight=False)
 
-    with redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
+    with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
         if stored is not None:
             result = export_stored(stored, out, keep=keep, progress=progress)
         else:
@@ -140,6 +139,18 @@ def persist_command(  # noqa: PLR0917 - options of the command line
         typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
         if result.corrupt_blocks:
             typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
+
+
+@contextmanager
+def _no_device() -> Iterator[None]:
+    """What is imported sees none."""
+    before = {name: os.environ.get(name) for name in _NO_DEVICE}
+    os.environ.update(_NO_DEVICE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
