@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from reft.data.passes import raw_iterator
 from reft.engine.checks.start import warn
 from reft.engine.data import nodes_may_change
-from reft.engine.load.restore import wrap_call
+from reft.engine.on_import import wrap
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.rng import capture_host_rng, restore_host_rng
 
@@ -113,7 +113,7 @@ class MegatronProgram:
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         session.stopping.at_next_step = True
-        wrap_call(session.engine, "capture", self._capture)
+        wrap(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):
@@ -160,15 +160,11 @@ class MegatronProgram:
         with _evaluation_begun(self._begins_to_evaluate):
             return {**state, "rng_state": self._rng_state()}
 
-    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _capture(self, original: Callable[..., Any], client_state: Mapping[str, Any] | None) -> Any:
         """The host state, with the random states that the next iteration begins with."""
-
-        def capture(client_state: Mapping[str, Any] | None) -> Any:
-            begins, self._begins_to_evaluate = self._begins_to_evaluate, False
-            with _evaluation_begun(begins):
-                return original(client_state)
-
-        return capture
+        begins, self._begins_to_evaluate = self._begins_to_evaluate, False
+        with _evaluation_begun(begins):
+            return original(client_state)
 
     def _count(self, args: Namespace) -> None:
         """Count the step as the loop will, and the evaluation that follows it: the next step to come is the

@@ -512,11 +512,8 @@ class ReftConfig(Block):
 
 
 NESTED: dict[str, type[Block]] = {
-    "persist": PersistConfig,
-    "has": HasConfig,
-    "profile": ProfileConfig,
-    "metrics": MetricsConfig,
-    "verify": VerifyConfig,
-    "elastic": ElasticConfig,
+    name: field.annotation
+    for name, field in ReftConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Block)
 }
 """Blocks within the block, by their key."""

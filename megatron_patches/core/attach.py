@@ -30,7 +30,7 @@ from reft.config_read import parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState
 from reft.engine.load.memory import MemoryRestorer
-from reft.engine.load.restore import wrap_call
+from reft.engine.on_import import wrap
 from reft.engine.session import Session
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
@@ -113,8 +113,8 @@ class MegatronProtection:
             self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
             session.tracer.weaver = self._weaver
         for chunk in engine.chunks:
-            wrap_call(chunk, "zero_grad_buffer", self._beginning)
-        wrap_call(engine.optimizer, "step", self._stepping)
+            wrap(chunk, "zero_grad_buffer", self._beginning)
+        wrap(engine.optimizer, "step", self._stepping)
         for part in engine.adapter.parts:
             if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
                 part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)
@@ -204,34 +204,30 @@ class MegatronProtection:
 
     # -- what Megatron calls -----------------------------------------------------------------------
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
-            self.begin_step()
-            return original(*args, **kwargs)
+    def _beginning(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around ``zero_grad_buffer`` of a model chunk."""
+        self.begin_step()
+        return original(*args, **kwargs)
 
-        return zero_grad_buffer
-
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not self._begun:
-                raise ConfigError(
-                    "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
-                    "called since the previous step; call it on every chunk when a step begins: reft takes "
-                    "its versions there"
-                )
-            if self._weaver is not None:
-                self._weaver.pause()
-            self.session.before_optimizer_step()
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self.session.fence.after_optimizer_step()
-            self._engine.global_steps += 1
-            self.session.progress.end_step(self._engine.global_steps)
-            self._begun, self._stepped = False, True
-            return result
-
-        return step
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around ``step`` of the optimizer."""
+        if not self._begun:
+            raise ConfigError(
+                "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not called "
+                "since the previous step; call it on every chunk when a step begins: reft takes its versions "
+                "there"
+            )
+        if self._weaver is not None:
+            self._weaver.pause()
+        self.session.before_optimizer_step()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self.session.fence.after_optimizer_step()
+        self._engine.global_steps += 1
+        self.session.progress.end_step(self._engine.global_steps)
+        self._begun, self._stepped = False, True
+        return result
 
     # -- start ---------------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ class Progress(Read):
     alive."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
-        super().__init__(loader, follow)
+        super().__init__(loader)
+        self.follow = weakref.WeakMethod(follow)
         self.moves = 0  # how often a version has taken it elsewhere
         self.go_to(began)
 

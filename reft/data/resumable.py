@@ -89,7 +89,7 @@ class ResumableLoader(Followed[Pass, Position]):
                 leave_behind(loader, restored)
             one = WATCH.open(loader)
             one.number = self._next_number() if restored is None else restored.number
-        one.follow_by(self._follow)
+        one.follow = weakref.WeakMethod(self._follow)
         self._begun = one
         return one
 

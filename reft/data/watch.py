@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from reft.data.passes import (
+    ORIGINAL,
     Pass,
     Position,
     Read,
@@ -24,7 +25,6 @@ from reft.data.passes import (
     handed_out,
     has_workers,
     is_shard,
-    is_watched,
     is_within,
     leave_behind,
     raw_iterator,
@@ -109,7 +109,7 @@ class Resuming:
             return False
         self._at_end = True
         restore_rng(self._rng)
-        return one.resumable
+        return one.follow is not None
 
 
 class Watch:
@@ -127,7 +127,7 @@ class Watch:
         self._listeners.append(listener)
         if self._patched:
             return
-        self._patch(DataLoader, lambda original, it: self.open(it) if is_watched() else original(it))
+        self._patch(DataLoader, lambda original, loader: self.open(loader))
         if (kind := shard_class()) is not None:
 
             def iterate(original: Any, shard: Any) -> Iterator[Any]:
@@ -141,6 +141,7 @@ class Watch:
         original = kind.__iter__
         self._patched.append((kind, original))
         kind.__iter__ = functools.wraps(original)(lambda loader: iterate(original, loader))
+        setattr(kind.__iter__, ORIGINAL, original)
 
     def leave(self, listener: Listener) -> None:
         """With the last one gone, ``DataLoader`` is as torch made it."""

@@ -19,24 +19,24 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from reft import integrations, log
-from reft.config import Variant
 from reft.config_read import load_config, parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.engine import ClientState
 from reft.engine.load.disk import SAVED_BY, host_file
-from reft.engine.load.restore import LoadCall, Restorer, bind, wrap_call
-from reft.engine.on_import import ds_config_of
+from reft.engine.load.restore import LoadCall, Restorer, bind
+from reft.engine.on_import import ds_config_of, wrap
 from reft.engine.session import Session
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
-from reft.node.progress import Phase, ProgressPage, at_instruction, at_phase
+from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
 from reft.state.codec import encode
 from reft.state.support import why_not_loadable
@@ -237,6 +237,9 @@ def attach(
     own = own_flops_per_token(engine, session.coordinate)
     session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
     setattr(engine, _SESSION, session)
+    innermost = seen.adapter.state.optimizer
+    if isinstance(innermost, torch.optim.Optimizer):
+        innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
     say_untried_device(session)
     atexit.register(session.close)
@@ -273,98 +276,69 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
     tokens = TokensSeen(progress, int(engine.train_micro_batch_size_per_gpu()))
 
-    def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            session.before_optimizer_step()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                session.fence.after_optimizer_step()
-
-        return wrapped
-
-    def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
-            restorer.before_batch(data_iter)
-            progress.begin_step()
-            try:
-                result = original(data_iter, *args, **kwargs)
-            finally:
-                restorer.after_batch()
-            if session.coordinate.pp == 0:
-                tokens.look(engine.pipe_buffers.get("inputs"))
-            session.after_step()
-            restorer.after_step()
-            return result
-
-        return wrapped
-
-    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            training = engine.training and torch.is_grad_enabled()
-            restorer.before_forward(training=training)
-            if not training:
-                with progress.during(Phase.EVALUATION):
-                    return original(*args, **kwargs)
-            progress.begin_step()
-            tokens.look(args, kwargs)
+    def during(phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with progress.during(phase):
             return original(*args, **kwargs)
 
-        return wrapped
+    def model_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.before_optimizer_step()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.fence.after_optimizer_step()
 
-    def step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            restorer.before_first_step()
-            result = original(*args, **kwargs)
-            session.after_step()
-            restorer.after_step()
-            return result
+    def stepped() -> None:
+        session.after_step()
+        restorer.after_step()
 
-        return wrapped
+    def train_batch(original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+        restorer.before_batch(data_iter)
+        progress.begin_step()
+        try:
+            result = original(data_iter, *args, **kwargs)
+        finally:
+            restorer.after_batch()
+        if session.coordinate.pp == 0:
+            tokens.look(engine.pipe_buffers.get("inputs"))
+        stepped()
+        return result
 
-    wrap_call(engine, "_take_model_step", model_step)
-    innermost = seen.adapter.state.optimizer
-    if isinstance(innermost, torch.optim.Optimizer):
-        innermost.register_step_pre_hook(session.fence.before_write)
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training = engine.training and torch.is_grad_enabled()
+        restorer.before_forward(training=training)
+        if not training:
+            return during(Phase.EVALUATION, original, *args, **kwargs)
+        progress.begin_step()
+        tokens.look(args, kwargs)
+        return original(*args, **kwargs)
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        restorer.before_first_step()
+        result = original(*args, **kwargs)
+        stepped()
+        return result
+
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return restorer.load(original, LoadCall.of(original, args, kwargs))
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return save_with_host_state(session, original, bind(original, args, kwargs))
+
+    wrap(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
-        wrap_call(engine, "train_batch", train_batch)
-        wrap_call(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
-        _weave(engine, session)
+        from reft.engine.weave import Weaver
+
+        wrap(engine, "train_batch", train_batch)
+        wrap(engine, "eval_batch", partial(during, Phase.EVALUATION))
+        session.tracer.weaver = Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
-            wrap_call(engine, name, at_instruction(progress, name.capitalize()))
-        wrap_call(engine, "forward", forward)
-        wrap_call(engine, "step", step)
-    _wrap_checkpoints(engine, session, restorer)
-
-
-def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None:
-    def load(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: restorer.load(original, LoadCall.of(original, args, kwargs))
-
-    def save(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: save_with_host_state(session, original, bind(original, args, kwargs))
-
-    for name, wrapper, phase in (
+            wrap(engine, name, at_instruction(progress, name.capitalize()))
+        wrap(engine, "forward", forward)
+        wrap(engine, "step", step)
+    for name, around, phase in (
         ("load_checkpoint", load, Phase.LOADING),
         ("save_checkpoint", save, Phase.SAVING),
     ):
-        wrap_call(engine, name, wrapper)
-        wrap_call(engine, name, at_phase(session.progress, phase))
-
-
-def _weave(engine: Any, session: Session) -> None:
-    from reft.engine.weave import Weaver
-
-    weaver = Weaver(
-        engine,
-        session.copying.pacer,
-        take_snapshot=session.boundary,
-        active=lambda: (
-            session.worker is not None
-            and (session.copying.variant is Variant.HAS or session.copying.pacer.gate.wanted)
-        ),
-        traced=lambda: session.tracer.active,
-        progress=session.progress,
-    )
-    session.tracer.weaver = weaver
+        wrap(engine, name, around)
+        wrap(engine, name, partial(during, phase))

@@ -19,7 +19,6 @@ import torch
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
-from reft.engine.engine import TrainingEngine
 from reft.env import ENV_LAUNCHER_PID, ENV_NODE_DECLARED, ENV_NODE_ID
 from reft.errors import ConfigError, FingerprintError, JobInUseError, LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
@@ -30,6 +29,7 @@ from reft.state.codec import decode, encode
 from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
 
 if TYPE_CHECKING:
+    from reft.engine.memory import JobMemory
     from reft.engine.session import Session
 
 
@@ -100,24 +100,12 @@ def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
     return at, degrees
 
 
-_newest: WeakValueDictionary[str, Session] = WeakValueDictionary()  # by the job's memory on this node
+_newest: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()  # by its place
 
 
-def note_session(memory: Path, session: Session) -> None:
-    _newest[os.path.realpath(memory)] = session
-
-
-def require_no_other(memory: Path) -> None:
-    """Refuse a second engine of a job, under a launcher's lock as well as without one: a ConfigError where
-    this process has an engine whose session has this memory and is not closed."""
-    other = _newest.get(os.path.realpath(memory))
-    if other is not None and not other.closed:
-        raise ConfigError(
-            f"a second engine asks for reft in job {other.job_id!r}, but a job's memory has room for the "
-            f"state of one engine, and another one of this process has it ({memory}). Leave the block to one "
-            f'of them: write "reft": {{"enabled": false}} into the configuration of the other, or, where the '
-            f"first engine is done with, call reft.attach(engine).close() before the second is made"
-        )
+def note_memory(memory: JobMemory) -> None:
+    """An engine of this process has it, until it is closed."""
+    _newest[os.path.realpath(memory.job_dir.path)] = memory
 
 
 _LOCK_SECS = 10.0  # Trainers that were just killed hold the lock until the kernel has taken their memory down
@@ -168,7 +156,14 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
 
     def lead() -> None:
         nonlocal lock
-        require_no_other(path)
+        other = _newest.get(os.path.realpath(path))
+        if other is not None and not other.closed:
+            raise ConfigError(
+                f"a second engine asks for reft in job {job_id!r}, but a job's memory has room for the state "
+                f"of one engine, and another one of this process has it ({path}). Leave the block to one of "
+                f'them: write "reft": {{"enabled": false}} into the configuration of the other, or, where '
+                f"the first engine is done with, call reft.attach(engine).close() before the second is made"
+            )
         make_job_directory(config.memory_dir, job_id)
         if first and not _held_by_launcher(path):
             lock = JobLock(path, job_id, wait_secs=_LOCK_SECS)
@@ -232,31 +227,29 @@ class Identity:
         self.restarted = restarted
 
     @classmethod
-    def of_engine(
-        cls,
-        engine: TrainingEngine,
-        config: ReftConfig,
-        *,
-        at: Coordinate,
-        degrees: Degrees,
-        control: ControlGroup,
-    ) -> Identity:
+    def of_session(cls, session: Session) -> Identity:
         """Of what trains: rank 0's settings, everybody's shapes. Collective."""
+        engine, control, degrees = session.engine, session.control, session.topology.degrees
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
-        mine = encode([str(at), engine.shapes(), restarts])
+        mine = encode([str(session.coordinate), engine.shapes(), restarts])
         told = [decode(data) for data in control.gather_bytes(mine)]
-        facts = {**engine.settings(), **_layout(degrees)}
+        layout = {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
+        facts: dict[str, Fact] = {**engine.settings(), **layout}
         facts |= {
             f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
         }
         common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
-        restarted = any(restarts for _, _, restarts in told)
         resizing = engine.resizing
         why = "its training loop resumes at its own degree alone" if resizing is None else resizing.why_not
-        # Data that belong to a degree do not keep a job from another one.
-        fixed = resizing is None or why not in ("", resizing.data_is_bound)
-        said = Fingerprint.decode(common)
-        return cls(said, config, control, restarted=restarted, why_one_size=why, is_one_size=fixed)
+        return cls(
+            Fingerprint.decode(common),
+            session.config,
+            control,
+            restarted=any(restarts for _, _, restarts in told),
+            why_one_size=why,
+            # Data that belong to a degree do not keep a job from another one.
+            is_one_size=resizing is None or why not in ("", resizing.data_is_bound),
+        )
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
         """Refuse stored state of another job, or of this one with other settings, by a FingerprintError that
@@ -331,10 +324,6 @@ def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
         yield name, value
     elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
         yield name, value.item()
-
-
-def _layout(degrees: Degrees) -> dict[str, Fact]:
-    return {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
 
 
 def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:

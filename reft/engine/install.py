@@ -9,18 +9,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reft.engine import on_import
-from reft.engine.on_import import ds_config_of, uncollected
+from reft.engine.on_import import ds_config_of, uncollected, wrap
 from reft.env import ENV_PROFILE
 from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
     from reft.engine.engine import ClientState
     from reft.errors import ConfigError
-
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def avoid_build_at_start() -> None:
@@ -29,7 +28,7 @@ def avoid_build_at_start() -> None:
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
@@ -62,7 +61,7 @@ def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
     )
 
 
-_INSTALLED, _TIMED = "_reft_installed", "_reft_timed"
+_INSTALLED = "_reft_installed"
 _MOST_BYTES = 4 * 2**20  # Files larger than this are no configuration
 
 
@@ -70,18 +69,11 @@ def install() -> None:
     """Make every later ``deepspeed.initialize`` attach reft where the configuration asks for it."""
     import deepspeed
 
-    if getattr(deepspeed, _INSTALLED, False):
-        return
-    original = deepspeed.initialize
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        return _initialize(original, args, kwargs)
-
-    deepspeed.initialize = initialize
-    setattr(deepspeed, _INSTALLED, True)
-    if _is_likely_wanted():
-        _prepare()
+    if not getattr(deepspeed, _INSTALLED, False):
+        wrap(deepspeed, "initialize", lambda original, *args, **kwargs: _initialize(original, args, kwargs))
+        setattr(deepspeed, _INSTALLED, True)
+        if _is_likely_wanted():
+            _prepare()
 
 
 def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
@@ -124,43 +116,35 @@ def _initialize(
     return result
 
 
-def _time_groups() -> None:
-    """Note when process groups are made, which ``reft history`` tells apart. They may be there already, where
-    the block was not known before."""
-    import deepspeed
-    import torch.distributed as dist
-
-    if getattr(deepspeed, _TIMED, False) or dist.is_initialized():
-        return
-    original = deepspeed.init_distributed
-
-    @functools.wraps(original)
-    def init_distributed(*args: Any, **kwargs: Any) -> Any:
-        on_import.mark(on_import.GROUPS)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            on_import.mark(on_import.GROUPED)
-
-    deepspeed.init_distributed = deepspeed.comm.init_distributed = init_distributed
-    setattr(deepspeed, _TIMED, True)
-
-
 def _has_block(config: Any) -> bool:
     """Whether reft is asked for, by the block, or by ``reft profile``, which needs none."""
     return bool(os.environ.get(ENV_PROFILE)) or (isinstance(config, Mapping) and BLOCK_NAME in config)
 
 
 def _prepare() -> None:
+    import deepspeed
+    import torch.distributed as dist
+
     from reft import log
     from reft.protect.builds import tell_of_abandoned_builds
     from reft.refusal import end_in_words
+
+    def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note when process groups are made, which ``reft history`` tells apart."""
+        on_import.mark(on_import.GROUPS)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            on_import.mark(on_import.GROUPED)
 
     log.install()
     end_in_words()
     tell_of_abandoned_builds()
     avoid_build_at_start()
-    _time_groups()
+    # They may be there already, where the block was not known before.
+    if not (dist.is_initialized() or isinstance(deepspeed.init_distributed, functools.partial)):
+        wrap(deepspeed, "init_distributed", init_distributed)
+        deepspeed.comm.init_distributed = deepspeed.init_distributed
 
 
 def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,15 +155,11 @@ def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return None
     config = given.get("config") or given.get("config_params")
     config = config or getattr(given.get("args"), "deepspeed_config", None)
-    return _read(config) if isinstance(config, str | os.PathLike) else config
-
-
-def _read(path: str | os.PathLike[str]) -> Any:
-    try:
-        with open(path, "rb") as file:
-            return json.load(file)
-    except (OSError, ValueError):
-        return None
+    if not isinstance(config, str | os.PathLike):
+        return config
+    with suppress(OSError, ValueError), open(config, "rb") as file:
+        return json.load(file)
+    return None
 
 
 def _is_likely_wanted() -> bool:
@@ -191,10 +171,8 @@ def _is_likely_wanted() -> bool:
 
 
 def _mentions(path: str) -> bool:
-    try:
-        if not os.path.isfile(path) or os.path.getsize(path) > _MOST_BYTES:
-            return False
-        with open(path, "rb") as file:
-            return BLOCK_NAME.encode() in file.read()
-    except (OSError, ValueError):
-        return False
+    with suppress(OSError, ValueError):
+        if os.path.isfile(path) and os.path.getsize(path) <= _MOST_BYTES:
+            with open(path, "rb") as file:
+                return BLOCK_NAME.encode() in file.read()
+    return False

@@ -8,31 +8,29 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueStore, StoreError
-from reft.engine.identity import Identity, Place, hold_memory, hosts_of, local_rank
+from reft.engine.identity import Identity, Place, hold_memory, hosts_of, local_rank, note_memory
 from reft.env import ENV_INCARNATION, ENV_MEMORY_DIR, ENV_SECRET, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError, TransferError
 from reft.grid import Coordinate, Degrees, Topology
-from reft.memory.jobdir import (
-    SECRET_BYTES,
-    SECRET_FILE,
-    JobDir,
-    read_secret,
-    secret_of_environment,
-    user_secret,
-)
+from reft.memory.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, user_secret
 from reft.naming import Label, committed_key, kernel_id
 from reft.snapshot.complaints import Complaints
 from reft.state.codec import decode, encode
 from reft.storage import fence
 from reft.storage.persisted import job_directory, newest_incarnation
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +40,17 @@ _SILENT_SECS = 30.0  # a store that did not answer is left alone for so long
 
 class JobRecord:
     """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a store
-    (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait for the store."""
+    (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait for the store,
+    but for :meth:`committed` and :meth:`close`."""
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
         self._committed_key = committed_key(job_id)
         self._store = store
         self._lost_until = 0.0
         self._noted: bytes | None = None
+        self._newest: deque[Label] = deque(maxlen=1)
+        self._wake, self._closing = threading.Semaphore(0), False
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
@@ -107,49 +109,35 @@ class JobRecord:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-
-class CommitNotes:
-    """Notes commits in a record, on a thread of its own: no vote waits for the store. Of commits that come
-    while the store is asked, the newest is noted."""
-
-    def __init__(self, record: JobRecord, complaints: Complaints) -> None:
-        self._record = record
-        self._complaints = complaints
-        self._changed = threading.Condition()
-        self._newest: Label | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
-
-    def committed(self, label: Label) -> None:
-        """A version was committed by all ranks. Returns at once."""
-        with self._changed:
-            self._newest = label
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="reft-record", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+    def committed(self, label: Label, complaints: Complaints) -> None:
+        """A version was committed by all ranks. It is noted by a thread of its own: no vote waits for the
+        store. Of commits that come while the store is asked, the newest is noted."""
+        self._newest.append(label)
+        self._wake.release()
+        if self._thread is None:
+            args = (complaints,)
+            self._thread = threading.Thread(target=self._run, args=args, name="reft-record", daemon=True)
+            self._thread.start()
 
     def close(self, timeout_secs: float = 2.0) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """Have the last commit noted, within this time."""
+        self._closing = True
+        self._wake.release()
         if self._thread is not None:
             self._thread.join(timeout_secs)
             if self._thread.is_alive():
                 logger.warning("the rendezvous store has not answered: it may not know of the last commit")
 
-    def _run(self) -> None:
-        while (label := self._next()) is not None:
-            self._complaints.attempt(
-                "a commit cannot be recorded in the rendezvous store",
-                partial(self._record.note_commit, label),
-            )
-
-    def _next(self) -> Label | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None or self._closing)
-            label, self._newest = self._newest, None
-            return label
+    def _run(self, complaints: Complaints) -> None:
+        closing = False
+        while not closing:
+            self._wake.acquire()
+            closing = self._closing
+            while self._newest:
+                complaints.attempt(
+                    "a commit cannot be recorded in the rendezvous store",
+                    partial(self.note_commit, self._newest.pop()),
+                )
 
 
 def _label(note: bytes) -> Label:
@@ -175,16 +163,6 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
             f"another id"
         )
     return str(answer["note"])
-
-
-def open_control(config: ReftConfig) -> ControlGroup:
-    """Collective."""
-    return ControlGroup(
-        config.commit_timeout_secs,
-        node=Place.here().node,
-        secret=secret_of_environment(),
-        transport=config.transport,
-    )
 
 
 def gather_topology(
@@ -273,20 +251,19 @@ def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
 
 class JobMemory:
     """What the job has on this node, unless another engine of this process, or another job, has it
-    (ConfigError, JobInUseError). ``writes``: whether this rank writes what the node has once. Collective."""
+    (ConfigError, JobInUseError). Collective."""
 
-    def __init__(
-        self, config: ReftConfig, identity: Identity, *, node: str, writes: bool, control: ControlGroup
-    ) -> None:
-        assert config.job_id is not None  # name_job() has seen to it
-        self.identity = identity
-        self._writes = writes
-        self._lock = hold_memory(config, config.job_id, control)
+    def __init__(self, session: Session) -> None:
+        config, job_id, control = session.config, session.job_id, session.control
+        self.identity = Identity.of_session(session)
+        self.closed = False
+        self._writes = session.is_first_on_node
+        self._lock = hold_memory(config, job_id, control)
         try:
             _require_own_files(config.job_memory_dir, control)
-            self.job_dir = open_job_dir(config, config.job_id, node, control)
-            store = os.environ.get(ENV_STORE) if control.rank == 0 else None
-            self.record = JobRecord.at(store, config.job_id)
+            self.job_dir = open_job_dir(config, job_id, session.node, control)
+            store = os.environ.get(ENV_STORE) if session.is_rank_zero else None
+            self.record = JobRecord.at(store, job_id)
             """What the rendezvous store knows of the job; for rank 0."""
             self.incarnation = agree_on_incarnation(config, self.job_dir, control)
             """Which start of the job this is; counted on where it goes back to an older version."""
@@ -294,6 +271,7 @@ class JobMemory:
         except BaseException:
             self.close()
             raise
+        note_memory(self)
 
     def count_on(self, incarnation: int) -> None:
         """The versions to come belong to this incarnation, unless a later one runs already. On all ranks."""
@@ -320,5 +298,6 @@ class JobMemory:
         self._note()
 
     def close(self) -> None:
+        self.closed = True
         if self._lock is not None:
             self._lock.close()

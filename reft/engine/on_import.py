@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -32,9 +33,6 @@ def times() -> dict[str, float]:
     engine likewise, memory is looked at, and all ranks agree on what to restore. What did not happen is
     missing."""
     return dict(_times)
-
-
-_DEEPSPEED = "deepspeed"
 
 
 class PostImportFinder(MetaPathFinder):
@@ -82,6 +80,13 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around``, which is given the original and its arguments, in the place of a method of an instance
+    or of a function of a module; others and the class stay as they are."""
+    original = getattr(where, name)
+    setattr(where, name, functools.wraps(original)(partial(around, original)))
+
+
 def ds_config_of(engine: Any) -> Mapping[str, Any]:
     params = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if isinstance(params, Mapping):
@@ -93,10 +98,10 @@ def ds_config_of(engine: Any) -> Mapping[str, Any]:
 def hook_imports() -> None:
     """Have :mod:`reft.engine.install` do its work as soon as DeepSpeed is imported: now, if it is. Where
     ``REFT_CONFIG`` names a block, reft comes into the programs of integrations too."""
-    if hasattr(sys.modules.get(_DEEPSPEED), "initialize"):
+    if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
-        _call_behind(_DEEPSPEED, _install)
+        _call_behind("deepspeed", _install)
     if os.environ.get(ENV_CONFIG):
         for name, function in import_module("reft.integrations").found("ON_IMPORT"):
             _call_behind(name, partial(_install_into, name, function))
@@ -117,7 +122,7 @@ def _install() -> None:
 
         # P10: a script without a `reft` block must run, whatever DeepSpeed this is.
         logging.getLogger(__name__).exception(
-            "reft could not be installed into %s; training runs UNPROTECTED", _DEEPSPEED
+            "reft could not be installed into deepspeed; training runs UNPROTECTED"
         )
 
 

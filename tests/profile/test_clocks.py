@@ -7,12 +7,15 @@ from collections import deque
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe import schedule
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.config import Variant
 from reft.device import VENDORS
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
@@ -119,15 +122,16 @@ class _Engine:
 
 
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
-    engine, wanted = _Engine(), [True]
+    engine = _Engine()
     page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
-    weaver = Weaver(
-        *(engine, _Pacer()),
-        take_snapshot=lambda: None,
-        active=lambda: True,
-        traced=lambda: wanted[0],
+    session: Any = SimpleNamespace(
         progress=page,
+        copying=SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS),
+        worker=object(),
+        tracer=SimpleNamespace(active=True),
+        boundary=lambda: None,
     )
+    weaver = Weaver(engine, session)
     engine.train_batch()
     records, _ = weaver.take_records()
     assert (len(records), weaver.take_marks()) == (12, [])
@@ -137,6 +141,6 @@ def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     records, _ = weaver.take_records()
     assert [r.name for r in records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
     assert weaver.take_marks() == [(2 * n, 2 * n + 1) for n in range(len(records))]
-    wanted[0] = False
+    session.tracer.active = False
     engine.train_batch()
     assert (weaver.take_records()[0], weaver.take_marks()) == ((), [])

@@ -9,14 +9,13 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from reft.config import ReftConfig, Variant
 from reft.config_read import load_config
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-
-_COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
 class Severity(StrEnum):
@@ -55,34 +54,28 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
     return block, [*engine_findings(config), *_tolerance_findings(block), *block_findings(block)]
 
 
-def engine_findings(config: Mapping[str, Any]) -> list[Finding]:
+def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """What reft refuses of DeepSpeed's own settings, whatever its block says."""
-    return [Finding(Severity.REFUSED, found, change) for found, change in _engine_refusals(config)]
-
-
-def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    refused = partial(Finding, Severity.REFUSED)
     zero = part_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1) or isinstance(stage, bool):
-        yield f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+        yield refused(f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1")
     for part in ("offload_optimizer", "offload_param"):
         device = part_of(zero, part).get("device", "none")
         if device != "none":
-            yield (
-                f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state',
-                "remove it",
-            )
+            found = f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state'
+            yield refused(found, "remove it")
     kind = str(part_of(config, "optimizer").get("type", "")).lower()
-    if kind in _COMPRESSING_OPTIMIZERS:
-        yield f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker', 'write "AdamW"'
+    if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
+        found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
+        yield refused(found, 'write "AdamW"')
     if kind == "muon":
-        yield '"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"'
+        yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
     autocast = part_of(config, "torch_autocast")
     if autocast.get("enabled") and str(autocast.get("dtype")) in ("fp16", "float16", "half"):
-        yield (
-            '"torch_autocast" in fp16 scales gradients by itself',
-            'write "dtype": "bfloat16", or use "fp16"',
-        )
+        found = '"torch_autocast" in fp16 scales gradients by itself'
+        yield refused(found, 'write "dtype": "bfloat16", or use "fp16"')
     for path, change in (
         ("amp.enabled", 'use "fp16" or "bf16" instead'),
         ("quantize_training.enabled", "remove it"),
@@ -91,12 +84,13 @@ def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ):
         name, _, key = path.partition(".")
         if part_of(config, name).get(key):
-            yield f'"{path}" is on, and reft does not know its state', change
+            yield refused(f'"{path}" is on, and reft does not know its state', change)
     if _enables(part_of(config, "compression_training")):
-        yield '"compression_training" is on, and reft does not know its state', "remove it"
+        yield refused('"compression_training" is on, and reft does not know its state', "remove it")
     size = config.get("sequence_parallel_size", 1)
     if size != 1:
-        yield f'"sequence_parallel_size" is {size!r}: reft does not support such ranks', "write 1"
+        found = f'"sequence_parallel_size" is {size!r}: reft does not support such ranks'
+        yield refused(found, "write 1")
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -113,26 +107,23 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
         )
 
 
-def block_findings(block: ReftConfig) -> list[Finding]:
+def block_findings(block: ReftConfig) -> Iterator[Finding]:
     """What the block makes a recovery lack (P12)."""
-    return [Finding(Severity.WARNING, found, change) for found, change in _block_warnings(block)]
-
-
-def _block_warnings(block: ReftConfig) -> Iterator[tuple[str, str]]:
+    warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
-        yield f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true"
+        yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
     if block.variant is Variant.NONE:
-        yield '"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"'
+        yield warning('"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"')
     if not block.chooses and not block.scheme.certain_losses:
-        yield '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
+        yield warning('"protection" is "none": the loss of a node loses its memory for good', 'write "auto"')
     if block.persist.dir is None:
-        yield (
+        yield warning(
             "nothing is written to storage: when more nodes are lost than the job survives, it cannot be "
             "resumed",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
     if block.faults:
-        yield '"faults" makes ranks fail on purpose', "remove it from a production job"
+        yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
 
 
 def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -154,6 +145,7 @@ def _enables(part: Any) -> bool:
 
 _LOADS = ("load_checkpoint", "resume")
 _FILE_TESTS = {"exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "glob", "iterdir", "scandir"}
+N = TypeVar("N", bound=ast.AST)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -193,12 +185,12 @@ class ScriptLook:
     def loops(self) -> Iterator[Finding]:
         """Loops that count steps, or passes over a resumable loader, from 0: so they do when resumed."""
         loaders = {_text(target) for target, call in self._assigned() if _is_resumable(call)}
-        for loop in self._fors():
+        for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
                 continue
             most, index = _text(over.args[-1]), _text(loop.target)
             begins = f"`for {index} in {_text(over)}` begins at 0 after every restart. Resumed"
-            inner = (node for node in self._fors() if self._loop_around(self._parents[node]) is loop)
+            inner = (n for n in self._all(ast.For) if self._loop_around(self._parents[n]) is loop)
             if read := {_text(part) for node in inner for part in ast.walk(node.iter)} & loaders:
                 if not any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
                     yield _finding(
@@ -223,8 +215,8 @@ class ScriptLook:
         states = {_text(t.elts[1]) for t in loaded if isinstance(t, ast.Tuple) and len(t.elts) == 2}
         reads: list[tuple[ast.expr, ast.expr, ast.expr]] = [
             (node, node.value, node.slice)
-            for node in self._nodes
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+            for node in self._all(ast.Subscript)
+            if isinstance(node.ctx, ast.Load)
         ]
         reads += [
             (c, c.func.value, c.args[0])
@@ -271,29 +263,28 @@ class ScriptLook:
 
     def _calls(self, *names: str) -> list[ast.Call]:
         """Of functions of these names; without names, all."""
-        calls = (node for node in self._nodes if isinstance(node, ast.Call))
-        return [call for call in calls if not names or _name(call) in names]
+        return [call for call in self._all(ast.Call) if not names or _name(call) in names]
 
-    def _fors(self) -> Iterator[ast.For]:
-        return (node for node in self._nodes if isinstance(node, ast.For))
+    def _all(self, kind: type[N]) -> Iterator[N]:
+        return (node for node in self._nodes if isinstance(node, kind))
 
     def _assigned(self) -> Iterator[tuple[ast.expr, ast.Call]]:
-        for node in self._nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        for node in self._all(ast.Assign):
+            if isinstance(node.value, ast.Call):
                 yield node.targets[0], node.value
 
     def _has_trainer(self) -> bool:
         """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script that is
         derived from no other ``Trainer`` is none."""
-        classes = (node for node in self._nodes if isinstance(node, ast.ClassDef))
+        classes = self._all(ast.ClassDef)
         own = {c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)}
         return any(_name(call).endswith("Trainer") and _name(call) not in own for call in self._calls())
 
     def _is_megatrons(self) -> bool:
         """Whether it calls Megatron's ``pretrain``, which loads by itself."""
-        imports = (node for node in self._nodes if isinstance(node, ast.ImportFrom))
-        megatrons = (n for i in imports if f"{i.module}.".startswith("megatron.training.") for n in i.names)
-        return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in megatrons)
+        imports = (i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training."))
+        names = (name for i in imports for name in i.names)
+        return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
         """The innermost test within its function, or ``within`` a loop, that decides whether ``node`` is

@@ -27,6 +27,7 @@ from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import OwnedBy
+from reft.protect.host_adam import AdamKind, AdamRecipe
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -78,11 +79,13 @@ def _start_findings(session: Session) -> Iterator[Finding]:
             f'{shortfall}. The job was not started: change that, or write "tolerance": {session.tolerance} '
             'into the reft block if that is enough, or "allow_unprotected": true to start it as it is',
         )
-    seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else None
-    lacks = session.control.gather_bytes((seen or "").encode())[0].decode()
+    seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else ""
+    lacks = session.control.gather_bytes(seen.encode())[0].decode()
     missing = what_is_missing(persists=config.persist.dir is not None)
     allowed = None if config.allow_unprotected else shortfall
-    for text in filter(None, (lacks, session.state.recomputing.inexact, missing, allowed)):
+    gradients, seen_exact = session.state.gradients, all(d.adam_is_exact for d in session.device_findings)
+    inexact = None if gradients is None else why_inexact(gradients.recipe, seen_exact=seen_exact)
+    for text in filter(None, (lacks, inexact, missing, allowed)):
         yield Finding(Severity.WARNING, text)
 
 
@@ -100,6 +103,24 @@ def _notes(session: Session) -> Iterator[str]:
         )
     if session.config.allow_unprotected and (shortfall := _shortfall(session)):
         yield shortfall
+
+
+def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
+    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can.
+    ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
+    if recipe.exact and (seen_exact or not recipe.on_device):
+        return None
+    change = (
+        'Leave "+aor" out of "protection"'
+        if recipe.kind is AdamKind.EXACT
+        else "For partitions that are recomputed to the bit, pass "
+        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
+        '"optimizer", and write "zero_allow_untested_optimizer": true'
+    )
+    return (
+        f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
+        f"{recipe.kind}, steps on a device, whose kernels round differently from the host's. {change}"
+    )
 
 
 def what_is_missing(persists: bool) -> str | None:
@@ -156,14 +177,12 @@ def group_timeout_secs() -> float | None:
     return None
 
 
-def _persist_dir_lacks(wanted: Path | None) -> str | None:
+def _persist_dir_lacks(wanted: Path | None) -> str:
     """On one rank: it is a directory that every node sees. Its own are made, those above it are not: where a
     file system is missing, nothing is written beneath its mount point."""
-    if wanted is None:
-        return None
-    there = wanted if wanted.exists() else wanted.parent
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return None
+    there = wanted if wanted is None or wanted.exists() else wanted.parent
+    if there is None or (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return ""
     found = "cannot be written to" if there.is_dir() else "is no directory"
     return (
         f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or write "
@@ -198,23 +217,20 @@ def require_first_version(session: Session) -> None:
 
 def conditional_loads() -> list[str]:
     """Loads of the running script that a condition leaves out."""
-    look = _look_at_script()
-    return [f"line {f.line}: {f.found}" for f in look.conditional_loads()] if look else []
+    return [f"line {f.line}: {f.found}" for look in _look_at_script() for f in look.conditional_loads()]
 
 
 def what_begins_anew() -> list[str]:
     """Loops of the running script that begin at 0 in every life, and places that it reads from a client state
     which nobody keeps; each with what to write."""
-    look = _look_at_script()
-    return [str(finding) for finding in (*look.loops(), *look.client_states())] if look else []
+    return [str(f) for look in _look_at_script() for f in (*look.loops(), *look.client_states())]
 
 
-def _look_at_script() -> ScriptLook | None:
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        return ScriptLook(Path(path).read_bytes(), path) if path else None
-    except (OSError, ConfigError):
-        return None
+def _look_at_script() -> Iterator[ScriptLook]:
+    """One, if it can be read."""
+    with suppress(OSError, ConfigError):
+        if path := getattr(sys.modules.get("__main__"), "__file__", None):
+            yield ScriptLook(Path(path).read_bytes(), path)
 
 
 def what_is_protected(session: Session) -> str:

@@ -7,7 +7,6 @@ reads is not overwritten until then (P3).
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
@@ -143,12 +142,6 @@ def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named |= named.pop(name, {})
     return named
-
-
-def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(where.name)`` on an instance or a module; others and the class stay as they are."""
-    original = getattr(where, name)
-    setattr(where, name, functools.wraps(original)(wrapper(original)))
 
 
 @dataclass(frozen=True)

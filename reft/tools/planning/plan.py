@@ -118,7 +118,7 @@ class JobPlan:
     @property
     def warnings(self) -> list[Finding]:
         """What the block makes a recovery lack, as ``reft config --check`` says it."""
-        return block_findings(self.job.block)
+        return [*block_findings(self.job.block)]
 
     @cached_property
     def problems(self) -> list[Finding]:
