@@ -36,7 +36,7 @@ from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
-from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
+from reft.node.client import PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
 from reft.node.observe import CommitWatch
@@ -261,7 +261,7 @@ class Daemon:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
         try:
-            with ShortPath(path) as name:
+            with short_path(path) as name:
                 listener.bind(name)
             listener.listen(64)
         except BaseException:
