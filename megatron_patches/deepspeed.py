@@ -84,8 +84,9 @@ def running_program(engine: Any) -> MegatronProgram | None:
 
 
 def tell_of_attention(model: torch.nn.Module) -> None:
-    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the program
-    one behind the other, or head by head. Nothing but its code tells; of another one they stay unknown."""
+    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
+    program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
+    attention: Any
     for attention in model.modules():
         fused = getattr(attention, "query_key_value", None)
         if not isinstance(fused, torch.nn.Module):
@@ -99,7 +100,7 @@ def tell_of_attention(model: torch.nn.Module) -> None:
         elif "each_hidden_size" in code or "[heads.shape[2] - 2 * groups, groups, groups]" in code:
             blocks = (heads * width, keys * width, keys * width)
         for parameter in fused.parameters() if blocks is not None else ():
-            parameter.partition_blocks = blocks  # type: ignore[attr-defined]
+            parameter.partition_blocks = blocks
 
 
 class MegatronProgram:
