@@ -87,6 +87,7 @@ def tell_of_attention(model: torch.nn.Module) -> None:
     """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
     program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
     attention: Any
+    parameter: Any
     for attention in model.modules():
         fused = getattr(attention, "query_key_value", None)
         if not isinstance(fused, torch.nn.Module):

@@ -105,6 +105,11 @@ class ReftAgent(LocalElasticAgent):
         self.all_ended_well = False
         self.told_to_stop = False
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first node of the job."""
+        return int(self._worker_group.group_rank or 0) == 0
+
     # -- the loop ----------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
