@@ -182,7 +182,13 @@ class MegatronProtection:
         if not self._said:
             self._said = True
             self.memory.made_first_step()
-            self._advise()
+            if self.session.state.client_state is None:
+                warn(
+                    self.session,
+                    "reft does not know how many samples were consumed: after a failure the job continues "
+                    "with other data, unless batches follow from the iteration that load() returns. "
+                    f"Write{_LINES}",
+                )
 
     def begin_step(self) -> None:
         """A step begins. Called at its ``zero_grad_buffer``; only the first call does anything."""
@@ -252,14 +258,6 @@ class MegatronProtection:
         self.memory.refuse_silent_restart(plan)
         warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
         self.session.start({})
-
-    def _advise(self) -> None:
-        if self.session.state.client_state is None:
-            warn(
-                self.session,
-                "reft does not know how many samples were consumed: after a failure the job continues with "
-                f"other data, unless batches follow from the iteration that load() returns. Write{_LINES}",
-            )
 
 
 def _micro_batches() -> int:

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reft.data.loading import loader
-    from reft.data.sample_rng import sample_seed
+    from reft.data.loading import loader, sample_seed
 
 __all__ = ["loader", "sample_seed"]
 
-_ELSEWHERE = {"loader": "reft.data.loading", "sample_seed": "reft.data.sample_rng"}
+_ELSEWHERE = {"loader": "reft.data.loading", "sample_seed": "reft.data.loading"}
 
 
 def __getattr__(name: str) -> Any:

@@ -164,9 +164,13 @@ class TierRate:
                 self._profile()
             else:
                 self._observe()
-            rated = 1 if self.rate is None else self.rate.interval_steps
-            gap = self._gap() if self.rate is None or self._probes() else 1
-            wanted = self._bounded(max(windows, rated, gap))
+            wanted = self._gap()
+            if self.rate is not None:
+                if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
+                    self._probe_from, self._usual = None, None
+                # While it looks, versions are taken less often, to have steps without one.
+                wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
+            wanted = self._bounded(max(windows, wanted))
             news, self._news = self._news, None
         if news is not None:
             self._on_change(*news)
@@ -231,12 +235,6 @@ class TierRate:
     def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
         """Shortest interval of any use, and why."""
         return 1, ""
-
-    def _probes(self) -> bool:
-        """Whether versions are taken less often for a while, to have steps without one."""
-        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
-            self._probe_from, self._usual = None, None
-        return self._probe_from is not None
 
     def _gap(self) -> int:
         """Steps between two versions with which there are steps without one."""
