@@ -220,13 +220,12 @@ def _initialize(
         from reft.config_read import load_config
 
         with uncollected():
-            from reft.engine.deepspeed import attach, session_of
-
-        attached = session_of(engine) is not None
+            hook = import_module("reft.engine.deepspeed")
+        attached = hook.session_of(engine) is not None
         if (attached and client_state is not None) or (
             not attached and load_config(ds_config_of(engine)).enabled
         ):
-            attach(engine, client_state=client_state)
+            hook.attach(engine, client_state=client_state)
     return result
 
 
