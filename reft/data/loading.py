@@ -6,8 +6,13 @@
             ...
 
 torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads follows
-from :mod:`reft.data.order`, and random numbers of a sample from :mod:`reft.data.loading`. The position
-counts what was handed out, not what was read ahead; to come back sets two numbers.
+from :mod:`reft.data.order`. The position counts what was handed out, not what was read ahead; to come back
+sets two numbers.
+
+Random numbers of a sample follow from (seed, epoch, sample), never from a worker's state: before it is read,
+the generators of Python, NumPy and torch (on the CPU) are seeded for it; so they are for the collation of a
+batch, by its first sample. A sample is therefore the same to the bit in every worker, in the process that
+trains, whose generators are put back behind it, and when it is read again after a failure.
 """
 
 from __future__ import annotations

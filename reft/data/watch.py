@@ -228,6 +228,8 @@ def process() -> tuple[int, int]:
 WATCH = Watch()
 
 
+# -- loaders by name, and their positions in a version that was loaded before or after the script made them
+
 R = TypeVar("R", bound=Read)
 P = TypeVar("P")
 

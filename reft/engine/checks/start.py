@@ -341,6 +341,8 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
+# -- what every rank tries on its own device at attach; rank 0 says it in one paragraph ---------------------
+
 _COPIED_BYTES = 32 * 2**20
 _ELEMENTS, _STEPS = 2**18, 3
 _OWN_THREADS = 2  # of a rank that trains on a device: one for forward, one for backward
