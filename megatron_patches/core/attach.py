@@ -110,8 +110,7 @@ class MegatronProtection:
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
-            self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
-            session.tracer.weaver = self._weaver
+            self._weaver = MegatronWeaver(session.copying.pacer, session.tracer)
         for chunk in engine.chunks:
             wrap(chunk, "zero_grad_buffer", self._beginning)
         wrap(engine.optimizer, "step", self._stepping)

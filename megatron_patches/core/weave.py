@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from reft.engine.session import Woven
+from reft.engine.session import Tracer
 from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.scheduling.trace import InstructionRecord
 
@@ -23,14 +23,14 @@ _running: list[MegatronWeaver] = []
 """The weaver whose step is being made: a process trains one model at a time."""
 
 
-class MegatronWeaver(Woven):
-    """Windows of one training; the device's time line is not marked. ``traced``: whether every instruction is
-    timed; asked before every step."""
+class MegatronWeaver:
+    """Windows of one training; the device's time line is not marked. Whether every instruction is timed is
+    asked before every step."""
 
-    def __init__(self, pacer: Pacer, traced: Callable[[], bool]) -> None:
-        super().__init__()
-        self._pacer = pacer
-        self._traced = traced
+    def __init__(self, pacer: Pacer, tracer: Tracer) -> None:
+        self._pacer, self._tracer = pacer, tracer
+        tracer.woven = True
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._is_traced = False
         self._names: list[str] = []
         self._step_began = False
@@ -43,7 +43,7 @@ class MegatronWeaver(Woven):
         self._names = []
         for stamps in self._computing.values():
             stamps.clear()
-        self._is_traced, self._began = self._traced(), time.perf_counter()
+        self._is_traced, self._tracer.began = self._tracer.active, time.perf_counter()
         self._step_began = True
         self._pacer.begin_step("megatron")
         _running[:] = [self]
@@ -91,7 +91,7 @@ class MegatronWeaver(Woven):
     def _record(self, position: int, name: str, began: float, ended: float) -> None:
         if self._is_traced:
             micro_batch = self._names[:position].count(name)
-            self._records.append(InstructionRecord(position, name, micro_batch, began, ended))
+            self._tracer.records.append(InstructionRecord(position, name, micro_batch, began, ended))
 
 
 class _Awaited:

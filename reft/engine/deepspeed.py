@@ -330,7 +330,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
         wrap(engine, "train_batch", train_batch)
         wrap(engine, "eval_batch", partial(during, Phase.EVALUATION))
-        session.tracer.weaver = Weaver(engine, session)
+        Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
             wrap(engine, name, at_instruction(progress, name.capitalize()))

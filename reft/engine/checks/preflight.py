@@ -373,8 +373,8 @@ def _reads_step(node: ast.AST) -> bool:
     return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
 
 
-# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run with; the one
-# table, which docs/support.md prints and the cluster pages keep to
+# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run with; the
+# one table, which docs/support.md prints and the cluster pages keep to
 
 ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
 ZERO0 = "ZeRO-0"
