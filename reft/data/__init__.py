@@ -10,10 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["loader", "sample_seed"]
 
-_ELSEWHERE = {"loader": "reft.data.loading", "sample_seed": "reft.data.loading"}
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'reft.data' has no attribute {name!r}")
-    return getattr(import_module(_ELSEWHERE[name]), name)
+    return getattr(import_module("reft.data.loading"), name)
