@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reft.engine.identity import flat_facts, shapes_of
+from reft.engine.engine import flat_facts, shapes_of
 from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program

@@ -6,8 +6,6 @@ Collective, where nothing else is said: every rank comes to the same result or r
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import secrets
@@ -15,15 +13,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
-
-import torch
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
@@ -43,7 +39,6 @@ from reft.errors import (
     FencedError,
     FingerprintError,
     JobInUseError,
-    LayoutError,
     ReftError,
     TransferError,
 )
@@ -107,34 +102,6 @@ def declared_on_one_host(places: Sequence[Place]) -> tuple[str, ...]:
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
-    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
-    in a way reft does not know (experts, sequences)."""
-    import torch.distributed as dist
-
-    grid = getattr(engine, "grid", None)
-    if grid is not None:
-        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
-        degrees = Degrees(
-            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
-        )
-    else:
-        mpu = getattr(engine, "mpu", None)
-        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
-        tp_rank, tp_size = 0, 1
-        if mpu is not None:
-            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
-        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
-    if degrees.world_size != dist.get_world_size():
-        raise LayoutError(
-            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
-            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
-            f"sequence parallel ranks"
-        )
-    return at, degrees
 
 
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()  # by engines of this process; by its place
@@ -324,32 +291,6 @@ class Identity:
             logger.warning("the job's settings cannot be recorded next to its memory: %s", error)
 
 
-def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from flat_facts(f"{name}.{key}", value[key])
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from flat_facts(f"{name}.{index}", item)
-    elif value is None or isinstance(value, str | int | float | bool):
-        yield name, value
-    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        yield name, value.item()
-
-
-def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
-    digest = hashlib.blake2b(digest_size=6)
-    tensors = numbers = 0
-    for name, parameter in parameters:
-        tensors, numbers = tensors + 1, numbers + parameter.numel()
-        digest.update(
-            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
-        )
-    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
-
-
 _ANSWER_SECS = 10.0
 _SILENT_SECS = 30.0  # a store that did not answer is left alone for so long
 
@@ -465,20 +406,19 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     """The newest commit that the rendezvous store knows of, in words; empty if there was none; a
     TransferError on all ranks if it does not say. Collective: asked where neither memory nor disk holds a
     version."""
-    told: dict[str, str] = {}
+    note = error = ""
     if control.rank == 0:
         try:
-            told = {"note": str(record.newest_commit() or "")}
-        except TransferError as error:
-            told = {"error": str(error)}
-    answer = json.loads(control.gather_bytes(json.dumps(told).encode())[0])
-    if "error" in answer:
+            note = str(record.newest_commit() or "")
+        except TransferError as failed:
+            error = str(failed)
+    note, error = decode(control.gather_bytes(encode([note, error]))[0])
+    if error:
         raise TransferError(
             f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "
-            f"committed any: {answer['error']}. Start it again when the store answers; a new job takes "
-            f"another id"
+            f"committed any: {error}. Start it again when the store answers; a new job takes another id"
         )
-    return str(answer["note"])
+    return str(note)
 
 
 def gather_topology(

@@ -160,10 +160,13 @@ class TierRate:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
         ``windows``: how often one fits into the idle time, as planned."""
         with self._lock:
-            if self.rate is None:
-                self._profile()
-            else:
-                self._observe()
+            seen = self._pairs.cost()
+            if self.rate is not None:
+                self._observe(seen)
+            elif seen is not None and (self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS):
+                # Algorithm 1, once there are enough pairs.
+                self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
+                self._judge(seen)
             wanted = self._gap()
             if self.rate is not None:
                 if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
@@ -176,22 +179,13 @@ class TierRate:
             self._on_change(*news)
         return wanted
 
-    def _profile(self) -> None:
-        """Algorithm 1, once there are enough pairs."""
-        seen = self._pairs.cost()
-        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
-            return
-        self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
-        self._judge(seen)
-
     def _costs(self, seen: Cost) -> Costs:
         (copy_secs, update_secs), arrival = self._copies(), self._usual_arrival_secs()
         copy = min(copy_secs or 0.0, arrival)
         return Costs(seen.plain_secs, min(update_secs, seen.plain_secs), copy, arrival - copy)
 
-    def _observe(self) -> None:
+    def _observe(self, seen: Cost | None) -> None:
         """Judge the window if it tells enough; begin to look again if steps have become slower."""
-        seen = self._pairs.cost()
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
