@@ -137,8 +137,9 @@ def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[K
         elif name != "faults":  # those are for tests
             default = field.get_default(call_default_factory=True)
             default = str(default) if isinstance(default, Path) else default
+            meaning = " ".join((field.description or "").split())
             unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
-            yield KeyDoc(key, _type_name(field.annotation), default, unit, field.description or "")
+            yield KeyDoc(key, _type_name(field.annotation), default, unit, meaning)
 
 
 def _type_name(annotation: Any) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
-from megatron_patches.core.support import PROGRAM_RELEASES, check_release
+from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from reft import log
 from reft.config_read import parse_block, read_block
 from reft.engine.load.restore import bind

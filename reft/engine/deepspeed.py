@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,10 +111,7 @@ def _tied_elsewhere(module: Any) -> Iterator[Any]:
         if rank != min(comm["ranks"]):
             names = comm["weight_attr"]
             for name in [names] if isinstance(names, str) else names:
-                found = comm["module"]
-                for part in name.split("."):
-                    found = getattr(found, part)
-                yield found
+                yield attrgetter(name)(comm["module"])
 
 
 def flops_per_token(gathered: Iterable[int]) -> int:
@@ -122,27 +120,14 @@ def flops_per_token(gathered: Iterable[int]) -> int:
     return EXPERTS if EXPERTS in found else sum(found)
 
 
-class TokensSeen:
-    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids."""
-
-    def __init__(self, page: ProgressPage, micro_batch: int) -> None:
-        self._page = page
-        self._micro_batch = micro_batch
-        self._known = False
-
-    def look(self, *inputs: Any) -> None:
-        """``inputs``: of a forward pass; tensors, and lists, tuples and mappings of them."""
-        if self._known:
-            return
-        for tensor in _tensors(inputs):
-            if (
-                tensor.dtype in (torch.int64, torch.int32)
-                and tensor.ndim == 2
-                and len(tensor) == self._micro_batch
-            ):
-                self._known = True
-                self._page.set_tokens(tensor.shape[1])
-                return
+def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
+    """By the first micro-batch of token ids among the inputs of a forward pass, tensors in lists, tuples and
+    mappings; 0 where there is none."""
+    for tensor in _tensors(inputs):
+        is_integer = tensor.dtype in (torch.int64, torch.int32)
+        if is_integer and tensor.ndim == 2 and len(tensor) == micro_batch:
+            return tensor.shape[1]
+    return 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -272,13 +257,19 @@ def session_of(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
 
+def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with page.during(phase):
+        return original(*args, **kwargs)
+
+
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
-    tokens = TokensSeen(progress, int(engine.train_micro_batch_size_per_gpu()))
+    micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
-    def during(phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with progress.during(phase):
-            return original(*args, **kwargs)
+    def look_for_tokens(inputs: Any) -> None:
+        nonlocal tokens
+        if not tokens and (tokens := tokens_per_sample(micro_batch, inputs)):
+            progress.set_tokens(tokens)
 
     def model_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session.before_optimizer_step()
@@ -299,7 +290,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         finally:
             restorer.after_batch()
         if session.coordinate.pp == 0:
-            tokens.look(engine.pipe_buffers.get("inputs"))
+            look_for_tokens(engine.pipe_buffers.get("inputs"))
         stepped()
         return result
 
@@ -307,9 +298,9 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         training = engine.training and torch.is_grad_enabled()
         restorer.before_forward(training=training)
         if not training:
-            return during(Phase.EVALUATION, original, *args, **kwargs)
+            return _during(progress, Phase.EVALUATION, original, *args, **kwargs)
         progress.begin_step()
-        tokens.look(args, kwargs)
+        look_for_tokens((args, kwargs))
         return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -329,8 +320,8 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         from reft.engine.weave import Weaver
 
         wrap(engine, "train_batch", train_batch)
-        wrap(engine, "eval_batch", partial(during, Phase.EVALUATION))
-        session.tracer.weaver = Weaver(engine, session)
+        wrap(engine, "eval_batch", partial(_during, progress, Phase.EVALUATION))
+        Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
             wrap(engine, name, at_instruction(progress, name.capitalize()))
@@ -341,4 +332,4 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         ("save_checkpoint", save, Phase.SAVING),
     ):
         wrap(engine, name, around)
-        wrap(engine, name, partial(during, phase))
+        wrap(engine, name, partial(_during, progress, phase))

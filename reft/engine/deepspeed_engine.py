@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reft.engine.data import LEFT, DataPosition, move_data
-from reft.engine.identity import coordinate_of, flat_facts, shapes_of
+from reft.engine.engine import coordinate_of, flat_facts, shapes_of
 from reft.engine.on_import import ds_config_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees

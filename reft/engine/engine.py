@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from reft.config import Variant
-from reft.errors import ReftError, UnsupportedStateError
+from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.protect.codes import Scheme
@@ -192,3 +193,60 @@ def kept_members(session: Session) -> tuple[int, ...]:
     at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
     placement = place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities)
     return placement.kept_by(at.dp)[1:]
+
+
+# -- facts of an engine ------------------------------------------------------------------------------------
+
+
+def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
+    in a way reft does not know (experts, sequences)."""
+    import torch.distributed as dist
+
+    grid = getattr(engine, "grid", None)
+    if grid is not None:
+        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+        degrees = Degrees(
+            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
+        )
+    else:
+        mpu = getattr(engine, "mpu", None)
+        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
+        tp_rank, tp_size = 0, 1
+        if mpu is not None:
+            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
+    if degrees.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
+            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
+            f"sequence parallel ranks"
+        )
+    return at, degrees
+
+
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from flat_facts(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from flat_facts(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in parameters:
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+        )
+    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"

@@ -59,7 +59,14 @@ def choose_protection(session: Session) -> ReftConfig:
     """The block with the chosen protection in the place of ``auto``. Collective. Windows are not measured
     yet: the choice needs none, since it takes what moves least."""
     config, situation = session.config, situation_of(session)
-    choice = _choose(replace(situation, rates=_measured_rates(session, situation)), config)
+    situation = replace(situation, rates=_measured_rates(session, situation))
+    # Versions are given up before the tolerance is, as when memory runs short later.
+    choices = [
+        choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
+        for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1)
+    ]
+    reached = (choice for choice in choices if choice.reached)
+    choice = next(reached, max(choices, key=lambda choice: choice.chosen.tolerance))
     chosen, scheme = choice.chosen, choice.chosen.scheme
     session.events.write(
         "protection_chosen",
@@ -107,19 +114,6 @@ def _measured_rates(session: Session, situation: Situation) -> Rates | None:
         adam_parameters_per_sec=min(one.adam_parameters_per_sec for one in found),
         free_cores=min(one.free_cores for one in found),
     )
-
-
-def _choose(situation: Situation, config: ReftConfig) -> Choice:
-    """Versions are given up before the tolerance is, as when memory runs short later."""
-    best: Choice | None = None
-    for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1):
-        choice = choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
-        if best is None or choice.chosen.tolerance > best.chosen.tolerance:
-            best = choice
-        if best.reached:
-            break
-    assert best is not None
-    return best
 
 
 def _say(choice: Choice) -> None:

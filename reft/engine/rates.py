@@ -160,34 +160,32 @@ class TierRate:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
         ``windows``: how often one fits into the idle time, as planned."""
         with self._lock:
-            if self.rate is None:
-                self._profile()
-            else:
-                self._observe()
-            rated = 1 if self.rate is None else self.rate.interval_steps
-            gap = self._gap() if self.rate is None or self._probes() else 1
-            wanted = self._bounded(max(windows, rated, gap))
+            seen = self._pairs.cost()
+            if self.rate is not None:
+                self._observe(seen)
+            elif seen is not None and (self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS):
+                # Algorithm 1, once there are enough pairs.
+                self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
+                self._judge(seen)
+            wanted = self._gap()
+            if self.rate is not None:
+                if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
+                    self._probe_from, self._usual = None, None
+                # While it looks, versions are taken less often, to have steps without one.
+                wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
+            wanted = self._bounded(max(windows, wanted))
             news, self._news = self._news, None
         if news is not None:
             self._on_change(*news)
         return wanted
-
-    def _profile(self) -> None:
-        """Algorithm 1, once there are enough pairs."""
-        seen = self._pairs.cost()
-        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
-            return
-        self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
-        self._judge(seen)
 
     def _costs(self, seen: Cost) -> Costs:
         (copy_secs, update_secs), arrival = self._copies(), self._usual_arrival_secs()
         copy = min(copy_secs or 0.0, arrival)
         return Costs(seen.plain_secs, min(update_secs, seen.plain_secs), copy, arrival - copy)
 
-    def _observe(self) -> None:
+    def _observe(self, seen: Cost | None) -> None:
         """Judge the window if it tells enough; begin to look again if steps have become slower."""
-        seen = self._pairs.cost()
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -231,12 +229,6 @@ class TierRate:
     def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
         """Shortest interval of any use, and why."""
         return 1, ""
-
-    def _probes(self) -> bool:
-        """Whether versions are taken less often for a while, to have steps without one."""
-        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
-            self._probe_from, self._usual = None, None
-        return self._probe_from is not None
 
     def _gap(self) -> int:
         """Steps between two versions with which there are steps without one."""

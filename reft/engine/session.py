@@ -15,12 +15,10 @@ from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
 from reft.device import Vendor, vendor_of
-from reft.engine.checks.device import check_device
-from reft.engine.checks.start import check_start, warn
+from reft.engine.checks.start import check_device, check_start, warn
 from reft.engine.copying import Copying, OptimizerFence
 from reft.engine.engine import ClientState, EngineState, TrainingEngine
-from reft.engine.identity import Place, local_rank, name_job
-from reft.engine.memory import JobMemory, gather_topology
+from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
 from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
 from reft.engine.stopping import Stopping
@@ -131,35 +129,19 @@ class DeviceMemory:
         return DeviceUse(total=self._total, allocated=allocated["current"], peak_allocated=allocated["peak"])
 
 
-class Woven:
-    """What executes the instructions of a pipeline, as a tracer sees it."""
-
-    def __init__(self) -> None:
-        self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self._records: list[InstructionRecord] = []
-        self._marks: list[tuple[Any, Any]] = []
-        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
-        self._began = 0.0
-
-    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
-        """Instructions timed since the last call, and when the last schedule began."""
-        records, self._records = self._records, []
-        return tuple(records), self._began
-
-    def take_marks(self) -> list[tuple[Any, Any]]:
-        """What :attr:`mark` returned before and after each instruction since the last call."""
-        marks, self._marks = self._marks, []
-        return marks
-
-
 class Tracer:
-    """Collects the traces of one rank. Used by the training thread."""
+    """Collects the traces of one rank; what executes the instructions of a pipeline notes them here. Used by
+    the training thread."""
 
     def __init__(self) -> None:
         self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
         self.profiler: Profiler | None = None
-        self.weaver: Woven | None = None
+        self.woven = False  # whether the instructions of a pipeline are noted
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
+        self.records: list[InstructionRecord] = []  # of this step
+        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
+        self.began = 0.0  # the last schedule
 
     @property
     def active(self) -> bool:
@@ -170,7 +152,7 @@ class Tracer:
         config = session.config.profile
         if not config.steps:
             return
-        if self.weaver is None:
+        if not self.woven:
             name = session.engine.name
             logger.warning("%s cannot be profiled; only a pipeline engine can", name)
             return
@@ -180,7 +162,7 @@ class Tracer:
         # On a device calls return before their work is done; its own clock is read, without waiting.
         vendor = vendor_of(session.engine.device)
         clock = None if vendor is None else DeviceClock(vendor)
-        self.weaver.mark = None if clock is None else clock.mark
+        self.mark = None if clock is None else clock.mark
         self.profiler = Profiler(
             config,
             clock,
@@ -194,10 +176,8 @@ class Tracer:
     def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
         """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
         training waited for copies."""
-        instructions: tuple[InstructionRecord, ...] = ()
-        began, marks = 0.0, []
-        if self.weaver is not None:
-            (instructions, began), marks = self.weaver.take_records(), self.weaver.take_marks()
+        records, self.records = self.records, []
+        marks, self.marks = self.marks, []
         copied = []
         while chunks:  # the thread that copies adds more
             copied.append(chunks.popleft())
@@ -205,9 +185,9 @@ class Tracer:
             step=step,
             rank=session.control.rank,
             stage_id=session.coordinate.pp,
-            begin_secs=began,
+            begin_secs=self.began,
             end_secs=time.perf_counter(),
-            instructions=instructions,
+            instructions=tuple(records),
             chunks=tuple(copied),
             fence_secs=fence_secs,
         )
@@ -215,8 +195,8 @@ class Tracer:
             self.traces.append(trace)
         if self.profiler is not None:
             self.profiler.add(trace, marks)
-            if self.weaver is not None and not self.profiler.measuring:
-                self.weaver.mark = None
+            if not self.profiler.measuring:
+                self.mark = None
 
 
 class Session:
@@ -461,7 +441,7 @@ class Session:
         step_secs, self._boundary_secs = now - self._boundary_secs, now
         self._last_step = step
         log.set_step(step)
-        if self.tracer.weaver is None:
+        if not self.tracer.woven:
             self.copying.pacer.end_step("step", ())
         self.rates.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):

@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.config import Variant
 from reft.engine.on_import import wrap
-from reft.engine.session import Session, Woven
+from reft.engine.session import Session
 from reft.snapshot.copying.pacing import queues_transfers, waits
 from reft.snapshot.scheduling.trace import InstructionRecord
 
@@ -87,15 +87,16 @@ class WovenSchedule:
                 yield TakeSnapshot()
 
 
-class Weaver(Woven):
+class Weaver:
     """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether anything is to
     be woven, and whether every instruction is timed, is asked before every schedule."""
 
     def __init__(self, engine: Any, session: Session) -> None:
-        super().__init__()
-        self._session = session
+        self._session, self._tracer = session, session.tracer
+        self._tracer.woven = True
         self._progress = session.progress
         self._pacer = session.copying.pacer
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, _Stream] = {}
         self._counts: Counter[str] = Counter()
         self._position = 0
@@ -113,8 +114,8 @@ class Weaver(Woven):
     # -- execution -----------------------------------------------------------------------------------
 
     def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
-        self._began = time.perf_counter()
-        traced = self._session.tracer.active
+        self._tracer.began = time.perf_counter()
+        traced = self._tracer.active
         for stamps in self._computing.values():
             stamps.clear()
         # P1: on the instance; the class, and every other engine, executes as before.
@@ -157,15 +158,15 @@ class Weaver(Woven):
         self._drains = False
         stream = self._streams[self._key]
         self._pacer.open(len(stream.names), receives=True)
-        mark = self._mark() if self._session.tracer.active else None
+        mark = self._mark() if self._tracer.active else None
         began = time.perf_counter()
         try:
             result = original(*args, **kwargs)
         finally:
             ended = time.perf_counter()
             self._pacer.close()
-        if self._session.tracer.active:
-            self._records.append(
+        if self._tracer.active:
+            self._tracer.records.append(
                 InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
             )
             self._mark_end(mark)
@@ -222,16 +223,16 @@ class Weaver(Woven):
         return clocked if traced or stamps is not None else noted
 
     def _mark(self) -> Any:
-        return None if self.mark is None else self.mark()
+        return None if self._tracer.mark is None else self._tracer.mark()
 
     def _mark_end(self, began: Any) -> None:
-        if began is not None and self.mark is not None:
-            self._marks.append((began, self.mark()))
+        if began is not None and self._tracer.mark is not None:
+            self._tracer.marks.append((began, self._tracer.mark()))
 
     def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
         micro_batch = self._counts[name] if of_micro_batch else None
         self._counts[name] += 1
-        self._records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._tracer.records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
         self._position += 1
 
 

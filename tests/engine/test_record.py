@@ -13,7 +13,7 @@ import pytest
 
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
-from reft.engine.memory import JobRecord, noted_commit
+from reft.engine.identity import JobRecord, noted_commit
 from reft.engine.session import Session
 from reft.errors import TransferError
 from reft.grid import Coordinate

@@ -26,7 +26,7 @@ from examples.llama.tensor_parallel import (
     TensorParallel,
     copy_to_ranks,
 )
-from reft.engine.install import avoid_build_at_start
+from reft.engine.on_import import avoid_build_at_start
 
 avoid_build_at_start()
 

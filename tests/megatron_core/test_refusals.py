@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_patches.core import support
+from megatron_patches.core import engine as support
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from reft.config_read import parse_block
 from reft.engine.engine import gradient_capture

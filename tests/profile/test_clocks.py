@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reft.config import Variant
 from reft.device import VENDORS
+from reft.engine.session import Tracer
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
@@ -124,23 +125,25 @@ class _Engine:
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     engine = _Engine()
     page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
+    tracer = Tracer()
+    tracer.traces = deque(maxlen=1)
     session: Any = SimpleNamespace(
         progress=page,
         copying=SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS),
         worker=object(),
-        tracer=SimpleNamespace(active=True),
+        tracer=tracer,
         boundary=lambda: None,
     )
-    weaver = Weaver(engine, session)
+    Weaver(engine, session)
     engine.train_batch()
-    records, _ = weaver.take_records()
-    assert (len(records), weaver.take_marks()) == (12, [])
+    assert (len(tracer.records), tracer.marks) == (12, [])
+    tracer.records.clear()
     ticks = count()
-    weaver.mark = lambda: next(ticks)
+    tracer.mark = lambda: next(ticks)
     assert engine.train_batch() == 1.5
-    records, _ = weaver.take_records()
-    assert [r.name for r in records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
-    assert weaver.take_marks() == [(2 * n, 2 * n + 1) for n in range(len(records))]
-    session.tracer.active = False
+    assert [r.name for r in tracer.records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
+    assert tracer.marks == [(2 * n, 2 * n + 1) for n in range(len(tracer.records))]
+    seen = len(tracer.records)
+    tracer.traces = None
     engine.train_batch()
-    assert (weaver.take_records()[0], weaver.take_marks()) == ((), [])
+    assert (len(tracer.records), len(tracer.marks)) == (seen, seen)

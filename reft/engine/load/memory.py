@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from reft.engine import on_import
-from reft.engine.identity import local_rank
-from reft.engine.memory import noted_commit
+from reft.engine.identity import local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
