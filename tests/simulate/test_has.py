@@ -13,11 +13,10 @@ from benchmarks.simulator.copying import Tier
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import one_f_one_b
-from benchmarks.simulator.settings import experiments
+from benchmarks.simulator.settings import MACHINES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
 from reft.policy.loads import Load
-from reft.tools.planning.cluster import MACHINES
 from reft.tools.planning.model import Training
 from reft.tools.planning.pace import PlannedPace
 

@@ -15,7 +15,7 @@ from typing import Any
 from reft.config_read import read_object
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.planning.cluster import Machine
+from reft.tools.planning.cluster import Cluster
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
@@ -172,7 +172,7 @@ class Training:
     """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor)."""
 
     model: str  # name of a shape of `SHAPES`, or of ``given``
-    machine: Machine  # what it runs on
+    machine: Cluster  # what it runs on
     tensor: int  # tensor, stages, data: parallel degrees
     stages: int
     data: int

@@ -173,7 +173,7 @@ class JobPlan:
                 "max_overhead": self.max_overhead,
                 "why": self.why_rate,
             },
-            "storage": self.storage.to_json(),
+            "storage": asdict(self.storage),
             "protection": {
                 "configured": self.configured,
                 "planned": self.planned.name,
