@@ -49,10 +49,10 @@ def write(folder: Path, values: Any) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path, name: str) -> None:
     published, values = PUBLISHED[name]
-    shape, notes = load_shape(write(tmp_path / name, values), None)
+    shape, note = load_shape(write(tmp_path / name, values), None)
     assert isinstance(shape, PlannedShape)
     assert (shape.name, shape.parameters) == (name, published)
-    assert f"{published:,} parameters" in notes[0]
+    assert f"{published:,} parameters" in note
     assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
     # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
     alone = Training(name, CLUSTERS["h100"], 1, 1, 1, 1, given=shape)
