@@ -25,7 +25,7 @@ from reft.device import vendor_at_hand
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.profile import traces as wire
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.clock import DeviceClock, Mark
 from reft.profile.result import PROFILE_FILE, ProfileResult
 from reft.snapshot.scheduling.trace import StepTrace
@@ -100,15 +100,15 @@ class Profiler:
                     for rank, before, now in zip(gathered, self._offsets, after, strict=True)
                 ]
                 degrees = self._degrees
-                facts = JobFacts(
-                    job_id=self._job_id,
-                    world_size=dist.get_world_size(),
-                    degrees=(degrees.pp, degrees.dp, degrees.tp),
+                result = analyse(
+                    ranks,
+                    self._job_id,
+                    (degrees.pp, degrees.dp, degrees.tp),
                     created_unix_secs=time.time(),
                     clock="host" if self.clock is None else "device",
                     bandwidth_bytes_per_sec=probe_bandwidth(),
                 )
-                write(analyse(ranks, facts), self._config.dir)
+                write(result, self._config.dir)
         finally:
             # Nobody goes on to its end, which may take rank 0 along, before the files are there.
             dist.barrier(self._group)

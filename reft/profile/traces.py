@@ -24,6 +24,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from reft.control.collectives import allgather_bytes, network_errors
 from reft.control.wire import authenticate, check_authentic
@@ -133,10 +134,8 @@ def encode(rank: RankTraces) -> bytes:
 def decode(data: bytes) -> RankTraces:
     """The inverse of :func:`encode`; a ProfileError where the bytes are something else."""
     try:
-        fields = msgpack.unpackb(data)
-        traces = tuple(map(StepTrace.from_json, fields.pop("traces")))
-        return RankTraces(**fields | {"offset": ClockOffset(**fields["offset"]), "traces": traces})
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
+    except (ValueError, msgpack.UnpackException) as error:
         raise ProfileError(f"a rank sent traces that cannot be read: {error}") from error
 
 
