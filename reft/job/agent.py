@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
-from reft.job.agreement import NODE_INFO, Agreement, DuplicateNodeError, NodeInfo, agree
+from reft.job.agreement import Agreement, DuplicateNodeError
 from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGE_SECS = 30.0
 _FORM_ATTEMPTS = 10
 _PROGRESS_SECS = 600.0  # Trainers that ran so long have made progress, also where nothing is committed
 _SEEN_SECS = 5.0
@@ -76,7 +74,6 @@ class ReftAgent(LocalElasticAgent):
         options: LaunchOptions,
         *,
         client: RendezvousClient,
-        info: NodeInfo,
         secret: bytes,
         launcher: Launcher,
         exits_dir: Path,
@@ -88,9 +85,7 @@ class ReftAgent(LocalElasticAgent):
         self._options = options
         self._client = client
         assert client.handler is not None
-        assert client.incarnations is not None
-        self._handler, self._incarnations = client.handler, client.incarnations
-        self._info = info
+        self._handler, self._incarnations = client.handler, client.handler.incarnations
         self._secret = secret
         self._launcher = launcher
         self._grace_secs = grace_secs
@@ -190,7 +185,9 @@ class ReftAgent(LocalElasticAgent):
             failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
         rank = self._worker_group.workers[failure.local_rank].global_rank
-        self._info = replace(self._info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}")
+        info = self._handler.info = replace(
+            self._handler.info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}"
+        )
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused again", failure.reason)
             return False
@@ -202,7 +199,7 @@ class ReftAgent(LocalElasticAgent):
                 )
                 return False
             self._start_error = failure.reason
-        used = 0 if self._options.restarts_renew and self._has_new_version() else self._info.restarts_used
+        used = 0 if self._options.restarts_renew and self._has_new_version() else info.restarts_used
         allowed = self._spec.max_restarts
         since = " since the last new version" if self._options.restarts_renew else ""
         if failure.cause is Cause.OWN and used >= allowed:
@@ -226,7 +223,7 @@ class ReftAgent(LocalElasticAgent):
         return True
 
     def _has_new_version(self) -> bool:
-        return self._launcher.newest_step() > self._info.known_step
+        return self._launcher.newest_step() > self._handler.info.known_step
 
     def _is_free(self) -> bool:
         progressed = self._has_new_version() or time.monotonic() - self._started_at > _PROGRESS_SECS
@@ -262,12 +259,13 @@ class ReftAgent(LocalElasticAgent):
                 self._client.reconnect()
                 self._note_store_is_back()
             try:
+                self._bring_newest()
                 super()._rendezvous(worker_group)
                 break
             except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError, FencedError):
                 raise
             except DuplicateNodeError as error:
-                if self._info.agent in error.refused or attempt == _FORM_ATTEMPTS:
+                if self._is_refused or attempt == _FORM_ATTEMPTS:
                     raise
                 logger.warning("a node was refused: %s", error)
             except (RendezvousError, RuntimeError, TimeoutError) as error:
@@ -290,22 +288,29 @@ class ReftAgent(LocalElasticAgent):
             )
         self._launcher.round_formed(agreement)
 
+    def _bring_newest(self) -> None:
+        """Into the round, what this node knows of the job."""
+        info = self._handler.info
+        known = info.incarnation, self._launcher.newest_incarnation(), self._incarnations.read()
+        newest = self._launcher.newest_step()
+        self._handler.info = replace(info, newest_step=newest, incarnation=max(known))
+
+    @property
+    def _is_refused(self) -> bool:
+        agreement = self._handler.agreement
+        return agreement is not None and self._handler.node in agreement.refused
+
     def _assign_worker_ranks(
         self, store: RendezvousStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Exchange node infos with the other agents, number the trainers, and say where they meet."""
-        table = store.with_prefix("reft/round/0")
-        known = self._info.incarnation, self._launcher.newest_incarnation(), self._incarnations.read()
-        self._info = replace(self._info, newest_step=self._launcher.newest_step(), incarnation=max(known))
-        table.set(f"node/{group_rank}", NODE_INFO.dump_json(self._info))
-        keys = [f"node/{i}" for i in range(group_world_size)]
-        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree(
-            [NODE_INFO.validate_json(table.get(k)) for k in keys], renews=self._options.restarts_renew
-        )
+        """Number the trainers, and say where they meet."""
+        agreement = self._handler.agreement
+        assert agreement is not None
+        if agreement.refused:
+            raise DuplicateNodeError(agreement.nodes[agreement.members.index(agreement.refused[0])])
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
-            table,
+            store,
             self._secret,
             group_rank,
             group_world_size,
@@ -313,9 +318,7 @@ class ReftAgent(LocalElasticAgent):
             incarnation=agreement.incarnation,
         )
         self.agreement = agreement
-        self._handler.incarnation = agreement.incarnation
         self._incarnations.raise_to(agreement.incarnation)
-        self._info = self._info.after(agreement)
         return [
             Worker(
                 local_rank=i,
@@ -400,7 +403,7 @@ class ReftAgent(LocalElasticAgent):
     def _tell_peers(self, number: int) -> None:
         store: Any = self._store
         with suppress(RuntimeError):
-            store.set(self._stopped("by"), f"{int(number)} {self._info.node}")
+            store.set(self._stopped("by"), f"{int(number)} {self._options.node}")
             store.add(self._stopped("nodes"), 1)
             store.add(self._stopped("seen"), 1)
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -37,7 +36,7 @@ from reft.config_read import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import ReftAgent
-from reft.job.agreement import Agreement, NodeInfo
+from reft.job.agreement import Agreement
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
@@ -296,13 +295,7 @@ class Launcher:
             self._warm = WarmTrainers(options.preload, shared)
         handler = self.rendezvous.connect()
         self._board.start()
-        info = NodeInfo(
-            node=options.node,
-            agent=uuid.uuid4().hex,
-            workers=options.config.nproc_per_node,
-            turn=options.rank_turn,
-        )
-        agent = self._agent = self._make_agent(handler, info)
+        agent = self._agent = self._make_agent(handler)
         self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
         try:
@@ -363,7 +356,7 @@ class Launcher:
             logger.error("%s", ChildFailedError(name, result.failures))
         return failure.exit_code if failure else 1
 
-    def _make_agent(self, handler: StoreRendezvous, info: NodeInfo) -> ReftAgent:
+    def _make_agent(self, handler: StoreRendezvous) -> ReftAgent:
         options, config = self._options, self._options.config
         known = {f.name for f in fields(WorkerSpec)}
         same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
@@ -382,7 +375,6 @@ class Launcher:
             spec,
             options,
             client=self.rendezvous,
-            info=info,
             secret=self._secret,
             launcher=self,
             exits_dir=self._memory.path,

@@ -14,7 +14,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +24,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
+from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
-from reft.job.rendezvous.handler import IncarnationRecord, LeftError, StoreRendezvous
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Ordered, Told, decode_state
 from reft.job.rendezvous.scaling import leavers
 from reft.job.rendezvous.sizes import Sizes
@@ -34,7 +35,6 @@ from reft.naming import committed_key
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-_EXCHANGE_SECS = 30.0
 _LOOK_SECS = 0.1
 _BEAT_SECS = 1
 _BEATS = 5
@@ -227,9 +227,8 @@ class Node:
             keep_alive_interval=_BEAT_SECS,
             keep_alive_max_attempt=_BEATS,
         )
-        handler = StoreRendezvous(store, parameters)
+        handler = StoreRendezvous(store, parameters, NodeInfo(self.name, 1), JOB)
         world.handlers[self.name] = handler
-        handler.incarnations = IncarnationRecord(store, JOB)
         handler.wait_secs = world.wait_secs
         while True:
             try:
@@ -240,20 +239,15 @@ class Node:
 
     def _one_round(self, handler: StoreRendezvous, store: Connection) -> None:
         world = self.world
-        info = handler.next_rendezvous()
-        assert handler.incarnations is not None
-        known = max(self.incarnation, handler.incarnations.read())
-        table: Any = info.store
-        table.set(f"node/{info.rank}", f"{self.name} {known}")
-        keys = [f"node/{rank}" for rank in range(info.world_size)]
-        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        said = [table.get(key).decode().split() for key in keys]
-        members = tuple(name for name, _ in said)
-        self.incarnation = handler.incarnation = 1 + max(int(number) for _, number in said)
+        known = max(handler.info.incarnation, handler.incarnations.read())
+        handler.info = replace(handler.info, incarnation=known)
+        rank = handler.next_rendezvous().rank
+        assert handler.agreement is not None
+        self.incarnation, members = handler.incarnation, handler.agreement.nodes
         handler.incarnations.raise_to(self.incarnation)
         self.rounds.append(world.clock.now)
         self.trains = (self.incarnation, members)
-        self._train(handler, store, members, info.rank)
+        self._train(handler, store, members, rank)
 
     def _train(
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], rank: int

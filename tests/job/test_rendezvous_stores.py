@@ -44,7 +44,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 def etcd_store(cluster: EtcdCluster, secret: bytes = SECRET, run_id: str = "run") -> EtcdStore:
-    return EtcdStore.of(EtcdSettings.of(cluster.endpoint, {}, {}), secret, run_id)
+    return EtcdStore(EtcdLine(EtcdSettings.of(cluster.endpoint, {}, {})), secret, run_id)
 
 
 @pytest.fixture(params=["reft", "etcd", "relay"])

@@ -325,12 +325,6 @@ class EtcdStore(RendezvousStore):
         self._health = {"in doubt": False}  # of all views
         self._writing = threading.Lock()
 
-    @classmethod
-    def of(
-        cls, settings: EtcdSettings, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
-    ) -> EtcdStore:
-        return cls(EtcdLine(settings), secret, run_id, timeout_secs=timeout_secs)
-
     def lasting(self) -> EtcdStore:
         """The same store; what is written through this view stays when the run is over."""
         view = self.with_prefix("")
