@@ -50,8 +50,9 @@ class PersistConfig(Block):
     survival: float | None = Field(None, gt=0, lt=1)
     """with 'auto', wanted probability (0.999) that memory alone carries the job from one checkpoint to the
     next; null: the interval that loses least time"""
-    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
-export_at_end: Path | None = None
+    keep: int = Field(2, ge=1)
+    """newest persisted checkpoints to keep"""
+    export_at_end: Path | None = None
     """where to export the newest version in DeepSpeed's files when training ends, well or on request; as
     reft persist does"""
     timeout_secs: float = Field(600.0, gt=0)
