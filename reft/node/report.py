@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +71,7 @@ _Text = Annotated[str, BeforeValidator(cut)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """How much of a job's time was training that counts, since it began and over all its restarts, and what
     the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
@@ -113,10 +113,12 @@ class Counts:
         """Over the whole time, losses included; None where the engine does not tell its batch."""
         return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
 
-    def waited(self, secs: float) -> Counts:
-        name = "starting_secs" if self.newest_step is None else "recovering_secs"
-        changes = {name: getattr(self, name) + secs}
-        return replace(self, elapsed_secs=self.elapsed_secs + secs, **changes)
+    def waited(self, secs: float) -> None:
+        self.elapsed_secs += secs
+        if self.newest_step is None:
+            self.starting_secs += secs
+        else:
+            self.recovering_secs += secs
 
     def trained(
         self,
@@ -127,30 +129,24 @@ class Counts:
         flops: float = 0.0,
         stall_secs: float = 0.0,
         straggler_secs: float = 0.0,
-    ) -> Counts:
+    ) -> None:
         """Training went on for so long, up to ``step``."""
         made = 0 if self.newest_step is None else max(0, step - self.newest_step)
-        return replace(
-            self,
-            elapsed_secs=self.elapsed_secs + secs,
-            first_step=step if self.first_step is None else self.first_step,
-            newest_step=max(step, step if self.newest_step is None else self.newest_step),
-            last_step=step,
-            samples=self.samples + made * samples,
-            flops=self.flops + made * flops,
-            snapshot_secs=self.snapshot_secs + stall_secs,
-            straggler_secs=self.straggler_secs + made * straggler_secs,
-        )
+        self.elapsed_secs += secs
+        self.first_step = step if self.first_step is None else self.first_step
+        self.newest_step = max(step, step if self.newest_step is None else self.newest_step)
+        self.last_step = step
+        self.samples += made * samples
+        self.flops += made * flops
+        self.snapshot_secs += stall_secs
+        self.straggler_secs += made * straggler_secs
 
-    def went_back(self, resumed_step: int, step_secs: float) -> Counts:
+    def went_back(self, resumed_step: int, step_secs: float) -> None:
         """The job goes on from ``resumed_step``: what it had made beyond that, it makes again."""
         again = max(0, (self.last_step or 0) - resumed_step)
-        return replace(
-            self,
-            last_step=resumed_step,
-            repeated_steps=self.repeated_steps + again,
-            repeated_secs=self.repeated_secs + again * step_secs,
-        )
+        self.last_step = resumed_step
+        self.repeated_steps += again
+        self.repeated_secs += again * step_secs
 
 
 @dataclass(frozen=True)

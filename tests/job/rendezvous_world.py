@@ -1,7 +1,7 @@
 """Nodes of one job, their launchers' loops and their store, in simulated time.
 
-The rendezvous is the one that launchers use (:mod:`reft.job.rendezvous.handler`, :mod:`reft.job.rendezvous.state`,
-:mod:`reft.job.rendezvous.scaling`). Simulated are the clock, the store, and what a launcher does around the
+The rendezvous is the one that launchers use (:mod:`reft.job.rendezvous.handler`,
+:mod:`reft.job.rendezvous.membership`). Simulated are the clock, the store, and what a launcher does around the
 rendezvous. One node runs at a time, until it sleeps or calls the store; which one is next follows from a
 seed.
 """
@@ -19,16 +19,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
 from reft.job.rendezvous import handler as handler_module
-from reft.job.rendezvous import state as state_module
-from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.scaling import asked, leavers, told
-from reft.job.rendezvous.state import IncarnationRecord, Sizes, decode_state
+from reft.job.rendezvous.handler import IncarnationRecord, LeftError, StoreRendezvous
+from reft.job.rendezvous.membership import Ordered, Told, decode_state
+from reft.job.rendezvous.scaling import leavers
+from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import ScaleOrder
 from reft.naming import committed_key
 
@@ -50,14 +50,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.pause: Callable[[float], None] = lambda secs: None
-        clock = self
-
-        class Datetime(datetime):
-            @classmethod
-            def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-                return datetime.fromtimestamp(clock.time(), tz)
-
-        self.datetime = Datetime
 
     def monotonic(self) -> float:
         return self.now
@@ -273,7 +265,7 @@ class Node:
         while True:
             clock.sleep(_LOOK_SECS)
             if clock.now - beaten >= _BEAT_SECS:
-                handler._keep_alive()
+                handler.beat()
                 beaten = clock.now
             if self.fails:
                 self.fails = False
@@ -308,7 +300,7 @@ class Node:
             if order is not None and (now := handler.state.scaling) and now.number >= order.number:
                 order = None
             if order is not None:
-                handler.scale(lambda state: asked(order, running, state))
+                handler.tell(Ordered(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
                 return
@@ -320,7 +312,7 @@ class Node:
                 return
             else:
                 ranks = leavers(members, 1, scaling.without)
-            handler.scale(lambda state: told(ranks, running, state))
+            handler.tell(Told(ranks, running))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
         """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
@@ -357,12 +349,8 @@ class World:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for module in (handler_module, state_module, dynamic_rendezvous):
-                stack.enter_context(patch.object(module, "time", self.clock))
-            for module in (handler_module, dynamic_rendezvous):
-                stack.enter_context(patch.object(module, "datetime", self.clock.datetime))
-            delay = lambda seconds: self.clock.sleep(self.random.uniform(0, 0.3))  # noqa: E731
-            stack.enter_context(patch.object(handler_module, "_delay", delay))
+            stack.enter_context(patch.object(handler_module, "time", self.clock))
+            stack.enter_context(patch.object(handler_module, "random", self.random))
             stack.enter_context(patch.object(StoreRendezvous, "_start_heartbeats", lambda self: None))
             stack.enter_context(patch.object(StoreRendezvous, "_stop_heartbeats", lambda self: None))
             yield

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.state import JobState, decode_state, encode_state
+from reft.job.rendezvous.membership import Node, Role, State, decode_state, encode_state
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 
@@ -37,21 +36,21 @@ def rewrite(port: int, change: Any) -> None:
     store = client(port)
     while True:
         held = store.peek("rendezvous/job")
-        state = JobState() if held is None else decode_state(held)
+        state = State() if held is None else decode_state(held)
         change(state)
         if store.compare_set("rendezvous/job", held, encode_state(state))[0]:
             return
 
 
-def shared(port: int) -> JobState:
+def shared(port: int) -> State:
     held = client(port).peek("rendezvous/job")
     assert held is not None
     return decode_state(held)
 
 
 def beat(handler: StoreRendezvous) -> None:
-    handler._state_holder.synced_at -= 1.0  # type: ignore[attr-defined]
-    handler._keep_alive()
+    handler.view.looked_at -= 1.0
+    handler.beat()
 
 
 def go_on(handler: StoreRendezvous) -> threading.Thread:
@@ -87,24 +86,23 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(serve
         pair = [StoreRendezvous(client(port), given) for _ in range(2)]
         gather(pair)
         assert not pair[0].is_left_by_silent
-        state = pair[0]._state_holder.state
-        del state.participants[pair[1]._this_node]
+        del pair[0].state.nodes[pair[1].node]
         assert pair[0].is_left_by_silent is goes_on
 
 
 def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], port: int) -> None:
     """It stood still, and is the first to look again."""
-    long_ago = datetime.now(UTC) - timedelta(hours=1)
-    rewrite(port, lambda state: state.last_heartbeats.update(dict.fromkeys(state.last_heartbeats, long_ago)))
+    silent = {name: node._replace(seen=node.seen - 3600) for name, node in shared(port).nodes.items()}
+    rewrite(port, lambda state: state.nodes.update(silent))
     beat(joined[0])
-    assert shared(port).participants.keys() == {joined[0]._this_node}
+    assert shared(port).participants.keys() == {joined[0].node}
 
 
 @pytest.fixture
 def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[StoreRendezvous]:
     handler = StoreRendezvous(client(server.port), parameters(server.port))
     joining = go_on(handler)
-    wait_for(lambda: handler._this_node in shared(server.port).redundancy_list, "it")
+    wait_for(lambda: shared(server.port).role(handler.node) is Role.SPARE, "it")
     yield handler
     joining.join(WAIT_SECS)
     handler._stop_heartbeats()
@@ -120,11 +118,11 @@ def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
 
 
 def without_grace(handler: StoreRendezvous) -> None:
-    handler._state_holder.grace_secs = 0.0  # type: ignore[attr-defined]
+    handler.view.grace_secs = 0.0
 
 
 def disconnect(handler: StoreRendezvous) -> None:
-    handler._state_holder.store.close()  # type: ignore[attr-defined]
+    handler.view.store.close()
 
 
 def test_the_place_of_a_launcher_that_has_ended_is_free_before_it_is_silent(
@@ -137,7 +135,7 @@ def test_the_place_of_a_launcher_that_has_ended_is_free_before_it_is_silent(
     wait_for(lambda: len(server.holders()) == 3, "it")
     disconnect(ended)
     go_on(left).join(WAIT_SECS)
-    assert shared(port).participants.keys() == {left._this_node, spare._this_node}
+    assert shared(port).participants.keys() == {left.node, spare.node}
     left._stop_heartbeats()
 
 
@@ -150,26 +148,20 @@ def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out
     disconnect(cut)
     wait_for(lambda: client(port).left("rendezvous/job/here/"), "it")
     beat(other)
-    assert other._state_holder.state.participants.keys() == {cut._this_node, other._this_node}
+    assert other.state.participants.keys() == {cut.node, other.node}
 
 
 def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
     joined: list[StoreRendezvous], port: int
 ) -> None:
     """It has waited for the round that is complete now without it; as soon as it looks, it is a spare."""
-    late = _NodeDesc("late", 1, 0)
-
-    def wait(state: JobState) -> None:
-        state.wait_list.add(late)
-        state.last_heartbeats[late] = datetime.now(UTC)
-        state.seats[late] = datetime.now(UTC)
-
-    rewrite(port, wait)
+    late = Node(Role.WAITS, seen=time.time(), seated=True)
+    rewrite(port, lambda state: state.nodes.update(late=late))
     for handler in joined:
         beat(handler)
-        assert late in handler.state.wait_list
+        assert handler.state.role("late") is Role.WAITS
         assert handler.num_nodes_waiting() == 0
-        assert handler.state.seats.keys() == {h._this_node for h in joined}, "a seat more than places"
+        assert handler.state.seats == {h.node for h in joined}, "a seat more than places"
 
 
 def gather(handlers: list[StoreRendezvous]) -> list[int]:

@@ -17,7 +17,7 @@ from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreRelay
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdLine, EtcdSettings, EtcdStore
-from reft.job.rendezvous.state import IncarnationRecord
+from reft.job.rendezvous.handler import IncarnationRecord
 from tests.etcd import EtcdCluster
 from tests.job.daemons import wait_for
 

@@ -23,9 +23,8 @@ from reft.errors import ConfigError, ReftError
 from reft.job.hosts import is_this_host
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
-from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.handler import IncarnationRecord, StoreRendezvous
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
-from reft.job.rendezvous.state import IncarnationRecord
 from reft.job.usage import ETCD_BACKEND
 from reft.memory.jobdir import read_json
 from reft.naming import committed_key
