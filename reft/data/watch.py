@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from reft.data.passes import (
     ORIGINAL,
@@ -130,7 +130,10 @@ class Watch:
         self._listeners.append(listener)
         if self._patched:
             return
-        self._patch(DataLoader, lambda original, loader: self.open(loader))
+        self._patch(
+            DataLoader,
+            lambda original, loader: self.open(loader) if get_worker_info() is None else original(loader),
+        )
         if (kind := shard_class()) is not None:
 
             def iterate(original: Any, shard: Any) -> Iterator[Any]:
