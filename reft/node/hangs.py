@@ -120,10 +120,15 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     if not any(w.suspected for w in waiting):
         return None
     outside = [w for w in waiting if not w.communicates]
+    waited_for = any(w.suspected and w.communicates for w in waiting)
     for found, why in (
         ([w for w in waiting if w.suspected and w.seen.state == STOPPED], "stopped"),
         ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
-        ([w for w in outside if w.suspected and _holds_up(w, waiting)], "in no communication"),
+        # What the script does between two steps, on all ranks, may last while nobody waits for it.
+        (
+            [w for w in outside if w.suspected and (waited_for or w.seen.phase is not Phase.BETWEEN)],
+            "in no communication",
+        ),
     ):
         if found:
             return _accuse(found, why)
@@ -134,11 +139,6 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     if oldest < newest:
         return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
     return Verdict((), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})")
-
-
-def _holds_up(culprit: Waiting, waiting: Iterable[Waiting]) -> bool:
-    """Whether somebody waits for it: what the script does between two steps, on all ranks, may last."""
-    return culprit.seen.phase is not Phase.BETWEEN or any(w.suspected and w.communicates for w in waiting)
 
 
 def _accuse(found: Sequence[Waiting], why: str) -> Verdict:
