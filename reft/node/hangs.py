@@ -14,16 +14,13 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from reft.node.progress import Phase, Seen
+from reft.node.progress import Part, Phase, Seen, part_of
 
 LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 _MOST_BETWEEN_LOOKS_SECS = 2.0
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
-"""Beginnings of the names of instructions in which a rank may wait for another one."""
-_COMPUTING = ("BackwardPass",)
 _LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at times
 
 
@@ -48,8 +45,8 @@ class Waiting:
 
     @property
     def communicates(self) -> bool:
-        name = self.seen.instruction
-        return name.startswith(_WAITING) and name not in _COMPUTING
+        """It is in an instruction in which a rank may wait for another one."""
+        return part_of(self.seen.instruction) not in (Part.COMPUTE, Part.OTHER)
 
     def __str__(self) -> str:
         seen = self.seen
