@@ -240,25 +240,31 @@ def _candidates(
 def _evaluate(
     situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, recompute: bool
 ) -> Iterator[Alternative]:
-    dp, most = situation.topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
+    topology, limits = situation.topology, situation.memory_bytes
+    dp, most = topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
     for scheme in schemes:
-        lost = fatal(situation.topology, scheme.copies, scheme.parities)
+        lost = fatal(topology, scheme.copies, scheme.parities)
         protected = scheme.copies + scheme.parities > 0
         peers, rates = min(scheme.copies + scheme.parities, dp - 1), situation.rates
         secs = rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         # Either way partitions lie at as many peers as the scheme survives losses.
         for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
-            loads, node, memory = _loads(situation, scheme, way or OwnedBy.PEER)
+            of_ranks, busiest = rank_loads(situation, scheme, way or OwnedBy.PEER), dict[int, Load]()
+            for rank, load in sorted(of_ranks.items()):
+                pp = topology.coordinates[rank].pp
+                busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
+            memory = node_bytes(topology, of_ranks)
+            node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
             yield Alternative(
                 scheme=scheme,
                 owned_by=way,
-                loads=loads,
+                loads=busiest,
                 node=node,
-                memory_bytes=memory,
-                limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
+                memory_bytes=memory[node],
+                limit_bytes=None if limits is None else limits[node],
                 fatal=lost,
-                fit=pace(loads) if pace is not None else None,
+                fit=pace(busiest) if pace is not None else None,
                 available=recompute or cheaper if way is OwnedBy.AOR else way is None or not recompute,
                 partition_secs=secs,
             )
@@ -286,18 +292,6 @@ def node_bytes(topology: Topology, loads: Mapping[int, Load]) -> dict[str, int]:
     for rank, load in loads.items():
         memory[topology.nodes[rank]] += load.memory_bytes
     return memory
-
-
-def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:
-    """The busiest rank of each stage; the fullest node and what it has to reserve."""
-    topology, busiest = situation.topology, dict[int, Load]()
-    loads = rank_loads(situation, scheme, owned_by)
-    for rank, load in sorted(loads.items()):
-        pp = topology.coordinates[rank].pp
-        busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
-    memory, limits = node_bytes(topology, loads), situation.memory_bytes
-    node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
-    return busiest, node, memory[node]
 
 
 # ---- words ----

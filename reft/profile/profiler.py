@@ -115,21 +115,15 @@ class Profiler:
         note_taken(self._config.dir, dist.get_rank())
 
     def _mine(self) -> wire.RankTraces:
-        at = self._at
+        at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
-        traces = [
-            trace if self.clock is None else with_times(trace, self.clock, marks)
-            for trace, marks in self._steps
-        ]
+        traces = wire.assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
         return wire.RankTraces(
-            rank=dist.get_rank(),
-            pp=at.pp,
-            dp=at.dp,
-            tp=at.tp,
+            *(dist.get_rank(), at.pp, at.dp, at.tp),
             offset=wire.ClockOffset(),
             snapshot_bytes=self._snapshot_bytes(),
             complete=complete,
-            traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.assign_chunks(traces)),
+            traces=traces if complete else tuple(map(wire.only_group_calls, traces)),
         )
 
 

@@ -76,18 +76,17 @@ class RankTraces:
 
     def aligned(self, steps: Sequence[int]) -> RankTraces:
         """These steps alone, on the clock of rank 0."""
+
+        def moved(record: Any, **parts: Any) -> Any:
+            begin, end = record.begin_secs + self.offset.secs, record.end_secs + self.offset.secs
+            return replace(record, begin_secs=begin, end_secs=end, **parts)
+
         by_step = {trace.step: trace for trace in self.traces}
-        traces = tuple(_shifted(by_step[step], self.offset.secs) for step in steps)
+        traces = tuple(
+            moved(t, instructions=tuple(map(moved, t.instructions)), chunks=tuple(map(moved, t.chunks)))
+            for t in (by_step[step] for step in steps)
+        )
         return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
-
-
-def _shifted(trace: StepTrace, secs: float) -> StepTrace:
-    def moved(record: Any) -> Any:
-        return replace(record, begin_secs=record.begin_secs + secs, end_secs=record.end_secs + secs)
-
-    instructions, chunks = map(moved, trace.instructions), map(moved, trace.chunks)
-    moved_trace: StepTrace = replace(moved(trace), instructions=tuple(instructions), chunks=tuple(chunks))
-    return moved_trace
 
 
 def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
