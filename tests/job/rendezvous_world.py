@@ -13,14 +13,14 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
@@ -38,6 +38,12 @@ _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 _LOOK_SECS = 0.1
 _BEAT_SECS = 1
 _BEATS = 5
+CONFIGS = {
+    "join_timeout": 1800,
+    "last_call_timeout": 10,
+    "keep_alive_interval": _BEAT_SECS,
+    "keep_alive_max_attempt": _BEATS,
+}
 _COMMIT_SECS = 2.0
 _RECONNECT_SECS = 1.0
 
@@ -99,12 +105,6 @@ class Connection(RendezvousStore):
     def peek(self, key: str) -> bytes | None:
         return self._reach().values.get(self.prefix + key)
 
-    def add(self, key: str, amount: int) -> int:
-        raise NotImplementedError
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self.prefix + key in self._reach().values for key in keys)
-
     def delete(self, key: str) -> bool:
         return self._reach().values.pop(self.prefix + key, None) is not None
 
@@ -114,13 +114,6 @@ class Connection(RendezvousStore):
             values[key] = value
             return True, value
         return False, values.get(key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until = self._clock.now + (timeout or timedelta(seconds=30)).total_seconds()
-        while not self.check(keys):
-            if self._clock.now > until:
-                raise TimeoutError(f"no {keys}")
-            self._clock.pause(_LOOK_SECS)
 
     def hold(self, name: str, secs: float) -> None:
         table = self._reach()
@@ -215,19 +208,10 @@ class Node:
     def _live(self, connection: Connection) -> None:
         world = self.world
         store = connection
-        parameters = RendezvousParameters(
-            "c10d",
-            "nowhere:1",
-            JOB,
-            world.least,
-            world.most,
-            self.name,
-            join_timeout=1800,
-            last_call_timeout=10,
-            keep_alive_interval=_BEAT_SECS,
-            keep_alive_max_attempt=_BEATS,
+        config = LaunchConfig(
+            world.least, world.most, 1, run_id=JOB, local_addr=self.name, rdzv_configs=dict(CONFIGS)
         )
-        handler = StoreRendezvous(store, parameters, NodeInfo(self.name, 1), JOB)
+        handler = StoreRendezvous(store, config, NodeInfo(self.name, 1), JOB)
         world.handlers[self.name] = handler
         handler.wait_secs = world.wait_secs
         while True:
@@ -241,13 +225,12 @@ class Node:
         world = self.world
         known = max(handler.info.incarnation, handler.incarnations.read())
         handler.info = replace(handler.info, incarnation=known)
-        rank = handler.next_rendezvous().rank
-        assert handler.agreement is not None
-        self.incarnation, members = handler.incarnation, handler.agreement.nodes
+        agreement = handler.next_rendezvous()
+        self.incarnation, members = agreement.incarnation, agreement.nodes
         handler.incarnations.raise_to(self.incarnation)
         self.rounds.append(world.clock.now)
         self.trains = (self.incarnation, members)
-        self._train(handler, store, members, rank)
+        self._train(handler, store, members, members.index(self.name))
 
     def _train(
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], rank: int

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.agreement import NodeInfo, agree
@@ -33,7 +33,7 @@ def test_p11_anything_else_is_refused(data: bytes) -> None:
 def node_of(port: int = 1, least: int = 2, **options: Any) -> StoreRendezvous:
     """A node of a job of as many as two."""
     endpoint = f"127.0.0.1:{port}"
-    given = RendezvousParameters("c10d", endpoint, "job", least, 2, "127.0.0.1", **options)
+    given = LaunchConfig(least, 2, 1, run_id="job", local_addr="127.0.0.1", rdzv_configs=options)
     store = KeyValueStore(endpoint, SECRET, timeout_secs=WAIT_SECS)
     return StoreRendezvous(store, given, NodeInfo(str(threading.get_ident()), 1), "job")
 
@@ -96,16 +96,16 @@ def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_e
     server: KeyValueServer,
 ) -> None:
     pair = [node_of(server.port, keep_alive_interval=1, keep_alive_max_attempt=600) for _ in range(2)]
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda n=n: found.append(n.next_rendezvous().rank)) for n in pair]
+    found: list[tuple[str, ...]] = []
+    threads = [threading.Thread(target=lambda n=n: found.append(n.next_rendezvous().members)) for n in pair]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_SECS)
-    assert sorted(found) == [0, 1]
+    assert found == [tuple(sorted(n.node for n in pair))] * 2
     began = time.time()
     wait_for(lambda: all(node.seen > began for node in pair[0].state.nodes.values()), "heartbeats of both")
-    assert pair[0].shutdown("enough")
+    pair[0].shutdown("enough")
     wait_for(pair[1].is_closed, "the end")
     assert pair[1].state.closed == "enough"
-    pair[1].shutdown()
+    pair[1].shutdown("too")

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 _FIRST_CONTACT_SECS = 120.0
 _PROBE_SECS = 2.0
 _LOOK_SECS = 0.5
+_SEEN_SECS, _HOLDERS_SECS = 5.0, 0.05
 _READ_SECS = 30.0
 _STATUS_SECS = 5.0
 
@@ -45,11 +45,9 @@ class JobEndedError(ReftError, RuntimeError):
 
 
 class ServedPlace:
-    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``serves``: the store is served here, and
-    ends with this launcher. ``advice``: what to do when the store is lost. ``reopens``: when a run whose
-    end the store has noted can be started again under its name."""
+    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the store is
+    lost. ``reopens``: when a run whose end the store has noted can be started again under its name."""
 
-    serves = False
     advice = (
         "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
         "not train, so that any node may die"
@@ -92,6 +90,14 @@ class ServedPlace:
             return is_served_by_reft(store)
         return False
 
+    def wait_for_others(self) -> None:
+        """Where the store ends with this launcher, the other nodes read first what it holds."""
+        deadline = time.monotonic() + _SEEN_SECS
+        while isinstance(self._server, KeyValueServer) and len(self._server.holders()) > 1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_HOLDERS_SECS)
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -129,7 +135,6 @@ class ServedPlace:
                 return
             raise
         server = self._server = KeyValueServer(listener, self._secret)
-        self.serves = True
         if self._config.max_nodes > 1 and is_loopback(server.host) and not is_loopback(host):
             logger.warning(
                 "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
@@ -233,16 +238,7 @@ class RendezvousClient:
         store = self._store = self.place.open()
         info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
         try:
-            parameters = RendezvousParameters(
-                backend=config.rdzv_backend,
-                endpoint=config.rdzv_endpoint,
-                run_id=config.run_id,
-                min_nodes=config.min_nodes,
-                max_nodes=config.max_nodes,
-                local_addr=config.local_addr,
-                **config.rdzv_configs,
-            )
-            self.handler = StoreRendezvous(store, parameters, info, options.job_id)
+            self.handler = StoreRendezvous(store, config, info, options.job_id)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
         if config.max_nodes > 1 and not self.place.outlives_nodes(store):

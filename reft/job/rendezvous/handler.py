@@ -10,17 +10,15 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
@@ -49,7 +47,6 @@ from reft.naming import committed_key
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)  # where trainers meet is arranged by `reft.job.trainer_store`
 _JOIN_PART = 0.9  # of ``join_timeout``, after which whoever waits ends
 _ALONE_SECS = 5.0
 """A node that is to be replaced takes its place again where for so long no other has waited for it."""
@@ -129,34 +126,32 @@ class View:
         self.state, self._held, self.looked_at = step(found, looked, at, self.rules), held, now
 
 
-class StoreRendezvous(RendezvousHandler):
-    """Elastic rendezvous of one node over reft's store. Raises ValueError: a parameter cannot be used."""
+class StoreRendezvous:
+    """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be used."""
 
-    def __init__(
-        self, store: RendezvousStore, parameters: RendezvousParameters, info: NodeInfo, job_id: str
-    ) -> None:
+    def __init__(self, store: RendezvousStore, config: LaunchConfig, info: NodeInfo, job_id: str) -> None:
         def number(name: str, default: int) -> int:
-            found = parameters.get_as_int(name, default)
-            if found is None or found <= 0:
+            found = int(config.rdzv_configs.get(name, default))
+            if found <= 0:
                 raise ValueError(f"{name} is {found}; expected a number above 0")
             return found
 
-        self._store, self._parameters = store, parameters
+        self._store, self._run_id = store, config.run_id
         self.info = info  # that this node brings into the next round
         self.agreement: Agreement | None = None  # of the last round that this node took part in
         # Unique: in containers, launchers that follow each other have one number.
-        address = parameters.local_addr or socket.getfqdn()
+        address = config.local_addr or socket.getfqdn()
         self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = Rules(
-            parameters.min_nodes,
-            parameters.max_nodes,
+            config.min_nodes,
+            config.max_nodes,
             number("last_call_timeout", 30),
             number("keep_alive_interval", 5),
             number("keep_alive_max_attempt", 3),
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
         self._heartbeat_secs = number("heartbeat_timeout", 5)
-        self.view = View(store, self.node, parameters.run_id, self.rules)
+        self.view = View(store, self.node, config.run_id, self.rules)
         self._lock = threading.Lock()
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
@@ -174,35 +169,28 @@ class StoreRendezvous(RendezvousHandler):
         self._began = self._again_as_many_at = 0.0
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
-    # -- what TorchElastic asks for ------------------------------------------------------------------
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return self._parameters.backend
-
-    def get_run_id(self) -> str:
-        return self._parameters.run_id
+    # -- rounds --------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
+        """Looks at the store."""
         with self._lock:
             return bool(self.view.look().closed)
 
-    def set_closed(self, why: str = "the job ended on another node") -> None:
+    def shutdown(self, why: str) -> None:
+        """Close the job for all nodes. Raises RendezvousError: the store does not answer."""
+        self._stop_heartbeats()
         self.tell(Closes(why), self._close_secs)
 
-    def shutdown(self, why: str = "the job ended on another node") -> bool:
-        self._stop_heartbeats()
-        try:
-            self.set_closed(why)
-        except RendezvousError as error:
-            logger.warning("the end of the job cannot be told to the other nodes: %s", error)
-            return False
-        return True
+    @property
+    def table(self) -> RendezvousStore:
+        """What the nodes of the last round tell each other."""
+        return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> Agreement:
+        """Wait for a place in a round, and for the round to be complete. Raises RendezvousClosedError: the
+        job has ended; RendezvousGracefulExitError: while this node was a spare; RendezvousTimeoutError: too
+        few nodes came; RendezvousConnectionError: the store does not answer; LeftError, FencedError: this
+        node has to go."""
         self._stop_heartbeats()
         self._trains, self._lost, self._was_spare = False, None, False
         self._began, self._again_as_many_at, self._said = time.time(), 0.0, False
@@ -218,9 +206,7 @@ class StoreRendezvous(RendezvousHandler):
         self.left = frozenset(rank for rank, name in enumerate(members) if name in gone)
         self.agreement, self._trains, self.info = agreement, True, self.info.after(agreement)
         self._start_heartbeats()
-        store: Any = self._store.with_prefix(f"run/{self.get_run_id()}/{agreement.round}")
-        rank = agreement.members.index(self.node)
-        return RendezvousInfo(store, rank, len(agreement.members), LOOPBACK)
+        return agreement
 
     def num_nodes_waiting(self) -> int:
         """Nodes that this round's trainers keep waiting; does not wait for the store. Raises
@@ -258,7 +244,7 @@ class StoreRendezvous(RendezvousHandler):
             role, now = state.role(self.node), time.monotonic()
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
-                raise ended(f"the rendezvous {self.get_run_id()} is closed")
+                raise ended(f"the rendezvous {self._run_id} is closed")
             if state.complete and role is Role.TRAINS and state.agreement is not None:
                 return state.agreement
             event = self._joins(state)
@@ -426,6 +412,10 @@ class StoreRendezvous(RendezvousHandler):
         return self.rules.is_full(self.state)
 
     @property
+    def is_refused(self) -> bool:
+        return self.agreement is not None and self.node in self.agreement.refused
+
+    @property
     def is_leaving(self) -> bool:
         return self._me.leaving
 
@@ -462,6 +452,20 @@ class StoreRendezvous(RendezvousHandler):
         waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
         return (state.sizes or Sizes()).largest(left, self.rules.least, self.rules.most) > 0
+
+    @property
+    def all_ended_well(self) -> bool:
+        ends = self.state.ends
+        return bool(self._members) and all(ends.get(name) == 0 for name in self._members)
+
+    @property
+    def stopped(self) -> dict[str, int]:
+        """Nodes of this round whose launchers were told to stop, and the signals that said so."""
+        agreement, ends = self.agreement, self.state.ends
+        if agreement is None or agreement != self.state.agreement:
+            return {}
+        nodes = zip(agreement.members, agreement.nodes, strict=True)
+        return {node: number for member, node in nodes if (number := ends.get(member, 0))}
 
     @property
     def is_left_by_silent(self) -> bool:

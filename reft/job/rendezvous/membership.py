@@ -64,6 +64,8 @@ class State:
     closed: str = ""  # why the job has ended; empty: it has not
     deadline: float | None = None  # when those that have come are a round, if they are enough
     nodes: dict[str, Node] = field(default_factory=dict)
+    # members of the round that runs which have ended: 0: well; else the signal that stopped their launcher
+    ends: dict[str, int] = field(default_factory=dict)
     scaling: Scaling | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
 
@@ -208,6 +210,14 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
+
+    node: str
+    signal: int = 0
+
+
+@dataclass(frozen=True)
 class Leaves:
     """A spare leaves the job for good."""
 
@@ -264,7 +274,7 @@ class Refused:
     nodes: int
 
 
-Event = Looked | Exited | Joins | Beat | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
+Event = Looked | Exited | Joins | Beat | Ends | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
 
 
 def step(state: State, event: Event, now: float, rules: Rules) -> State:
@@ -279,6 +289,8 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
             _join(after, event, now, rules)
         case Beat():
             _beat(after, event, now, rules)
+        case Ends():
+            after.ends = {**after.ends, event.node: event.signal}
         case Leaves():
             after.nodes.pop(event.node, None)
         case Closes():
@@ -446,7 +458,7 @@ def _complete(state: State, now: float, rules: Rules, most: int) -> None:
     if any(state.nodes[name].seen < fresh for same in doubles(infos) for name in same):
         state.deadline = now + rules.beat_secs
         return
-    state.agreement = agree(infos, state.agreement)
+    state.agreement, state.ends = agree(infos, state.agreement), {}
     state.complete, state.deadline = True, None
     for name in there:
         if name not in staying:

@@ -77,7 +77,7 @@ def is_reachable(endpoint: str) -> bool:
 
 def is_served_by_reft(store: RendezvousStore) -> bool:
     """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
-    return store.check([_SERVED_KEY])
+    return store.peek(_SERVED_KEY) is not None
 
 
 def main(argv: Sequence[str]) -> int:
