@@ -133,14 +133,11 @@ def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
     assert found["reft_persisted_step", ()] == 5.0
 
 
-def test_p10_nothing_listens_without_the_key(server: MetricsServer) -> None:
-    server.configure(parse_block({}).metrics)
-    assert server.url is None
-
-
 def test_p6_a_port_that_is_taken_is_said_once(
     server: MetricsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    server.configure(parse_block({}).metrics)
+    assert server.url is None, "P10: nothing listens without the key"
     with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.WARNING):
         port = other.getsockname()[1]
         for _ in range(3):

@@ -142,17 +142,6 @@ def test_under_a_constant_cost_the_rate_settles(
     assert all(b <= a for a, b in pairwise(intervals))  # only the first window may make it longer
 
 
-@given(st.integers(1, 500), st.floats(0.0, 0.0174))
-def test_one_calm_window_changes_nothing_several_do(start: int, overhead: float) -> None:
-    rate = Rate(start)
-    for window in range(3):
-        assert rate.interval_steps == start, window
-        rate = after(rate, overhead * start)
-    assert start // 2 <= rate.interval_steps <= start
-    loud = after(Rate(start, calm=2), 0.03 * start)
-    assert loud == Rate(start, Why.HELD, pytest.approx(0.03), 0)
-
-
 @pytest.mark.parametrize(
     ("rate", "cost", "limits", "steps", "why"),
     [

@@ -23,18 +23,8 @@ pytestmark = pytest.mark.integration
 
 STEPS = 14
 MICRO_BATCHES = 4
-JOB = [
-    PRETRAIN,
-    "--pp",
-    "2",
-    "--micro-batches",
-    MICRO_BATCHES,
-    "--hidden",
-    "128",
-    "--layers",
-    "4",
-]
-JOB += ["--seq", "128", "--steps", STEPS]
+JOB = [PRETRAIN, "--pp", 2, "--micro-batches", MICRO_BATCHES, "--hidden", 128, "--layers", 4]
+JOB += ["--seq", 128, "--steps", STEPS]
 
 
 def run_job(folder: Path, *command: object) -> dict[int, str]:

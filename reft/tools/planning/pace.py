@@ -13,7 +13,7 @@ from reft.grid import Degrees
 from reft.policy.choose import Fit
 from reft.policy.loads import Load
 from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.scheduling.has import Bandwidth, Interval, Limits, plan_schedule
 from reft.snapshot.scheduling.windows import AnalyticEstimator, Window
 from reft.tools.planning.model import Training
 
@@ -32,17 +32,9 @@ class StageWindows:
     communicating: Sequence[Interval] = ()
     limits: Limits = field(default_factory=Limits)
 
-    def plan(self, nbytes: int, estimator: str) -> HasSchedule:
-        return plan_schedule(
-            {"state": nbytes},
-            self.windows,
-            self.bandwidth,
-            step_secs=self.step_secs,
-            computing=self.computing,
-            communicating=self.communicating,
-            limits=self.limits,
-            estimator=estimator,
-        )
+    @property
+    def idle_secs(self) -> float:
+        return sum(window.length_secs for window in self.windows)
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,19 @@ class WindowPace:
         return max(stage.step_secs for stage in self.stages.values())
 
     def __call__(self, loads: Mapping[int, Load]) -> Fit:
-        plans = [self.stages[p].plan(load.to_host_bytes, self.estimator) for p, load in loads.items()]
+        plans = [
+            plan_schedule(
+                {"state": load.to_host_bytes},
+                stage.windows,
+                stage.bandwidth,
+                step_secs=stage.step_secs,
+                computing=stage.computing,
+                communicating=stage.communicating,
+                limits=stage.limits,
+                estimator=self.estimator,
+            )
+            for stage, load in ((self.stages[p], load) for p, load in loads.items())
+        ]
         waits = max(plan.left_over_secs for plan in plans)
         return Fit(
             overhead=waits / self.step_secs,
