@@ -15,7 +15,7 @@ from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.pace import ESTIMATED, PlannedPace, measured_pace
+from reft.tools.planning.pace import ESTIMATED, estimated_pace, measured_pace
 from reft.tools.planning.storage import plan_storage
 
 HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measured on x86-64
@@ -39,13 +39,12 @@ def make_plan(
     allowed = block.has.max_overhead if max_overhead is None else max_overhead
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
-    measured = None
+    pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
         if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
             share = 1.0 if profile.method.clock == "device" else 0.0
-        measured = measured_pace(profile, job.topology.degrees, share)
-    pace = PlannedPace(training, measured)
+        pace = measured_pace(profile, training, share)
     configured, recomputed = _configured(block, protection)
     if recomputed:
         notes.append(IN_VAIN if job.owned else f'nothing is partitioned: "{AOR}" has nothing to do')
@@ -71,7 +70,7 @@ def make_plan(
     assert planned.fit is not None
     # Steps between two snapshots that are worth their cost: training waits for the cost, and what else a copy
     # takes runs beside it.
-    step, stages = pace.step_secs, sorted(pace.windows.stages.items())
+    step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = planned.fit.overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
     costs = Costs(step, update_secs=step, host_copy_secs=cost, write_secs=max(0.0, copy - cost))
@@ -108,7 +107,7 @@ def make_plan(
             "bubble_fraction": sum(s.idle_secs for _, s in stages) / (len(stages) * step),
             "copy_bytes_per_sec": stages[0][1].bandwidth.window,
             # Of the step, its windows and what copies cost; transfers to peers are estimated.
-            "source": pace.windows.estimator,
+            "source": pace.estimator,
         },
         "rate": {
             "interval_steps": every,
