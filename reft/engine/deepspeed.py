@@ -36,7 +36,7 @@ from reft.engine.on_import import ds_config_of
 from reft.engine.session import Session
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
-from reft.node.progress import Phase, ProgressPage, at_instruction, at_phase
+from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
 from reft.state.codec import encode
 from reft.state.support import why_not_loadable
@@ -328,7 +328,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):
         wrap_call(engine, "train_batch", train_batch)
-        wrap_call(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
+        wrap_call(engine, "eval_batch", progress.during(Phase.EVALUATION))
         _weave(engine, session)
     else:
         for name in ("forward", "backward", "step"):
@@ -350,7 +350,7 @@ def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None
         ("save_checkpoint", save, Phase.SAVING),
     ):
         wrap_call(engine, name, wrapper)
-        wrap_call(engine, name, at_phase(session.progress, phase))
+        wrap_call(engine, name, session.progress.during(phase))
 
 
 def _weave(engine: Any, session: Session) -> None:
