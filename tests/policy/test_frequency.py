@@ -147,6 +147,7 @@ def test_under_a_constant_cost_the_rate_settles(
     [
         pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, Why.WRITING, id="late on storage"),
         pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, Why.BOUND, id="bound on lost steps"),
+        pytest.param(Rate(20, calm=1), 0.1, {}, 20, Why.HELD, id="not calm for long enough"),
         # Half of an odd number of steps, rounded down, would cost more than p.
         pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, Why.CALM, id="shorter, but not too short"),
     ],
