@@ -14,7 +14,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from reft.config import NESTED, FaultConfig, ReftConfig
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
@@ -37,22 +36,6 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{what} {path} holds a {type(values).__name__}; expected {expected}")
     return values
-
-
-_GONE = {
-    "aor": (
-        "this key is gone; remove it: recomputed partitions are kept only if they equal the owner's in "
-        "every bit, which a device reaches with reft.ExactAdam"
-    ),
-    "patience": (
-        "this key is gone; write hang_factor (times the longest of the last 64 steps) with its value, and "
-        "hang_timeout_secs (where no step is measured) with 60 times its value"
-    ),
-    "elastic.follow_advice": (
-        "this key is gone; remove it, and carry out the advice of 'reft advise' with 'reft scale'"
-    ),
-}
-"""Keys of older releases, and what to write instead."""
 
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
@@ -116,8 +99,7 @@ def _explain_errors(error: ValidationError) -> str:
             known = _keys_at(loc[:-1])
             near = get_close_matches(last, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-            gone = _GONE.get(".".join(map(str, loc)))
-            lines.append(f"  {path}: {gone}" if gone else f"  {path}: unknown key; {hint}")
+            lines.append(f"  {path}: unknown key; {hint}")
         else:
             of_part = not loc or loc[-1] in NESTED  # what was found is in the message
             found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
@@ -127,12 +109,9 @@ def _explain_errors(error: ValidationError) -> str:
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
-    for name, model in NESTED.items():
-        if name in path:
-            return list(model.model_fields)
-    if "faults" in path:
-        return list(FaultConfig.model_fields)
-    return [name for name in ReftConfig.model_fields if name != "faults"]  # those are for tests
+    models: dict[str, type[BaseModel]] = {**NESTED, "faults": FaultConfig}
+    model: type[BaseModel] = next((models[str(name)] for name in path if name in models), ReftConfig)
+    return [name for name in model.model_fields if name != "faults"]  # those are for tests
 
 
 @dataclass(frozen=True)
@@ -149,19 +128,18 @@ class KeyDoc:
 _UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
 
 
-def explain() -> Iterator[KeyDoc]:
+def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[KeyDoc]:
     """Every key of the block with type, default, unit and meaning, in the order of definition."""
-    yield from _explain_model(ReftConfig, "")
-
-
-def _explain_model(model: type[BaseModel], prefix: str) -> Iterator[KeyDoc]:
     for name, field in model.model_fields.items():
         key = prefix + name
         if name in NESTED:
-            yield from _explain_model(NESTED[name], key + ".")
+            yield from explain(NESTED[name], key + ".")
         elif name != "faults":  # those are for tests
+            default = field.get_default(call_default_factory=True)
+            default = str(default) if isinstance(default, Path) else default
+            meaning = " ".join((field.description or "").split())
             unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
-            yield KeyDoc(key, _type_name(field.annotation), _default_of(field), unit, field.description or "")
+            yield KeyDoc(key, _type_name(field.annotation), default, unit, meaning)
 
 
 def _type_name(annotation: Any) -> str:
@@ -174,10 +152,3 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return " | ".join(annotation)
     return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
-
-
-def _default_of(field: FieldInfo) -> Any:
-    if field.is_required():
-        return "(required)"
-    default = field.get_default(call_default_factory=True)
-    return str(default) if isinstance(default, Path) else default

@@ -47,8 +47,7 @@ def config_command(
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     from reft.config_read import read_object
-    from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
-    from reft.engine.checks.releases import installed
+    from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
 
     block = None
     findings: list[Finding] = []

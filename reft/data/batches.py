@@ -18,15 +18,13 @@ from reft.errors import ConfigError
 
 Keys = list[tuple[int, int]]
 """(epoch, sample) of each sample of a micro-batch."""
-_ONE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun where the trainers of all restarts share its store."""
 _alone = HashStore()
 
 
 def shares_store() -> bool:
     """Whether torch.distributed's store is that of the starts before this one too: torchrun's is, that of
     ``reft launch`` is not."""
-    return ENV_LAUNCHER_PID not in os.environ and os.environ.get(_ONE_STORE) == str(True)
+    return ENV_LAUNCHER_PID not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def job_store(replicas: int) -> Any:

@@ -23,8 +23,8 @@ _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
 
 
-def _mix_int(value: int) -> int:
-    """SplitMix64's finaliser."""
+def _mix(value: Any) -> Any:
+    """SplitMix64's finaliser, of an integer or of an array of unsigned ones."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -35,15 +35,8 @@ def mix(*keys: int) -> int:
     """64 bits that follow from all ``keys``, any integers, in their order."""
     mixed = 0
     for key in keys:
-        mixed = _mix_int(mixed ^ (key & _MASK64))
+        mixed = _mix(mixed ^ (key & _MASK64))
     return mixed
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(values ^ (values >> np.uint64(31)))
 
 
 class Permutation:
@@ -57,7 +50,7 @@ class Permutation:
         self._n = n
         self._half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
         key = mix(*keys)
-        self._round_keys = [np.uint64(_mix_int(key + index)) for index in range(_ROUNDS)]
+        self._round_keys = [np.uint64(_mix(key + index)) for index in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """Values at ``positions`` (integers in ``0..n-1``, any shape)."""

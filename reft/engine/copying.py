@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from reft.config import HasConfig, ReftConfig, Variant
+from reft.config import HasConfig, Variant
 from reft.errors import ReftError
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.device import copy_engine_for
@@ -19,8 +18,9 @@ from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.copying.peers import PeerCheck
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
-from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotWorker
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
 
 
 def make_pacer(
@@ -35,8 +35,15 @@ def make_pacer(
 ) -> Pacer:
     """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
     gate = StreamGate() if engine.asynchronous else HostGate()
+    share = has.compute_share
+    if share is None:
+        # Most of the computing time that copies may run beside: all of it where they take nothing from
+        # training, by direct memory access from a device or on a core that no rank of the node uses. Else
+        # none: there, a chunk beside computation was measured to cost training more than waiting for it does.
+        busy_cores = ranks_here * torch.get_num_threads()
+        spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
+        share = 1.0 if spare else 0.0
     # Until something was measured: beside computation, as slowly as ever allowed.
-    share = _share_of_computing(has.compute_share, engine, ranks_here)
     nowhere_else = stages == 1 and share > 0
     pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
     gate.share(share, UNLIMITED if nowhere_else else 0, pace)
@@ -68,32 +75,13 @@ def make_pacer(
     )
 
 
-def _share_of_computing(wanted: float | None, engine: CopyEngine, ranks_here: int) -> float:
-    """Most of the computing time that copies may run beside: all of it where they take nothing from
-    training, by direct memory access from a device or on a core that no rank of the node uses. Else none:
-    there, a chunk beside computation was measured to cost training more than waiting for it does."""
-    if wanted is not None:
-        return wanted
-    busy_cores = ranks_here * torch.get_num_threads()
-    spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
-    return 1.0 if spare else 0.0
-
-
 class Copying:
     """How one rank's bytes are copied."""
 
-    def __init__(
-        self,
-        config: ReftConfig,
-        device: Any,
-        *,
-        stage_id: int,
-        stages: int,
-        micro_batches: int,
-        ranks_here: int,
-    ) -> None:
+    def __init__(self, session: Session) -> None:
+        config = session.config
         self.variant = config.variant
-        self.engine: CopyEngine = copy_engine_for(device)
+        self.engine = copy_engine_for(session.engine.device)
         stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
@@ -103,16 +91,15 @@ class Copying:
         self.pacer = make_pacer(
             config.has,
             self.engine,
-            stage_id=stage_id,
-            stages=stages,
-            micro_batches=micro_batches,
-            ranks_here=ranks_here,
+            stage_id=session.coordinate.pp,
+            stages=session.topology.degrees.pp,
+            micro_batches=session.engine.micro_batches,
+            ranks_here=session.ranks_here,
             staging=self._staging,
         )
 
     @property
     def takes_versions(self) -> bool:
-        """Whether versions are taken at all."""
         return self.variant is not Variant.NONE
 
     def copier(self) -> Copier:
@@ -126,12 +113,8 @@ class OptimizerFence:
     A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
     """
 
-    def __init__(
-        self, worker: Callable[[], SnapshotWorker | None], copying: Copying, stats: SnapshotStats
-    ) -> None:
-        self._worker = worker
-        self._copying = copying
-        self._stats = stats
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.is_within = False  # whether `before_write` is known to come before anything is written
         self._writes_seen = False
         self._waited_secs = 0.0
@@ -139,9 +122,9 @@ class OptimizerFence:
     def before_optimizer_step(self) -> None:
         """The fence, or its approach."""
         self._writes_seen = False
-        if self._copying.takes_versions:
-            self._copying.pacer.begin_optimizer()
-        worker = self._worker()
+        if self._session.copying.takes_versions:
+            self._session.copying.pacer.begin_optimizer()
+        worker = self._session.worker
         if self.is_within and worker is not None:
             worker.approach()
         else:
@@ -157,16 +140,15 @@ class OptimizerFence:
         if not self._writes_seen:
             self.hold()
         self.is_within = self._writes_seen
-        if self._copying.takes_versions:
-            self._copying.pacer.end_optimizer()
+        if self._session.copying.takes_versions:
+            self._session.copying.pacer.end_optimizer()
 
     def hold(self) -> None:
         """Hold training until no copy reads the live tensors."""
-        worker = self._worker()
-        if worker is not None:
-            secs = worker.fence()
+        if self._session.worker is not None:
+            secs = self._session.worker.fence()
             self._waited_secs += secs
-            self._stats.stalls_secs.add_to_newest(secs)
+            self._session.stats.stalls_secs.add_to_newest(secs)
 
     def take_waited_secs(self) -> float:
         """What training has waited here since this was asked last."""

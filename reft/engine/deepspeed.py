@@ -19,20 +19,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from reft import integrations, log
-from reft.config import Variant
 from reft.config_read import load_config, parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.engine import ClientState
 from reft.engine.load.disk import SAVED_BY, host_file
-from reft.engine.load.restore import LoadCall, Restorer, bind, wrap_call
-from reft.engine.on_import import ds_config_of
+from reft.engine.load.restore import LoadCall, Restorer, bind
+from reft.engine.on_import import ds_config_of, wrap
 from reft.engine.session import Session
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
@@ -110,10 +111,7 @@ def _tied_elsewhere(module: Any) -> Iterator[Any]:
         if rank != min(comm["ranks"]):
             names = comm["weight_attr"]
             for name in [names] if isinstance(names, str) else names:
-                found = comm["module"]
-                for part in name.split("."):
-                    found = getattr(found, part)
-                yield found
+                yield attrgetter(name)(comm["module"])
 
 
 def flops_per_token(gathered: Iterable[int]) -> int:
@@ -122,27 +120,14 @@ def flops_per_token(gathered: Iterable[int]) -> int:
     return EXPERTS if EXPERTS in found else sum(found)
 
 
-class TokensSeen:
-    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids."""
-
-    def __init__(self, page: ProgressPage, micro_batch: int) -> None:
-        self._page = page
-        self._micro_batch = micro_batch
-        self._known = False
-
-    def look(self, *inputs: Any) -> None:
-        """``inputs``: of a forward pass; tensors, and lists, tuples and mappings of them."""
-        if self._known:
-            return
-        for tensor in _tensors(inputs):
-            if (
-                tensor.dtype in (torch.int64, torch.int32)
-                and tensor.ndim == 2
-                and len(tensor) == self._micro_batch
-            ):
-                self._known = True
-                self._page.set_tokens(tensor.shape[1])
-                return
+def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
+    """By the first micro-batch of token ids among the inputs of a forward pass, tensors in lists, tuples and
+    mappings; 0 where there is none."""
+    for tensor in _tensors(inputs):
+        is_integer = tensor.dtype in (torch.int64, torch.int32)
+        if is_integer and tensor.ndim == 2 and len(tensor) == micro_batch:
+            return tensor.shape[1]
+    return 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -237,6 +222,9 @@ def attach(
     own = own_flops_per_token(engine, session.coordinate)
     session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
     setattr(engine, _SESSION, session)
+    innermost = seen.adapter.state.optimizer
+    if isinstance(innermost, torch.optim.Optimizer):
+        innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
     say_untried_device(session)
     atexit.register(session.close)
@@ -269,102 +257,79 @@ def session_of(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
 
+def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with page.during(phase):
+        return original(*args, **kwargs)
+
+
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
-    tokens = TokensSeen(progress, int(engine.train_micro_batch_size_per_gpu()))
+    micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
-    def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            session.before_optimizer_step()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                session.fence.after_optimizer_step()
+    def look_for_tokens(inputs: Any) -> None:
+        nonlocal tokens
+        if not tokens and (tokens := tokens_per_sample(micro_batch, inputs)):
+            progress.set_tokens(tokens)
 
-        return wrapped
-
-    def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
-            restorer.before_batch(data_iter)
-            progress.begin_step()
-            try:
-                result = original(data_iter, *args, **kwargs)
-            finally:
-                restorer.after_batch()
-            if session.coordinate.pp == 0:
-                tokens.look(engine.pipe_buffers.get("inputs"))
-            session.after_step()
-            restorer.after_step()
-            return result
-
-        return wrapped
-
-    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            training = engine.training and torch.is_grad_enabled()
-            restorer.before_forward(training=training)
-            if not training:
-                with progress.during(Phase.EVALUATION):
-                    return original(*args, **kwargs)
-            progress.begin_step()
-            tokens.look(args, kwargs)
+    def model_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.before_optimizer_step()
+        try:
             return original(*args, **kwargs)
+        finally:
+            session.fence.after_optimizer_step()
 
-        return wrapped
+    def stepped() -> None:
+        session.after_step()
+        restorer.after_step()
 
-    def step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            restorer.before_first_step()
-            result = original(*args, **kwargs)
-            session.after_step()
-            restorer.after_step()
-            return result
+    def train_batch(original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+        restorer.before_batch(data_iter)
+        progress.begin_step()
+        try:
+            result = original(data_iter, *args, **kwargs)
+        finally:
+            restorer.after_batch()
+        if session.coordinate.pp == 0:
+            look_for_tokens(engine.pipe_buffers.get("inputs"))
+        stepped()
+        return result
 
-        return wrapped
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training = engine.training and torch.is_grad_enabled()
+        restorer.before_forward(training=training)
+        if not training:
+            return _during(progress, Phase.EVALUATION, original, *args, **kwargs)
+        progress.begin_step()
+        look_for_tokens((args, kwargs))
+        return original(*args, **kwargs)
 
-    wrap_call(engine, "_take_model_step", model_step)
-    innermost = seen.adapter.state.optimizer
-    if isinstance(innermost, torch.optim.Optimizer):
-        innermost.register_step_pre_hook(session.fence.before_write)
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        restorer.before_first_step()
+        result = original(*args, **kwargs)
+        stepped()
+        return result
+
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return restorer.load(original, LoadCall.of(original, args, kwargs))
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return save_with_host_state(session, original, bind(original, args, kwargs))
+
+    wrap(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
-        wrap_call(engine, "train_batch", train_batch)
-        wrap_call(engine, "eval_batch", progress.during(Phase.EVALUATION))
-        _weave(engine, session)
+        from reft.engine.weave import Weaver
+
+        wrap(engine, "train_batch", train_batch)
+        wrap(engine, "eval_batch", partial(_during, progress, Phase.EVALUATION))
+        Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
-            wrap_call(engine, name, at_instruction(progress, name.capitalize()))
-        wrap_call(engine, "forward", forward)
-        wrap_call(engine, "step", step)
-    _wrap_checkpoints(engine, session, restorer)
-
-
-def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None:
-    def load(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: restorer.load(original, LoadCall.of(original, args, kwargs))
-
-    def save(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: save_with_host_state(session, original, bind(original, args, kwargs))
-
-    for name, wrapper, phase in (
+            wrap(engine, name, at_instruction(progress, name.capitalize()))
+        wrap(engine, "forward", forward)
+        wrap(engine, "step", step)
+    for name, around, phase in (
         ("load_checkpoint", load, Phase.LOADING),
         ("save_checkpoint", save, Phase.SAVING),
     ):
-        wrap_call(engine, name, wrapper)
-        wrap_call(engine, name, session.progress.during(phase))
-
-
-def _weave(engine: Any, session: Session) -> None:
-    from reft.engine.weave import Weaver
-
-    weaver = Weaver(
-        engine,
-        session.copying.pacer,
-        take_snapshot=session.boundary,
-        active=lambda: (
-            session.worker is not None
-            and (session.copying.variant is Variant.HAS or session.copying.pacer.gate.wanted)
-        ),
-        traced=lambda: session.tracer.active,
-        progress=session.progress,
-    )
-    session.tracer.weaver = weaver
+        wrap(engine, name, around)
+        wrap(engine, name, partial(_during, progress, phase))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from reft.config import Variant
-from reft.errors import ReftError, UnsupportedStateError
+from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.protect.codes import Scheme
-from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
@@ -86,9 +86,10 @@ class EngineState:
     """Captures the state after a step. Used by the training thread."""
 
     def __init__(self, session: Session, client_state: ClientState | None) -> None:
+        self._session = session
         self._engine = engine = session.engine
         self.adapter = engine.adapter
-        self.recomputing = Recomputing(session)
+        self.gradients = gradient_capture(session)
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
@@ -115,7 +116,7 @@ class EngineState:
                     images.signature,
                     self._engine.capture(self._client()),
                 ),
-                step=self.recomputing.take(label.step),
+                step=self._step_made(label.step),
                 must=must or images is not known,
                 variant=variant,
             )
@@ -134,14 +135,23 @@ class EngineState:
         return self.client_state() if self.client_state else None
 
     def _current_images(self) -> LiveImages:
-        signature = self.adapter.signature()
-        if self.recomputing.follow():
+        signature, gradients = self.adapter.signature(), self.gradients
+        if gradients is not None and gradients.follow(kept_members(self._session)):
             self._images = None
         if self._images is None or self._images.signature != signature:
-            replicated, owned = self.adapter.images()
-            gradients, nbytes = self.recomputing.images, self.recomputing.partition_bytes
-            self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
+            captured = ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
+            self._images = LiveImages(*self.adapter.images(), signature, *captured)
         return self._images
+
+    def _step_made(self, step: int) -> OptimizerStep | None:
+        """What is known of the step that was just made, for peers that repeat it."""
+        taken = self.gradients.take(step) if self.gradients is not None else None
+        if self.gradients is None or taken is None:
+            return None
+        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
+        # kernels for devices keep them.
+        flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
+        return OptimizerStep(*taken, flush_denormal=flush)
 
     def replaced(self) -> None:
         """Something was loaded: the images may be other tensors."""
@@ -149,99 +159,94 @@ class EngineState:
 
     def close(self) -> None:
         """Leave nothing in the optimizer and in the loaders. No version is being copied any more."""
-        self.recomputing.close()
+        if self.gradients is not None:
+            self.gradients.close()
         if self.data is not None:
             self.data.close()
 
 
-class Recomputing:
-    """AOR in one session: nothing, unless it was asked for and there are partitions. Raises
+def gradient_capture(session: Session) -> GradientCapture | None:
+    """What AOR takes of every step; None unless it was asked for and there are partitions. Raises
     UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
     change."""
-
-    def __init__(self, session: Session) -> None:
-        config, adapter, at = session.config, session.engine.adapter, session.coordinate
-        self._session = session
-        self._nodes = session.topology.group_nodes(at.pp, at.tp)
-        self.capture: GradientCapture | None = None
-        self.inexact: str | None = None
-        """What to say at the start of partitions that cannot be recomputed to the bit."""
-        self.paused = False
-        """Set: partitions are sent by their owners, as without AOR, from the next version on."""
-        if not config.recompute:
-            return
-        if not isinstance(adapter, StateAdapter):
-            raise UnsupportedStateError(
-                f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
-                f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
-            )
-        if not adapter.owned:
-            if session.is_rank_zero:
-                logger.info(
-                    "%s partitions nothing: %s protects all of its state, and +aor has no effect",
-                    type(adapter.wrapper).__name__,
-                    config.scheme,
-                )
-            return
-        self.capture = GradientCapture(adapter, self._kept_members(), session.fence.hold)
-        seen = all(found.adam_is_exact for found in session.device_findings)
-        self.inexact = why_inexact(self.capture.recipe, seen_exact=seen)
-
-    def _kept_members(self) -> tuple[int, ...]:
-        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
-        if self.paused:
-            return ()
-        scheme = Scheme.parse(self._session.protection.record.in_force)
-        placement = place_group(self._nodes, scheme.copies, scheme.parities)
-        return placement.kept_by(self._session.coordinate.dp)[1:]
-
-    @property
-    def recipe(self) -> AdamRecipe | None:
-        return None if self.capture is None else self.capture.recipe
-
-    def follow(self) -> bool:
-        """Capture for those members that are kept now. Returns whether they are others than before."""
-        return self.capture is not None and self.capture.follow(self._kept_members())
-
-    @property
-    def images(self) -> Mapping[int, SectionImage]:
-        """What is captured, by member."""
-        return {} if self.capture is None else self.capture.images
-
-    @property
-    def partition_bytes(self) -> int:
-        """Of what is captured for one member; 0 where nothing is ever recomputed."""
-        return 0 if self.capture is None else self.capture.partition_bytes
-
-    def close(self) -> None:
-        """Leave nothing in the optimizer. No version is being copied any more."""
-        if self.capture is not None:
-            self.capture.close()
-
-    def take(self, step: int) -> OptimizerStep | None:
-        """What is known of the step that was just made."""
-        taken = self.capture.take(step) if self.capture is not None else None
-        if self.capture is None or taken is None:
-            return None
-        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
-        # kernels for devices keep them.
-        flush = not self.capture.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
-        return OptimizerStep(*taken, flush_denormal=flush)
-
-
-def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
-    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can.
-    ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
-    if recipe.exact and (seen_exact or not recipe.on_device):
+    config, adapter = session.config, session.engine.adapter
+    if not config.recompute:
         return None
-    change = (
-        'Leave "+aor" out of "protection"'
-        if recipe.kind is AdamKind.EXACT
-        else "For partitions that are recomputed to the bit, pass "
-        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
-        '"optimizer", and write "zero_allow_untested_optimizer": true'
-    )
-    return (
-        f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
-        f"{recipe.kind}, steps on a device, whose kernels round differently from the host's. {change}"
-    )
+    if not isinstance(adapter, StateAdapter):
+        raise UnsupportedStateError(
+            f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
+            f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
+        )
+    if adapter.owned:
+        return GradientCapture(adapter, kept_members(session), session.fence.hold)
+    if session.is_rank_zero:
+        logger.info(
+            "%s partitions nothing: %s protects all of its state, and +aor has no effect",
+            type(adapter.wrapper).__name__,
+            config.scheme,
+        )
+    return None
+
+
+def kept_members(session: Session) -> tuple[int, ...]:
+    """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+    at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
+    placement = place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities)
+    return placement.kept_by(at.dp)[1:]
+
+
+# -- facts of an engine ------------------------------------------------------------------------------------
+
+
+def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
+    in a way reft does not know (experts, sequences)."""
+    import torch.distributed as dist
+
+    grid = getattr(engine, "grid", None)
+    if grid is not None:
+        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+        degrees = Degrees(
+            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
+        )
+    else:
+        mpu = getattr(engine, "mpu", None)
+        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
+        tp_rank, tp_size = 0, 1
+        if mpu is not None:
+            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
+    if degrees.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
+            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
+            f"sequence parallel ranks"
+        )
+    return at, degrees
+
+
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from flat_facts(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from flat_facts(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in parameters:
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+        )
+    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"

@@ -13,18 +13,19 @@ stages at the end of a step is inside ``_aggregate_total_loss``, which follows t
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from reft.engine.session import Woven
-from reft.node.progress import ProgressPage
-from reft.snapshot.copying.pacing import Pacer, queues_transfers, waits
+from reft.config import Variant
+from reft.engine.on_import import wrap
+from reft.engine.session import Session
+from reft.snapshot.copying.pacing import queues_transfers, waits
 from reft.snapshot.scheduling.trace import InstructionRecord
 
 
@@ -32,25 +33,13 @@ class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
     """The device is about to wait: snapshot copies may run. ``window_id``: position of the waiting
     instruction in the step's stream; ``receives``: whether it is a receive."""
 
-    def __init__(self, window_id: int, receives: bool) -> None:
-        super().__init__(window_id=window_id, receives=receives)
-
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device goes on: no snapshot copy runs any more."""
-
-    def __init__(self, window_id: int) -> None:
-        super().__init__(window_id=window_id)
+    """The device goes on: no snapshot copy runs any more. ``window_id``: of the window."""
 
 
 class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
     """The state after the optimizer step is final: a version begins here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
-SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
 
 
 @dataclass
@@ -89,37 +78,25 @@ class WovenSchedule:
             self._queues = self._queues or queues_transfers((name,))
             may_wait, receives = waits(self._seen, self._queues)
             if may_wait:
-                yield OpenSnapshotWindow(position, receives)
+                yield OpenSnapshotWindow(window_id=position, receives=receives)
                 yield command
-                yield CloseSnapshotWindow(position)
+                yield CloseSnapshotWindow(window_id=position)
             else:
                 yield command
             if self._take and name == "OptimizerStep":
                 yield TakeSnapshot()
 
 
-class Weaver(Woven):
-    """Weaves the schedules of one pipeline engine. Made once, at ``attach``. ``take_snapshot``: called behind
-    the optimizer step, where nothing follows it in the schedule. ``active``: whether anything is to be
-    woven; asked before every schedule. ``traced``: whether every instruction is timed; asked before every
-    schedule."""
+class Weaver:
+    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether anything is to
+    be woven, and whether every instruction is timed, is asked before every schedule."""
 
-    def __init__(
-        self,
-        engine: Any,
-        pacer: Pacer,
-        *,
-        take_snapshot: Callable[[], None],
-        active: Callable[[], bool],
-        traced: Callable[[], bool],
-        progress: ProgressPage,
-    ) -> None:
-        super().__init__()
-        self._progress = progress
-        self._pacer = pacer
-        self._take_snapshot = take_snapshot
-        self._active = active
-        self._traced = traced
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._session, self._tracer = session, session.tracer
+        self._tracer.woven = True
+        self._progress = session.progress
+        self._pacer = session.copying.pacer
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, _Stream] = {}
         self._counts: Counter[str] = Counter()
         self._position = 0
@@ -127,25 +104,25 @@ class Weaver(Woven):
         self._key: Hashable = None
         self._source: Mapping[type, Callable[..., Any]] = {}
         self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
-        self._wrap(engine, "_exec_schedule", self._exec_schedule)
-        self._wrap(engine, "_aggregate_total_loss", self._aggregate)
-
-    @staticmethod
-    def _wrap(engine: Any, name: str, method: Callable[..., Any]) -> None:
-        original = getattr(engine, name, None)
-        if original is not None:
-            setattr(engine, name, functools.wraps(original)(functools.partial(method, engine, original)))
+        for name, around in (
+            ("_exec_schedule", self._exec_schedule),
+            ("_aggregate_total_loss", self._aggregate),
+        ):
+            if hasattr(engine, name):
+                wrap(engine, name, partial(around, engine))
 
     # -- execution -----------------------------------------------------------------------------------
 
     def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
-        self._began = time.perf_counter()
-        traced = self._traced()
+        self._tracer.began = time.perf_counter()
+        traced = self._tracer.active
         for stamps in self._computing.values():
             stamps.clear()
         # P1: on the instance; the class, and every other engine, executes as before.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
-        if not (traced or self._active()):
+        copying = self._session.copying
+        paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
+        if not (traced or (paced and self._session.worker is not None)):
             return original(schedule)
         key = _key_of(schedule)
         known = self._streams.get(key)
@@ -181,15 +158,15 @@ class Weaver(Woven):
         self._drains = False
         stream = self._streams[self._key]
         self._pacer.open(len(stream.names), receives=True)
-        mark = self._mark() if self._traced() else None
+        mark = self._mark() if self._tracer.active else None
         began = time.perf_counter()
         try:
             result = original(*args, **kwargs)
         finally:
             ended = time.perf_counter()
             self._pacer.close()
-        if self._traced():
-            self._records.append(
+        if self._tracer.active:
+            self._tracer.records.append(
                 InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
             )
             self._mark_end(mark)
@@ -213,20 +190,20 @@ class Weaver(Woven):
             own: dict[type, Callable[..., Any]] = {
                 OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
                 CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
-                TakeSnapshot: lambda engine: self._take_snapshot(),
+                TakeSnapshot: lambda engine: self._session.boundary(),
             }
-            clocked = {
-                kind: self._clocked(kind.__name__, execute, traced)
-                if traced or kind.__name__ in self._computing
-                else self._noted(kind.__name__, execute)
-                for kind, execute in source.items()
-            }
-            self._maps[traced] = {**clocked, **own}
+            told = {kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()}
+            self._maps[traced] = {**told, **own}
         return self._maps[traced]
 
-    def _clocked(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+    def _told(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+        """``execute``, noted and, where that is wanted, with clocks around it."""
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
+
+        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            return execute(engine, *args, **kwargs)
 
         def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
             note(number)
@@ -243,28 +220,19 @@ class Weaver(Woven):
                     self._record(name, "buffer_id" in kwargs, began, ended)
                     self._mark_end(mark)
 
-        return clocked
-
-    def _noted(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
-        number, note = self._progress.number_of(name), self._progress.instruction
-
-        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            note(number)
-            return execute(engine, *args, **kwargs)
-
-        return noted
+        return clocked if traced or stamps is not None else noted
 
     def _mark(self) -> Any:
-        return None if self.mark is None else self.mark()
+        return None if self._tracer.mark is None else self._tracer.mark()
 
     def _mark_end(self, began: Any) -> None:
-        if began is not None and self.mark is not None:
-            self._marks.append((began, self.mark()))
+        if began is not None and self._tracer.mark is not None:
+            self._tracer.marks.append((began, self._tracer.mark()))
 
     def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
         micro_batch = self._counts[name] if of_micro_batch else None
         self._counts[name] += 1
-        self._records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._tracer.records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
         self._position += 1
 
 

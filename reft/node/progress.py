@@ -472,7 +472,6 @@ def process_state(pid: int) -> str:
 
 _STACK_SIGNAL = signal.SIGRTMAX - 2
 """One that nobody uses; its handler is C, and writes where Python's would not be run."""
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _pages: WeakSet[ProgressPage] = WeakSet()
 
 
@@ -491,18 +490,15 @@ def open_page(
     return page
 
 
-def at_instruction(page: ProgressPage, name: str) -> _Wrapper:
-    """A wrapper of an engine's method that is an instruction by itself."""
+def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
+    """Goes around an engine's method that is an instruction by itself."""
     number = page.number_of(name)
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            page.instruction(number)
-            return original(*args, **kwargs)
+    def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        page.instruction(number)
+        return original(*args, **kwargs)
 
-        return noted
-
-    return wrapper
+    return noted
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from reft.naming import Label
 from reft.node import history
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.state.codec import encode
 
 LONG = 60.0
 
@@ -92,7 +93,7 @@ def restarted(job_dir: Path) -> Any:
         memory=SimpleNamespace(
             job_dir=SimpleNamespace(path=job_dir), identity=SimpleNamespace(restarted=True), record=None
         ),
-        control=SimpleNamespace(rank=1, gather_bytes=lambda data: [b'{"note": ""}']),
+        control=SimpleNamespace(rank=1, gather_bytes=lambda data: [encode(["", ""])]),
     )
 
 

@@ -1,7 +1,7 @@
 """Nodes of one job, their launchers' loops and their store, in simulated time.
 
-The rendezvous is the one that launchers use (:mod:`reft.job.rendezvous.handler`, :mod:`reft.job.rendezvous.state`,
-:mod:`reft.job.rendezvous.scaling`). Simulated are the clock, the store, and what a launcher does around the
+The rendezvous is the one that launchers use (:mod:`reft.job.rendezvous.handler`,
+:mod:`reft.job.rendezvous.membership`). Simulated are the clock, the store, and what a launcher does around the
 rendezvous. One node runs at a time, until it sleeps or calls the store; which one is next follows from a
 seed.
 """
@@ -13,31 +13,37 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
+from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
-from reft.job.rendezvous import state as state_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.scaling import asked, leavers, told
-from reft.job.rendezvous.state import IncarnationRecord, Sizes, decode_state
+from reft.job.rendezvous.membership import Ordered, Told, decode_state
+from reft.job.rendezvous.scaling import leavers
+from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import ScaleOrder
 from reft.naming import committed_key
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-_EXCHANGE_SECS = 30.0
 _LOOK_SECS = 0.1
 _BEAT_SECS = 1
 _BEATS = 5
+CONFIGS = {
+    "join_timeout": 1800,
+    "last_call_timeout": 10,
+    "keep_alive_interval": _BEAT_SECS,
+    "keep_alive_max_attempt": _BEATS,
+}
 _COMMIT_SECS = 2.0
 _RECONNECT_SECS = 1.0
 
@@ -50,14 +56,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.pause: Callable[[float], None] = lambda secs: None
-        clock = self
-
-        class Datetime(datetime):
-            @classmethod
-            def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-                return datetime.fromtimestamp(clock.time(), tz)
-
-        self.datetime = Datetime
 
     def monotonic(self) -> float:
         return self.now
@@ -107,12 +105,6 @@ class Connection(RendezvousStore):
     def peek(self, key: str) -> bytes | None:
         return self._reach().values.get(self.prefix + key)
 
-    def add(self, key: str, amount: int) -> int:
-        raise NotImplementedError
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self.prefix + key in self._reach().values for key in keys)
-
     def delete(self, key: str) -> bool:
         return self._reach().values.pop(self.prefix + key, None) is not None
 
@@ -122,13 +114,6 @@ class Connection(RendezvousStore):
             values[key] = value
             return True, value
         return False, values.get(key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until = self._clock.now + (timeout or timedelta(seconds=30)).total_seconds()
-        while not self.check(keys):
-            if self._clock.now > until:
-                raise TimeoutError(f"no {keys}")
-            self._clock.pause(_LOOK_SECS)
 
     def hold(self, name: str, secs: float) -> None:
         table = self._reach()
@@ -223,21 +208,11 @@ class Node:
     def _live(self, connection: Connection) -> None:
         world = self.world
         store = connection
-        parameters = RendezvousParameters(
-            "c10d",
-            "nowhere:1",
-            JOB,
-            world.least,
-            world.most,
-            self.name,
-            join_timeout=1800,
-            last_call_timeout=10,
-            keep_alive_interval=_BEAT_SECS,
-            keep_alive_max_attempt=_BEATS,
+        config = LaunchConfig(
+            world.least, world.most, 1, run_id=JOB, local_addr=self.name, rdzv_configs=dict(CONFIGS)
         )
-        handler = StoreRendezvous(store, parameters)
+        handler = StoreRendezvous(store, config, NodeInfo(self.name, 1), JOB)
         world.handlers[self.name] = handler
-        handler.incarnations = IncarnationRecord(store, JOB)
         handler.wait_secs = world.wait_secs
         while True:
             try:
@@ -248,20 +223,14 @@ class Node:
 
     def _one_round(self, handler: StoreRendezvous, store: Connection) -> None:
         world = self.world
-        info = handler.next_rendezvous()
-        assert handler.incarnations is not None
-        known = max(self.incarnation, handler.incarnations.read())
-        table: Any = info.store
-        table.set(f"node/{info.rank}", f"{self.name} {known}")
-        keys = [f"node/{rank}" for rank in range(info.world_size)]
-        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        said = [table.get(key).decode().split() for key in keys]
-        members = tuple(name for name, _ in said)
-        self.incarnation = handler.incarnation = 1 + max(int(number) for _, number in said)
+        known = max(handler.info.incarnation, handler.incarnations.read())
+        handler.info = replace(handler.info, incarnation=known)
+        agreement = handler.next_rendezvous()
+        self.incarnation, members = agreement.incarnation, agreement.nodes
         handler.incarnations.raise_to(self.incarnation)
         self.rounds.append(world.clock.now)
         self.trains = (self.incarnation, members)
-        self._train(handler, store, members, info.rank)
+        self._train(handler, store, members, members.index(self.name))
 
     def _train(
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], rank: int
@@ -273,7 +242,7 @@ class Node:
         while True:
             clock.sleep(_LOOK_SECS)
             if clock.now - beaten >= _BEAT_SECS:
-                handler._keep_alive()
+                handler.beat()
                 beaten = clock.now
             if self.fails:
                 self.fails = False
@@ -308,7 +277,7 @@ class Node:
             if order is not None and (now := handler.state.scaling) and now.number >= order.number:
                 order = None
             if order is not None:
-                handler.scale(lambda state: asked(order, running, state))
+                handler.tell(Ordered(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
                 return
@@ -320,7 +289,7 @@ class Node:
                 return
             else:
                 ranks = leavers(members, 1, scaling.without)
-            handler.scale(lambda state: told(ranks, running, state))
+            handler.tell(Told(ranks, running))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
         """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
@@ -357,12 +326,8 @@ class World:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for module in (handler_module, state_module, dynamic_rendezvous):
-                stack.enter_context(patch.object(module, "time", self.clock))
-            for module in (handler_module, dynamic_rendezvous):
-                stack.enter_context(patch.object(module, "datetime", self.clock.datetime))
-            delay = lambda seconds: self.clock.sleep(self.random.uniform(0, 0.3))  # noqa: E731
-            stack.enter_context(patch.object(handler_module, "_delay", delay))
+            stack.enter_context(patch.object(handler_module, "time", self.clock))
+            stack.enter_context(patch.object(handler_module, "random", self.random))
             stack.enter_context(patch.object(StoreRendezvous, "_start_heartbeats", lambda self: None))
             stack.enter_context(patch.object(StoreRendezvous, "_stop_heartbeats", lambda self: None))
             yield

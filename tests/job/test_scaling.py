@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,16 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
 from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
+from reft.job.rendezvous.membership import Event, Role, Rules, Scaling, State, step
+from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
-from reft.job.rendezvous.state import JobState, Scaling, Sizes
+from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
 from reft.node.history import read_history
 from reft.protect.codes import Scheme
@@ -140,7 +140,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
 def in_ring(number: int, *, batch: int, micro: int) -> Situation:
     """So many nodes of a replica each, each of which keeps a copy of the one before."""
     ranks = tuple(range(number))
-    members = tuple((f"host{rank}", 1, 0) for rank in ranks)
+    members = tuple(f"host{rank}/1/0" for rank in ranks)
     sizes = Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,))
     nodes, degrees = tuple("abcdefgh"[:number]), Degrees(1, number, 1)
     return Situation(1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes)
@@ -192,7 +192,7 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
 class Node:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state = JobState()
+        self.state = State()
         self.state.complete = True
         self.answers = True
         self.tolerance: int | None = 1
@@ -211,9 +211,13 @@ class Node:
             raise RendezvousConnectionError("the store does not answer")
         return False
 
-    def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
-        if (scaling := change(self.state)) is not None:
-            self.state.scaling = scaling
+    def tell(self, event: Event) -> None:
+        self.state = step(self.state, event, 0.0, Rules(1, 3, 10, 1, 5))
+
+    def trains(self, names: str) -> None:
+        ranks = tuple((rank,) for rank in range(len(names)))
+        self.state.agreement = Agreement(1, tuple(names), tuple(names), ranks, restarts_used=0, known_step=1)
+        self.state.nodes = dict.fromkeys(names, Member(Role.TRAINS))
 
     def tolerance_left(self, incarnation: int) -> int | None:
         return self.tolerance
@@ -222,9 +226,9 @@ class Node:
         self.warnings = warnings
 
     def look(self, nodes: str = "abc", group_rank: int = 1) -> ScaleAnswer | None:
-        ranks = tuple((i,) for i in range(len(nodes)))
-        agreement = Agreement(1, tuple(nodes), tuple(nodes), ranks, restarts_used=0, known_step=1)
-        self.scaler.look(agreement, group_rank)
+        self.trains(nodes)
+        assert self.state.agreement is not None
+        self.scaler.look(self.state.agreement, group_rank)
         return read_answer(self.path)
 
 
@@ -289,25 +293,20 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     node: Node, *, tolerance: int | None, replaces: bool
 ) -> None:
     """-1: what the launchers know to be gone is more than the protection survives."""
-    for rank, name in enumerate("abc"):
-        node.state.participants[_NodeDesc(name, 1, rank)] = rank
     node.state.scaling = Scaling(1, 3 if replaces else 2, 3, ("c",), replaces=replaces)
     node.tolerance = tolerance
     node.look(group_rank=0)
     assert not node.state.leaving
     node.tolerance = 1
     node.look(group_rank=0)
-    assert {each.addr for each in node.state.leaving} == {"c"}
+    assert node.state.leaving == {"c"}
 
 
 def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(node: Node) -> None:
     """From six nodes to three, from which no way leads to one."""
     order = write_order(node.path, 1, ())
     node.look("abcdef")
-    for rank, name in enumerate("abc"):
-        node.state.participants[_NodeDesc(name, 1, rank)] = rank
-    members = tuple((n, 1, i) for i, n in enumerate("abc"))
-    node.state.sizes = replace(THREE.sizes or Sizes(), members=members)
+    node.state.sizes = replace(THREE.sizes or Sizes(), members=tuple("abc"))
     node.degrees = Degrees(1, 3, 1)
     write_json(node.path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
     answer = node.look()

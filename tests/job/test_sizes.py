@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from reft.grid import Coordinate, Degrees
-from reft.job.rendezvous.state import Sizes, sizes_of_job, why_not
+from reft.job.rendezvous.scaling import Situation
+from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import Size
 
 EIGHT = Sizes(
     (1, 2, 4, 8),
     scheme="arc",
-    members=tuple((f"host{i}", i, 0) for i in range(8)),
+    members=tuple(f"host{i}/1/0" for i in range(8)),
     domains=tuple(range(8)),
     groups=(tuple(range(8)),),
 )
@@ -24,7 +25,7 @@ GRID = replace(EIGHT, fitting=(2, 4, 6, 8), groups=((0, 2, 4, 6), (1, 3, 5, 7)))
 def staying(sizes: Sizes, lost: set[int], least: int = 1, new: int = 0) -> set[int] | None:
     """Ranks of the nodes that go on; -1 for those that are new."""
     there = [m for rank, m in enumerate(sizes.members) if rank not in lost]
-    there += [(f"new{i}", 0, 0) for i in range(new)]
+    there += [f"new{i}/1/0" for i in range(new)]
     found = sizes.staying(there, least, 8)
     ranks = {m: rank for rank, m in enumerate(sizes.members)}
     return None if found is None else {ranks.get(m, -1) for m in found}
@@ -93,10 +94,12 @@ def test_what_a_version_tells_of_its_nodes() -> None:
 
 
 def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_does() -> None:
-    eight = Degrees(1, 8, 1)
-    assert "7 replicas cannot share the 512 samples" in why_not(7, 1, eight, Size("", 512, 4), None)
-    assert not why_not(4, 1, eight, Size("", 512, 4), None)
-    assert "3 trainers, which do not make whole" in why_not(3, 1, Degrees(2, 2, 1), None, None)
-    assert not why_not(7, 1, eight, Size("because", 0, 4), None)
-    assert "because" in why_not(7, 1, eight, Size("because", 0, 4), None, asked=True)
-    assert "because" in why_not(7, 1, eight, Size("because", 0, 4, fixed=True), None)
+    def of(dp: int, pp: int = 1, size: Size | None = None) -> Situation:
+        return Situation(1, 8, (), 0, 1, 0, Degrees(pp, dp, 1), size=size)
+
+    assert "7 replicas cannot share the 512 samples" in of(8, size=Size("", 512, 4)).why_not(7)
+    assert not of(8, size=Size("", 512, 4)).why_not(4)
+    assert "3 trainers, which do not make whole" in of(2, pp=2).why_not(3)
+    assert not of(8, size=Size("because", 0, 4)).why_not(7)
+    assert "because" in of(8, size=Size("because", 0, 4)).why_not(7, asked=True)
+    assert "because" in of(8, size=Size("because", 0, 4, fixed=True)).why_not(7)

@@ -1,18 +1,18 @@
 """Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
 
-An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in the
-state that all nodes share (:class:`reft.job.rendezvous.state.Scaling`). More nodes: spares find places free,
-and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
-the loss of, since their memory goes with them; when the others have committed a version without them, it
-tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
-all cases the trainers are told to stop, commit the step that they are in, and start anew.
+An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in what
+all nodes share (:class:`reft.job.rendezvous.membership.Scaling`). More nodes: spares find places free, and
+join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives the
+loss of, since their memory goes with them; when the others have committed a version without them, it tells
+the next. As many, without a node that is named: one that waits takes its place in the next round. In all
+cases the trainers are told to stop, commit the step that they are in, and start anew.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from reft.config import AUTO
 from reft.control.keyvalue import StoreError
-from reft.errors import AuthenticationError
+from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
 from reft.job.agreement import Agreement
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.state import JobState, Scaling, Sizes, member_of, sizes_of_job, why_not
+from reft.job.rendezvous.membership import Ordered, Role, Stays, Told
+from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import (
     ORDER_FILE,
     ScaleAnswer,
@@ -98,20 +99,20 @@ class Scaler:
     def _situation(self, agreement: Agreement) -> Situation:
         config, record = self._options.config, read_record(self._path)
         state = self._handler.state
-        sizes, ranks = state.sizes, state.participants
-        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
+        sizes, members = state.sizes, () if state.agreement is None else state.agreement.members
+        known = sizes is not None and sizes.members == members and state.participants == set(members)
         named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
         return Situation(
             least=config.min_nodes,
             most=config.max_nodes,
             nodes=agreement.nodes,
-            spares=len(state.redundancy_list),
+            spares=len(state.those(Role.SPARE)),
             workers=config.nproc_per_node,
             tolerance=self._board.tolerance_left(agreement.incarnation),
             degrees=self._board.degrees,
             parities=record.parsed if record is not None and named else None,
             size=read_size(self._path),
-            sizes=sizes if sizes is not None and sizes.members == here else None,
+            sizes=sizes if known else None,
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:
@@ -147,7 +148,7 @@ class Scaler:
             return
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
-            self._handler.scale(lambda state: asked(order, running, state))
+            self._handler.tell(Ordered(order.number, order.nodes, order.without, running))
             granted = self._handler.state.scaling
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
@@ -198,7 +199,7 @@ class Scaler:
                 return
         if not ranks:  # not yet
             return
-        self._handler.scale(lambda state: told(ranks, len(nodes), state))
+        self._handler.tell(Told(ranks, len(nodes)))
         if self._handler.state.leaving:  # else the round is over
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
@@ -227,7 +228,7 @@ class Scaler:
         why = running > order.nodes and of_the_way(order, self._situation(agreement))
         if not why:
             return
-        self._handler.scale(lambda state: stays(order, running, state))
+        self._handler.tell(Stays(order.number, running))
         logger.warning("the job stays at %d nodes: %s", running, why)
         self._answer(running, refused=f"the job stays at {running} nodes: {why}")
 
@@ -248,41 +249,6 @@ class Scaler:
         return info.st_mtime_ns, info.st_ino
 
 
-def asked(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
-    """The order in the shared state. More nodes may join now; fewer leave when they are told."""
-    if not state.complete or state.closed:
-        return None
-    before = state.scaling
-    if before is not None and before.number >= order.number:
-        return None
-    replaced = bool(order.without) and order.nodes == running
-    most = max(order.nodes, running)
-    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
-
-
-def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
-    """The nodes that the job has in the place of an order that went half way; None: another was given."""
-    scaling = state.scaling
-    if scaling is None or scaling.number != order.number or len(state.participants) != running:
-        return None
-    return replace(scaling, nodes=running, limit=running)
-
-
-def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | None:
-    """Nodes that leave, in the shared state; None: the round is over, or the others could not go on."""
-    scaling = state.scaling
-    whole = state.complete and len(state.participants) == running
-    if scaling is None or scaling.round == state.round or not whole or state.closed:
-        return None
-    stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
-    sizes = state.sizes
-    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
-        return None  # no number of those that stay fits, or could recover the version
-    state.leaving.update(node for node, rank in state.participants.items() if rank in ranks)
-    limit = running if scaling.replaces else running - len(ranks)
-    return replace(scaling, limit=limit, round=state.round)
-
-
 @dataclass(frozen=True)
 class Situation:
     least: int  # least, most: nodes, of ``--nnodes``
@@ -299,10 +265,30 @@ class Situation:
     sizes: Sizes | None = None
 
     def why_not(self, nodes: int, *, asked: bool = False) -> str:
-        """Why the job cannot train on so many nodes; "" where it can, as far as is known."""
+        """Why the job cannot train on so many nodes; "" where it can, as far as is known. ``asked``: for so
+        many, although the job could keep those it has."""
         if self.degrees is None:
             return ""
-        return why_not(nodes, self.workers, self.degrees, self.size, self.parities, asked=asked)
+        trainers, one = nodes * self.workers, self.degrees.pp * self.degrees.tp
+        if trainers % one:
+            return (
+                f"{nodes} nodes have {trainers} trainers, which do not make whole replicas of "
+                f"{self.degrees.pp} stages x {self.degrees.tp} slices"
+            )
+        replicas, size = trainers // one, self.size
+        if size is not None and replicas != self.degrees.dp and size.why_not and (asked or size.fixed):
+            return f"the job keeps its data-parallel degree of {self.degrees.dp}: {size.why_not}"
+        if size is not None and size.batch % (size.micro * replicas):
+            return (
+                f"{replicas} replicas cannot share the {size.batch} samples of a step in micro-batches of "
+                f"{size.micro}"
+            )
+        try:
+            if self.parities is not None:
+                self.parities.check_room(replicas)
+        except ReftError as error:
+            return str(error)
+        return ""
 
     def way(self, wanted: int) -> tuple[int, ...]:
         """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""

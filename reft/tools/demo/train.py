@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from reft.data.order import Order
-from reft.engine.install import avoid_build_at_start
+from reft.engine.on_import import avoid_build_at_start
 from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256

@@ -1,0 +1,505 @@
+"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or have to leave.
+
+:func:`step` alone changes any of it, and is pure: what the nodes share, an event and the time go in, what
+they share next comes out. A node writes that by compare-and-set (:mod:`reft.job.rendezvous.handler`): of two
+steps from one state one counts, and the other is made again from what is there then.
+
+Three things are not as in TorchElastic's rendezvous. A node that was struck out while it stood still, or
+while the store did, takes its place again. A spare, a node beyond the largest number, takes the place of a
+dead node alone, and not that of a healthy one between two rounds, whose memory would then be out of the job's
+reach. And a job goes to another number of nodes on request: those that leave are spares, with their memory,
+until the others have committed a version without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+from reft.job.agreement import Agreement, NodeInfo, agree, doubles
+from reft.job.rendezvous.sizes import Sizes
+
+
+class Role(StrEnum):
+    NONE = ""  # on its way from one round to the next, if it has a seat
+    TRAINS = "trains"  # takes part in the round that runs or forms
+    WAITS = "waits"  # for the next round
+    SPARE = "spare"
+
+
+class Node(NamedTuple):
+    role: Role = Role.NONE
+    seen: float = 0.0  # when it was last known to live, in seconds since 1970
+    # it took part in the last complete round and has not been struck out since: it keeps its place from one
+    # round to the next
+    seated: bool = False
+    leaving: bool = False  # it is to leave the job, and is still there
+    info: NodeInfo | None = None  # what it brings into a round that forms
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The newest ``reft scale`` that was granted."""
+
+    number: int  # of the order
+    nodes: int  # that the job is to have
+    limit: int  # nodes that the next round may have: fewer leave at once than the job survives the loss of
+    without: tuple[str, ...] = ()  # ids of the nodes that leave first
+    round: int = -1  # in which those were told that are leaving; -1: nobody was
+    replaces: bool = False  # nodes that wait take the places of those that leave
+
+
+@dataclass
+class State:
+    """What the nodes of a job share; ``nodes``: by launcher."""
+
+    agreement: Agreement | None = None  # of the newest round; None: there was none
+    complete: bool = False  # that round runs; else another forms
+    closed: str = ""  # why the job has ended; empty: it has not
+    deadline: float | None = None  # when those that have come are a round, if they are enough
+    nodes: dict[str, Node] = field(default_factory=dict)
+    # members of the round that runs which have ended: 0: well; else the signal that stopped their launcher
+    ends: dict[str, int] = field(default_factory=dict)
+    scaling: Scaling | None = None  # None: as many nodes take part as there may be
+    sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
+
+    def those(self, *roles: Role) -> set[str]:
+        return {name for name, node in self.nodes.items() if node.role in roles}
+
+    def role(self, name: str) -> Role:
+        return self.nodes.get(name, Node()).role
+
+    @property
+    def round(self) -> int:
+        return 0 if self.agreement is None else self.agreement.round
+
+    @property
+    def participants(self) -> set[str]:
+        """Those of the round that runs that were not struck out; or of the round that forms."""
+        return self.those(Role.TRAINS)
+
+    @property
+    def seats(self) -> set[str]:
+        return {name for name, node in self.nodes.items() if node.seated}
+
+    @property
+    def leaving(self) -> set[str]:
+        return {name for name, node in self.nodes.items() if node.leaving}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store has lost it, or nobody was here yet."""
+        return not (self.complete or self.closed or self.agreement or self.those(Role.TRAINS, Role.WAITS))
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether a node has left its round, and may join the next."""
+        return any(node.seated and node.role is not Role.TRAINS for node in self.nodes.values())
+
+
+_STATE = TypeAdapter(State)
+_FIELDS = {each.name for each in fields(State)}
+
+
+def encode_state(state: State) -> bytes:
+    return _STATE.dump_json(state)
+
+
+def decode_state(data: bytes) -> State:
+    """Read what :func:`encode_state` wrote; TorchElastic unpickles it, so that whoever writes it runs code on
+    every node (P11). Raises RendezvousStateError: it is something else."""
+    try:
+        found = json.loads(data)
+        if not isinstance(found, dict) or found.keys() != _FIELDS:
+            raise ValueError("other fields")
+        return _STATE.validate_python(found)
+    except (ValueError, RecursionError) as error:
+        raise RendezvousStateError(
+            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
+            f"nodes need the same version of reft"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all nodes of a job were started with."""
+
+    least: int  # least, most: nodes of a round
+    most: int
+    last_call_secs: float  # how long more nodes than the least number are waited for
+    beat_secs: float  # so often a node tells that it lives
+    beats: int  # so many may be missed
+
+    @property
+    def alive_secs(self) -> float:
+        return self.beat_secs * self.beats
+
+    def limit(self, state: State) -> int:
+        """Nodes that a round may have: no more than were asked for."""
+        scaling = state.scaling
+        return self.most if scaling is None else max(self.least, min(self.most, scaling.limit))
+
+    def is_full(self, state: State) -> bool:
+        return state.complete and len(state.participants) >= self.limit(state)
+
+    def is_free(self, state: State, agreement: Agreement) -> bool:
+        """Whether a node that has lost its place in a round may take it again: the round still runs and it
+        was struck out, or the store came back empty."""
+        same = state.complete and state.agreement == agreement
+        return state.is_empty or (same and len(state.participants) < self.most)
+
+    def room(self, state: State, name: str, info: NodeInfo) -> int:
+        """Nodes that may train, as one of them sees it. While others do, as many as fit of those that are
+        there: a node that left their round comes back, any other waits until its coming makes it larger."""
+        most = self.limit(state)
+        if state.sizes is None or not state.complete or info.round == state.round:
+            return most
+        there = state.those(Role.TRAINS, Role.WAITS, Role.SPARE) - state.leaving
+        return state.sizes.largest(len(there | {name}), self.least, most)
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A node has read the state. ``alive``: when others were last known to live, as it knows of their leases;
+    ``ended``: those whose launchers have ended; ``trusts``: whether their silence is their own."""
+
+    node: str
+    alive: Mapping[str, float]
+    ended: frozenset[str]
+    trusts: bool
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Its trainers have ended, or it has waited too long: it is in no round, and waits for none."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Joins:
+    """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare, and may
+    have lost as well who trains. ``alone``: for long no other node has waited. ``wait_until``: for others, in
+    the place of lost nodes; None: as all do."""
+
+    node: str
+    info: NodeInfo
+    forgotten: bool = False
+    alone: bool = False
+    wait_until: float | None = None
+
+
+@dataclass(frozen=True)
+class Beat:
+    """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling, sizes``: as
+    it saw them last, for a store that has lost them."""
+
+    node: str
+    agreement: Agreement | None = None
+    scaling: Scaling | None = None
+    sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
+
+    node: str
+    signal: int = 0
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A spare leaves the job for good."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Closes:
+    """The job has ended, and why: no round forms any more."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer leave when
+    they are told."""
+
+    number: int
+    nodes: int
+    without: tuple[str, ...]
+    running: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """Those of ``running`` nodes with these ranks are told to leave."""
+
+    ranks: tuple[int, ...]
+    running: int
+
+
+@dataclass(frozen=True)
+class Stays:
+    """The job stays at the number of nodes that it has, in the place of an order that went half way."""
+
+    number: int
+    running: int
+
+
+@dataclass(frozen=True)
+class Fits:
+    """With how many nodes the job can train, by a version of that round."""
+
+    round: int
+    nodes: int  # of that round
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Trainers refused to start on so many nodes."""
+
+    nodes: int
+
+
+Event = Looked | Exited | Joins | Beat | Ends | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
+
+
+def step(state: State, event: Event, now: float, rules: Rules) -> State:
+    """What the nodes share after ``event``; equal to ``state`` where nothing follows from it."""
+    after = replace(state, nodes=dict(state.nodes))
+    match event:
+        case Looked():
+            _look(after, event, now, rules)
+        case Exited():
+            _exit(after, event.node, rules)
+        case Joins():
+            _join(after, event, now, rules)
+        case Beat():
+            _beat(after, event, now, rules)
+        case Ends():
+            after.ends = {**after.ends, event.node: event.signal}
+        case Leaves():
+            after.nodes.pop(event.node, None)
+        case Closes():
+            after.closed = event.why
+        case Fits() | Refused():
+            _note_sizes(after, event)
+        case _:
+            _scale(after, event)
+    after.nodes = {n: node for n, node in after.nodes.items() if node.role or node.seated or node.leaving}
+    return after
+
+
+def _set(state: State, name: str, **changes: object) -> None:
+    state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
+
+
+def _exit(state: State, name: str, rules: Rules) -> None:
+    role = state.role(name)
+    if role in (Role.TRAINS, Role.WAITS):
+        _set(state, name, role=Role.NONE)
+    if role is Role.TRAINS:
+        _thin(state, rules)
+
+
+def _thin(state: State, rules: Rules) -> None:
+    """Nodes are in their round no more."""
+    left = len(state.participants)
+    if state.complete and not left:
+        state.complete = False
+    elif not state.complete and left < rules.least:
+        state.deadline = None
+
+
+def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
+    for name, at in event.alive.items():
+        if name in state.nodes and state.nodes[name].seen < at:
+            _set(state, name, seen=at)
+    if state.complete:
+        scaling = state.scaling
+        # Where nodes were told to leave, the limit is that of the next round.
+        is_told = scaling is not None and scaling.round == state.round
+        # There is no place for those that a full round went on without.
+        full = rules.is_full(state) and not is_told
+        for name, node in state.nodes.items():
+            trains = node.role is Role.TRAINS
+            state.nodes[name] = node._replace(seated=trains or (node.seated and not full))
+    if event.trusts:
+        _strike_out(state, event, now, rules)
+
+
+def _strike_out(state: State, event: Looked, now: float, rules: Rules) -> None:
+    """Those that are silent, and while a round is left for the next one those whose launchers have ended:
+    whoever waits for their places need not wait until they are silent for long. A node does not strike out
+    itself."""
+    ended = event.ended if state.is_between_rounds else frozenset[str]()
+    expired = now - rules.alive_secs
+    lost = {name for name, node in state.nodes.items() if node.seen < expired or name in ended}
+    lost.discard(event.node)
+    took_part = any(state.role(name) is Role.TRAINS for name in lost)
+    for name in lost:
+        del state.nodes[name]
+    if took_part:
+        _thin(state, rules)
+
+
+def _beat(state: State, event: Beat, now: float, rules: Rules) -> None:
+    role, mine = state.role(event.node), event.agreement
+    if mine is not None and role is not Role.TRAINS and not state.closed and rules.is_free(state, mine):
+        if state.is_empty:
+            state.scaling = event.scaling or state.scaling
+            state.sizes = event.sizes or state.sizes
+        state.agreement, state.complete = mine, True
+        _set(state, event.node, role=Role.TRAINS, seen=now)
+    else:
+        _keep_alive(state, event.node, now, rules)
+
+
+def _keep_alive(state: State, name: str, now: float, rules: Rules) -> bool:
+    """Note that a node lives, if it is time to; whether it is."""
+    due = state.role(name) is not Role.NONE and state.nodes[name].seen <= now - rules.beat_secs
+    if due:
+        _set(state, name, seen=now)
+    return due
+
+
+def _join(state: State, event: Joins, now: float, rules: Rules) -> None:
+    name, role = event.node, state.role(event.node)
+    trains, leaving = state.participants, state.leaving
+    room = rules.room(state, name, event.info)
+    taken = (state.seats | trains | state.those(Role.WAITS)) - leaving
+    is_free = len(taken) < room and _may_take_a_place(state, event) and not event.forgotten
+    # One that the others went on without keeps nobody from training, although it had a seat.
+    is_one_too_many = state.complete and name not in trains and len(trains - leaving) >= room
+    most = rules.most if state.complete else rules.limit(state)  # of a round that is over counts the room
+    if not is_free and (name not in taken or is_one_too_many):
+        if role is not Role.SPARE and not (event.forgotten and state.is_empty):
+            _set(state, name, role=Role.SPARE, seen=now)
+        elif role is Role.SPARE:
+            _keep_alive(state, name, now, rules)
+    elif role is Role.SPARE:
+        if len(trains) == most:
+            _keep_alive(state, name, now, rules)
+            return
+        _set(state, name, role=Role.NONE)
+        _join(state, event, now, rules)
+    else:
+        if name in leaving:
+            _set(state, name, leaving=False)  # a node was lost: its place is taken
+        _take_place(state, event, now, rules, most)
+
+
+def _may_take_a_place(state: State, event: Joins) -> bool:
+    """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that of
+    a node that waits, and theirs again where none has waited for long."""
+    leaving, scaling = state.leaving, state.scaling
+    if not leaving:
+        return True
+    is_leaving = event.node in leaving
+    if scaling is None or not scaling.replaces:
+        return is_leaving
+    return event.alone if is_leaving and not waits_for_them(state) else not is_leaving
+
+
+def waits_for_them(state: State) -> bool:
+    """Whether a spare is there that may replace a node that leaves."""
+    return bool(state.those(Role.SPARE) - state.leaving)
+
+
+def _take_place(state: State, event: Joins, now: float, rules: Rules, most: int) -> None:
+    name, role, count = event.node, state.role(event.node), len(state.participants)
+    if state.complete:
+        if role is Role.NONE:
+            full = count >= most
+            _set(state, name, role=Role.SPARE if full else Role.WAITS, seen=now)
+        elif role is Role.WAITS:
+            _keep_alive(state, name, now, rules)
+        return
+    waits = event.wait_until is not None and state.deadline is not None
+    deadline = event.wait_until if waits else state.deadline
+    if role is Role.TRAINS:
+        if rules.least <= count <= most and deadline is not None and deadline < now:
+            _complete(state, now, rules, most)
+        elif _keep_alive(state, name, now, rules):
+            state.deadline = deadline
+        return
+    _set(state, name, role=Role.TRAINS, seen=now, info=event.info)
+    state.deadline = now + rules.last_call_secs if count + 1 == rules.least else deadline
+    if count + 1 == most:
+        _complete(state, now, rules, most)
+
+
+def _complete(state: State, now: float, rules: Rules, most: int) -> None:
+    """The round is complete with the nodes that fit, and the others become spares. Later, without any, or
+    while it is not clear which of two launchers that claim to be one node is still there."""
+    there = sorted(state.participants)
+    staying = frozenset(there)
+    if state.sizes is not None:
+        found = state.sizes.staying(there, rules.least, most)
+        if found is None:
+            state.deadline = now + rules.last_call_secs
+            return
+        staying = found
+    infos = {name: info for name in there if (info := state.nodes[name].info) and name in staying}
+    fresh = now - 2 * rules.beat_secs
+    if any(state.nodes[name].seen < fresh for same in doubles(infos) for name in same):
+        state.deadline = now + rules.beat_secs
+        return
+    state.agreement, state.ends = agree(infos, state.agreement), {}
+    state.complete, state.deadline = True, None
+    for name in there:
+        if name not in staying:
+            _set(state, name, role=Role.SPARE, seated=False)
+        _set(state, name, info=None)
+
+
+def _note_sizes(state: State, event: Fits | Refused) -> None:
+    known = state.sizes or Sizes()
+    if state.closed:
+        return
+    if isinstance(event, Refused):
+        state.sizes = known.refusing(event.nodes)
+    elif state.complete and state.round == event.round:
+        refused = tuple(n for n in known.refused if n != event.nodes)
+        state.sizes = replace(event.sizes, refused=refused)
+
+
+def _scale(state: State, event: Ordered | Told | Stays) -> None:
+    scaling, running = state.scaling, event.running
+    if isinstance(event, Stays):
+        if scaling is not None and scaling.number == event.number and len(state.participants) == running:
+            state.scaling = replace(scaling, nodes=running, limit=running)
+        return
+    if not state.complete or state.closed:
+        return
+    if isinstance(event, Ordered):
+        if scaling is None or scaling.number < event.number:
+            replaces = bool(event.without) and event.nodes == running
+            most = max(event.nodes, running)
+            state.scaling = Scaling(event.number, event.nodes, most, event.without, replaces=replaces)
+        return
+    members = () if state.agreement is None else state.agreement.members
+    whole = state.participants == set(members) and len(members) == running
+    if scaling is None or scaling.round == state.round or not whole:
+        return
+    stay = tuple(name for rank, name in enumerate(members) if rank not in event.ranks)
+    sizes = state.sizes
+    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
+        return  # no number of those that stay fits, or could recover the version
+    for name in set(members) - set(stay):
+        _set(state, name, leaving=True)
+    limit = running if scaling.replaces else running - len(event.ranks)
+    state.scaling = replace(scaling, limit=limit, round=state.round)

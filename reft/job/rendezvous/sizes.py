@@ -1,0 +1,145 @@
+"""With how many nodes a job can train, and with which of those that are there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, islice
+
+from reft.errors import ReftError
+from reft.grid import Coordinate, Degrees
+from reft.node.report import losses_left
+
+_MOST_TRIES = 500  # Choices of nodes that are looked at
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """With how many nodes the job can train, and which of those that are there do so: what the first node's
+    launcher notes of the newest version. A round has the largest number of nodes that fits, and the others
+    wait as spares; those that stay can recover the version from their memory. Pure."""
+
+    # those that fit by the newest version; empty: there is none yet, any may fit
+    fitting: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()  # those at which trainers refused to start
+    scheme: str = ""  # protection of the newest version, ``arc:2+aec``; "": not known
+    members: tuple[str, ...] = ()  # nodes that hold it, by group rank
+    domains: tuple[int, ...] = ()  # what fails as one with each of them, by number
+    # of each sharding group the group ranks of its members' nodes; those that are alike once
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, least: int, most: int) -> tuple[int, ...]:
+        """Those between two numbers that fit, as far as is known."""
+        return tuple(
+            n for n in range(least, most + 1) if n not in self.refused and n in (self.fitting or (n,))
+        )
+
+    def largest(self, there: int, least: int, most: int) -> int:
+        """The largest number that fits where so many nodes are there; 0: none does."""
+        return max(self.of(least, min(most, there)), default=0)
+
+    def refusing(self, nodes: int) -> Sizes:
+        """The same, and that trainers refused to start on so many nodes."""
+        return replace(self, refused=tuple(sorted({*self.refused, nodes})))
+
+    def staying(self, there: Sequence[str], least: int, most: int) -> frozenset[str] | None:
+        """Which of the nodes that have come train; None: no number of them fits, or those that would stay
+        could not recover the newest version, but all can."""
+        number = self.largest(len(there), least, most)
+        if not number:
+            return None
+        old = [rank for rank, member in enumerate(self.members) if member in set(there)]
+        new = [member for member in there if member not in set(self.members)]
+        if number >= len(old):
+            return frozenset([*(self.members[rank] for rank in old), *new[: number - len(old)]])
+        choices = [frozenset(c) for c in islice(self._choices(old, number), _MOST_TRIES)]
+        kept = next((c for c in choices if self._recovers(c)), None)
+        if kept is None and self._recovers(frozenset(old)):
+            return None
+        return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
+
+    def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
+        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones of those
+        without which the others can recover the version; () where none are known."""
+        everyone = frozenset(range(len(self.members)))
+        stay, size = sorted(everyone - set(first)), len(everyone) - number
+        if size < 1:
+            return ()
+        for kept in islice(chain([set(stay[:size])], self._choices(stay, size)), _MOST_TRIES):
+            if len(kept) == size and self._recovers(frozenset(kept), unless_known=False):
+                return tuple(sorted(everyone - kept, reverse=True))
+        return ()
+
+    def tolerance(self) -> int | None:
+        """Node losses that are survived, whichever they are, while none is lost; None: not known."""
+        with suppress(ReftError):
+            return min((self._tolerance(group, ()) for group in self.groups), default=None)
+        return None
+
+    def _choices(self, old: list[int], number: int) -> Iterator[set[int]]:
+        """So many of these group ranks: whole data-parallel paths first, the lowest first."""
+        whole = [path for path in self._paths() if path <= set(old)]
+        if sum(map(len, whole)) < number:
+            kept: set[int] = set().union(*whole)
+            whole = [{rank} for rank in old if rank not in kept]
+        else:
+            kept = set()
+        for some in _some_of(whole, number - len(kept)):
+            yield kept.union(*some)
+        yield from map(set, combinations(old, number))
+
+    def _paths(self) -> list[set[int]]:
+        """Nodes of each replica; replicas that share a node are one."""
+        found: list[set[int]] = []
+        for ranks in map(set, zip(*self.groups, strict=True)):
+            shared = [path for path in found if path & ranks]
+            found = [path for path in found if not path & ranks] + [ranks.union(*shared)]
+        return sorted(found, key=min)
+
+    def _recovers(self, kept: frozenset[int], *, unless_known: bool = True) -> bool:
+        """Whether the memory of these nodes is enough."""
+        if not self.scheme or not self.groups:
+            return unless_known
+        try:
+            lost = {group: [at for at, rank in enumerate(group) if rank not in kept] for group in self.groups}
+            return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
+        except ReftError:  # another release's scheme
+            return unless_known
+
+    def _tolerance(self, group: tuple[int, ...], lost: Sequence[int]) -> int:
+        nodes = tuple(str(self.domains[rank]) for rank in group)
+        return losses_left(nodes, frozenset(lost), self.scheme)
+
+
+def _some_of(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
+    """Paths that have so many nodes together: the lowest, then such as lie far apart, then any."""
+    each = {len(path) for path in paths}
+    if len(each) != 1 or number % (one := each.pop()):
+        return
+    count, most = number // one, len(paths)
+    if count <= most:
+        apart = ([paths[(first + i * most // count) % most] for i in range(count)] for first in range(most))
+        yield from chain([paths[:count]], apart, combinations(paths, count))
+
+
+def sizes_of_job(
+    fitting: Iterable[int],
+    nodes: Sequence[str],
+    holders: Mapping[Coordinate, tuple[str, str]],
+    degrees: Degrees,
+    scheme: str,
+) -> Sizes:
+    """What the newest version tells of the nodes of this round, by group rank. ``holders``: node id and
+    failure domain of whoever holds each rank's part of it."""
+    groups = set()
+    for pp in range(degrees.pp):
+        for tp in range(degrees.tp):
+            held = [holders.get(Coordinate(pp, dp, tp), ("", ""))[0] for dp in range(degrees.dp)]
+            if not set(held) <= set(nodes):
+                return Sizes(tuple(fitting))
+            groups.add(tuple(nodes.index(node) for node in held))
+    domain_of = dict(holders.values())
+    domains = [domain_of.get(node, node) for node in nodes]
+    numbers = tuple(domains.index(domain) for domain in domains)
+    return Sizes(tuple(fitting), scheme=scheme, domains=numbers, groups=tuple(sorted(groups)))
