@@ -16,8 +16,7 @@ from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
 from reft.device import Vendor, vendor_of
 from reft.engine.checks.start import check_device, check_start, warn
-from reft.engine.copying import Copying, OptimizerFence
-from reft.engine.engine import ClientState, EngineState, TrainingEngine
+from reft.engine.engine import ClientState, Copying, EngineState, OptimizerFence, TrainingEngine
 from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
 from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
