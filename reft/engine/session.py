@@ -14,7 +14,7 @@ import torch
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
-from reft.device import Vendor, vendor_of
+from reft.device import vendor_of
 from reft.engine.checks.start import check_device, check_start, warn
 from reft.engine.engine import ClientState, Copying, EngineState, OptimizerFence, TrainingEngine
 from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
@@ -109,23 +109,15 @@ class DeviceMemory:
             return
         self._next = now + self._every_secs
         try:
-            use = self._look(self._vendor)
+            if stats := self._vendor.module.memory_stats_as_nested_dict(self._device):
+                allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
+                if not self._total:
+                    free, _ = self._vendor.module.mem_get_info(self._device)
+                    self._total = free + reserved["current"]
+                self._page.set_device(DeviceUse(self._total, allocated["current"], allocated["peak"]))
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None
-            return
-        if use is not None:
-            self._page.set_device(use)
-
-    def _look(self, vendor: Vendor) -> DeviceUse | None:
-        stats = vendor.module.memory_stats_as_nested_dict(self._device)
-        if not stats:
-            return None
-        allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
-        if not self._total:
-            free, _ = vendor.module.mem_get_info(self._device)
-            self._total = free + reserved["current"]
-        return DeviceUse(total=self._total, allocated=allocated["current"], peak_allocated=allocated["peak"])
 
 
 class Tracer:
