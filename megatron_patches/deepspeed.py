@@ -8,6 +8,7 @@ the program would not ask for the state.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import sys
@@ -82,6 +83,27 @@ def running_program(engine: Any) -> MegatronProgram | None:
     return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
 
 
+def tell_of_attention(model: torch.nn.Module) -> None:
+    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
+    program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
+    attention: Any
+    parameter: Any
+    for attention in model.modules():
+        fused = getattr(attention, "query_key_value", None)
+        if not isinstance(fused, torch.nn.Module):
+            continue
+        code = inspect.getsource(type(attention).forward)
+        heads, width = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
+        keys = getattr(attention, "num_key_value_heads_per_partition", heads)
+        blocks: tuple[int, ...] | None = None
+        if "self.split_tensor(mixed_x_layer)" in code:
+            blocks = ((heads + 2 * keys) * width,)
+        elif "each_hidden_size" in code or "[heads.shape[2] - 2 * groups, groups, groups]" in code:
+            blocks = (heads * width, keys * width, keys * width)
+        for parameter in fused.parameters() if blocks is not None else ():
+            parameter.partition_blocks = blocks
+
+
 class MegatronProgram:
     """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it counts, and
     its module ``checkpointing``; a ConfigError where it was started with an option that reft cannot
@@ -113,6 +135,7 @@ class MegatronProgram:
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         session.stopping.at_next_step = True
+        tell_of_attention(self._engine.module)
         wrap(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)

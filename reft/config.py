@@ -50,7 +50,11 @@ class PersistConfig(Block):
     survival: float | None = Field(None, gt=0, lt=1)
     """with 'auto', wanted probability (0.999) that memory alone carries the job from one checkpoint to the
     next; null: the interval that loses least time"""
-    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
+    keep: int = Field(2, ge=1)
+    """newest persisted checkpoints to keep"""
+    export_at_end: Path | None = None
+    """where to export the newest version in DeepSpeed's files when training ends, well or on request; as
+    reft persist does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
 
@@ -321,10 +325,6 @@ class ReftConfig(Block):
             )
         if self._replicated_protection == "arc" and self.copies == 0:
             raise ValueError('"copies": 0 protects nothing; write "protection": "none" if you mean it')
-        if self.persist.interval_steps and self.persist.dir is None:
-            raise ValueError(
-                '"persist": {"interval_steps": ...} needs "dir": the directory to write checkpoints to'
-            )
         self._check_auto_persist()
         if self.max_lost_steps is not None and not self.adapts:
             raise ValueError(
@@ -372,6 +372,11 @@ class ReftConfig(Block):
         return self.protection.removesuffix(AOR)
 
     def _check_auto_persist(self) -> None:
+        for key in ("interval_steps", "export_at_end"):
+            if getattr(self.persist, key) and self.persist.dir is None:
+                raise ValueError(
+                    f'"persist": {{"{key}": ...}} needs "dir": the directory to write checkpoints to'
+                )
         most = self.persist.max_lost_steps
         every = 2 if self.adapts else self.version_steps  # what is observed needs steps without a snapshot
         if most is not None and most < 2 * every:

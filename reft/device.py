@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,14 @@ class Vendor(ABC):
     def host_unregister(self, device: torch.device, address: int) -> None:
         """Undo that for memory registered from ``address`` on."""
 
+    @abstractmethod
+    def numa_node(self, device: torch.device) -> int:
+        """Of the host, that the device is linked to; -1 where the host does not say."""
+
+    def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
+        """What of the driver's environment has copies hinder training, and what to write instead."""
+        return []
+
 
 class Cuda(Vendor):
     """NVIDIA's devices, and AMD's, which torch calls the same; so are the arguments of their drivers."""
@@ -58,6 +66,7 @@ class Cuda(Vendor):
     # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default stream.
     _NON_BLOCKING = 1
     _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
+    _HARDWARE_QUEUES = 4  # AMD's default: for training, its communication, and copies on two streams
     _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
 
     def __init__(self) -> None:
@@ -99,6 +108,27 @@ class Cuda(Vendor):
 
     def host_unregister(self, device: torch.device, address: int) -> None:
         self._call(device, lambda runtime: runtime.cudaHostUnregister(address))
+
+    def numa_node(self, device: torch.device) -> int:
+        library, address = self.library(), ctypes.create_string_buffer(32)
+        name = "cuDeviceGetPCIBusId" if self.name == "cuda" else "hipDeviceGetPCIBusId"
+        if error := getattr(library, name)(address, len(address), device.index):
+            raise RuntimeError(f"{name}: error {error}")
+        node = Path("/sys/bus/pci/devices", address.value.decode().lower(), "numa_node")
+        return int(node.read_text()) if node.exists() else -1
+
+    def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
+        if self.name == "cuda":
+            # Megatron needs it so, and checks it, where tensor parallelism overlaps with communication.
+            if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and tensor_parallel == 1:
+                return ["CUDA_DEVICE_MAX_CONNECTIONS=1 has copies and kernels wait for each other: unset it"]
+            return []
+        queues, found = environment.get("GPU_MAX_HW_QUEUES", ""), []
+        if environment.get("HSA_ENABLE_SDMA") == "0":
+            found.append("HSA_ENABLE_SDMA=0 has copies take compute units from training: unset it")
+        if queues.isdecimal() and int(queues) < self._HARDWARE_QUEUES:
+            found.append(f"GPU_MAX_HW_QUEUES={queues} has copies and kernels wait for each other: unset it")
+        return found
 
     def _call(self, device: torch.device, call: Callable[[Any], Any]) -> None:
         """In a thread of its own: a call that fails leaves its error behind in the thread that made it, and

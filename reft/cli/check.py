@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
 from reft.control.authenticated import listen
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.device import vendor_at_hand, vendor_of
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
@@ -131,7 +131,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
 
 
 def check_nodes(
-    store: RendezvousStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
+    store: KeyValueStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
 ) -> dict[str, Any]:
     """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take part.
     name: of this one. ``factor``: how many times as slow as the median of the others a node, or a pair,
@@ -245,7 +245,7 @@ def _delayed_secs() -> float:
     return 0.0
 
 
-def _reduce(store: RendezvousStore, meeting: str, rank: int, size: int, timeout_secs: float) -> float | None:
+def _reduce(store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float) -> float | None:
     """Seconds of one all-reduce over gloo, the median of several; None: it failed."""
     timeout = timedelta(seconds=timeout_secs)
     try:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from reft.errors import ConfigError
 
-if TYPE_CHECKING:
-    from reft.profile.result import ProfileResult
-
-_EXIT_NOT_WELL = 1
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -108,6 +104,7 @@ def plan_command(
     Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
     """
     from reft.config_read import read_object
+    from reft.profile.result import ProfileError, ProfileResult
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.display import show_plan
     from reft.tools.planning.job import Layouting, plan_job
@@ -122,6 +119,12 @@ def plan_command(
         )
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
+    measured = None
+    if profile is not None:
+        try:
+            measured = ProfileResult.load(profile)
+        except ProfileError as error:
+            raise ConfigError(f"--profile: {error}") from error
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
     job = read_object(config, "the DeepSpeed configuration", "an object")
     plan = make_plan(
@@ -130,20 +133,11 @@ def plan_command(
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,
-        profile=None if profile is None else _load(profile),
+        profile=measured,
     )
     if as_json:
         typer.echo(json.dumps(plan.to_json(), indent=2))
     else:
         show_plan(plan, Console())
     if plan.problems:
-        raise typer.Exit(_EXIT_NOT_WELL)
-
-
-def _load(path: Path) -> ProfileResult:
-    from reft.profile.result import ProfileError, ProfileResult
-
-    try:
-        return ProfileResult.load(path)
-    except ProfileError as error:
-        raise ConfigError(f"--profile: {error}") from error
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The agent of one node: TorchElastic's, but lost peers are free and any node may be replaced.
+"""The agent of one node: starts its trainers, watches them, and starts them again.
 
 What differs from ``torchrun``'s agent:
 
@@ -14,6 +14,7 @@ What differs from ``torchrun``'s agent:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -21,16 +22,15 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -38,105 +38,128 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils.api import macros
 
-from reft.control.keyvalue import RendezvousStore, StoreError
+from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
-from reft.job.agreement import NODE_INFO, Agreement, DuplicateNodeError, NodeInfo, agree
+from reft.job.agreement import Agreement, DuplicateNodeError
 from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import replaced
-from reft.job.trainer_store import LOOPBACK, TrainerStore
+from reft.job.rendezvous.membership import Ends
+from reft.job.trainer_store import TrainerStore, trainer_environ
 
 if TYPE_CHECKING:
     from reft.job.launch import Launcher
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGE_SECS = 30.0
 _FORM_ATTEMPTS = 10
 _PROGRESS_SECS = 600.0  # Trainers that ran so long have made progress, also where nothing is committed
-_SEEN_SECS = 5.0
+_EXIT_BARRIER_SECS = 300.0
 _KILLED = 128
 """From here on an exit code tells of a signal: another start may do better, as where memory was short."""
 _TELL_SECS = 1.0
 _ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
+_CLOSE_SECS = 30
 
 
-class ReftAgent(LocalElasticAgent):
+class Agent:
     """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit and end
     when the launcher was told to stop."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
         options: LaunchOptions,
         *,
         client: RendezvousClient,
-        info: NodeInfo,
         secret: bytes,
         launcher: Launcher,
         exits_dir: Path,
         grace_secs: Callable[[], float],
-        **others: Any,
     ) -> None:
-        super().__init__(spec, **others)
-        self._spec = spec
-        self._options = options
+        self._options, self._config = options, options.config
         self._client = client
         assert client.handler is not None
-        assert client.incarnations is not None
-        self._handler, self._incarnations = client.handler, client.incarnations
-        self._info = info
+        self._handler = client.handler
         self._secret = secret
         self._launcher = launcher
         self._grace_secs = grace_secs
         self._started_at = 0.0
-        self._trainers = Trainers(self._processes, exits_dir)
+        self._trainers = Trainers(options, exits_dir)
         self._trainer_store: TrainerStore | None = None
         self._store_lost = False
         self._without_progress = 0
         self._start_error = ""  # what ended the trainers last, before there was any version
         self.agreement: Agreement | None = None
+        self._group_rank = 0
         self.failure: Failure | None = None
         self.all_ended_well = False
         self.told_to_stop = False
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first node of the job."""
+        return self.agreement is not None and self._group_rank == 0
+
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
-        group = self._worker_group
-        self._initialize_workers(group)
+    def run(self) -> dict[int, ProcessFailure] | None:
+        """Train until the job ends here; the trainers that have failed then, by global rank, and none where
+        all have ended well; None: this node was a spare that was not needed. Raises FencedError: it was
+        replaced, and has ended its trainers; SignalException: it was told to stop, or its peers were."""
+        try:
+            return self._run()
+        except RendezvousGracefulExitError:
+            return None
+        except FencedError:
+            self._trainers.end(signal.SIGKILL, 0.0)
+            raise
+        except SignalException as stop:
+            if self.told_to_stop and self.agreement is not None:
+                # Before its trainers, and with them those of its peers, end; a store that hangs costs a
+                # second.
+                telling = threading.Thread(target=self._tell_peers, args=(stop.sigval,), daemon=True)
+                telling.start()
+                telling.join(_TELL_SECS)
+            # Told to stop, trainers have the grace to commit what they have.
+            secs = self._grace_secs() if self.told_to_stop else self._options.stop_secs
+            self._trainers.end(stop.sigval, secs)
+            raise
+        finally:
+            self._trainers.end(signal.SIGTERM, self._options.stop_secs)
+            self._trainers.forget()
+
+    def _run(self) -> dict[int, ProcessFailure]:
+        self._start_round()
         while True:
-            time.sleep(self._spec.monitor_interval)
+            time.sleep(self._config.monitor_interval)
             self._end_if_replaced()
-            result = self._monitor_workers(group)
-            group.state = result.state
-            if result.state is WorkerState.SUCCEEDED:
+            failures = self._look()
+            if failures is None:
+                if not self._nodes_waiting():
+                    self._launcher.trainers_run(self._group_rank)
+                    continue
+                self._end_for_another_size()
+                self._launcher.round_over()
+            elif not failures:
                 self._launcher.state_changed("ended, waiting for other nodes")
                 self._exit_barrier()
                 if self.all_ended_well or not self._nodes_waiting():
-                    return result
+                    return {}
                 logger.warning("a peer lost its trainers before it had ended; joining it again")
                 self._launcher.round_over()
-                self._restart_workers(group)
-            elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            else:
                 self._launcher.round_over()
                 if not self._may_restart():
-                    self._stop_workers(group)
+                    self._trainers.end(signal.SIGTERM, self._options.stop_secs)
                     self._end_if_replaced(ask=True)
-                    group.state = WorkerState.FAILED
-                    return result
-                self._restart_workers(group)
-            elif self._nodes_waiting():
-                self._end_for_another_size()
-                self._launcher.round_over()
-                self._restart_workers(group)
-            else:
-                self._launcher.trainers_run(int(group.group_rank or 0))
+                    return failures
+            self._start_round()
 
     def _end_for_another_size(self) -> None:
         """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
@@ -149,23 +172,14 @@ class ReftAgent(LocalElasticAgent):
         """Raises FencedError where the job goes on without this node, by the last heartbeat, or the store."""
         if self._handler.is_leaving:
             return  # it is a spare until the others need it no more
-        mine = self.agreement.incarnation if self.agreement is not None else 0
-        newest = self._handler.newest_incarnation
+        mine, newest = self._handler.incarnation, self._handler.newest_incarnation
         if ask:
             with suppress(StoreError):
-                newest = self._incarnations.read()
+                newest = self._handler.incarnations.read()
         if newest > mine > 0:
             raise replaced(mine, newest, by_another=self._handler.is_full)
         if why := self._launcher.fenced():
             raise FencedError(why)
-
-    def run(self, role: str = "default") -> Any:
-        """As TorchElastic's. Raises FencedError: it was replaced, and has ended its trainers."""
-        try:
-            return super().run(role)
-        except FencedError:
-            self._trainers.end(signal.SIGKILL, 0.0)
-            raise
 
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
@@ -184,8 +198,10 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.SIZE and not self._may_be_resized():
             failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
-        rank = self._worker_group.workers[failure.local_rank].global_rank
-        self._info = replace(self._info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}")
+        rank = self._rank(failure.local_rank)
+        info = self._handler.info = replace(
+            self._handler.info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}"
+        )
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused again", failure.reason)
             return False
@@ -197,8 +213,8 @@ class ReftAgent(LocalElasticAgent):
                 )
                 return False
             self._start_error = failure.reason
-        used = 0 if self._options.restarts_renew and self._has_new_version() else self._info.restarts_used
-        allowed = self._spec.max_restarts
+        used = 0 if self._options.restarts_renew and self._has_new_version() else info.restarts_used
+        allowed = self._config.max_restarts
         since = " since the last new version" if self._options.restarts_renew else ""
         if failure.cause is Cause.OWN and used >= allowed:
             logger.error(
@@ -221,7 +237,7 @@ class ReftAgent(LocalElasticAgent):
         return True
 
     def _has_new_version(self) -> bool:
-        return self._launcher.newest_step() > self._info.known_step
+        return self._launcher.newest_step() > self._handler.info.known_step
 
     def _is_free(self) -> bool:
         progressed = self._has_new_version() or time.monotonic() - self._started_at > _PROGRESS_SECS
@@ -250,19 +266,22 @@ class ReftAgent(LocalElasticAgent):
 
     # -- forming a round ---------------------------------------------------------------------------
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def _start_round(self) -> None:
+        """End what is left of the last round, join the next, and start its trainers."""
+        self._trainers.end(signal.SIGTERM, self._options.stop_secs)
+        self._trainers.forget()
         self._launcher.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
                 self._client.reconnect()
                 self._note_store_is_back()
             try:
-                super()._rendezvous(worker_group)
+                agreement = self._join()
                 break
             except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError, FencedError):
                 raise
             except DuplicateNodeError as error:
-                if self._info.agent in error.refused or attempt == _FORM_ATTEMPTS:
+                if self._handler.is_refused or attempt == _FORM_ATTEMPTS:
                     raise
                 logger.warning("a node was refused: %s", error)
             except (RendezvousError, RuntimeError, TimeoutError) as error:
@@ -272,72 +291,47 @@ class ReftAgent(LocalElasticAgent):
                 logger.warning(
                     "a node was lost while the round formed (%s); it is formed again", _first_line(error)
                 )
-        agreement = self.agreement
-        assert agreement is not None
-        assert self._trainer_store is not None
-        worker_group.master_addr = LOOPBACK  # type: ignore[assignment]
-        worker_group.master_port = self._trainer_store.port  # type: ignore[assignment]
-        if agreement.restarts_used > self._spec.max_restarts:
+        self.agreement = agreement
+        if agreement.restarts_used > self._config.max_restarts:
             reason = self.failure.reason if self.failure else "on another node"
             raise JobEndedError(
-                f"restarts used: {agreement.restarts_used}, allowed: {self._spec.max_restarts} "
+                f"restarts used: {agreement.restarts_used}, allowed: {self._config.max_restarts} "
                 f"(--max-restarts); the last failure: {reason}"
             )
         self._launcher.round_formed(agreement)
+        self.failure = None
+        self._started_at = time.monotonic()
+        assert self._trainer_store is not None
+        pids = self._trainers.start(agreement, self._group_rank, self._trainer_store.port)
+        self._launcher.workers_started(pids)
+        self._launcher.state_changed("running", round=agreement.round)
 
-    def _assign_worker_ranks(
-        self, store: RendezvousStore, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Exchange node infos with the other agents, number the trainers, and say where they meet."""
-        table = store.with_prefix("reft/round/0")
-        known = self._info.incarnation, self._launcher.newest_incarnation(), self._incarnations.read()
-        self._info = replace(self._info, newest_step=self._launcher.newest_step(), incarnation=max(known))
-        table.set(f"node/{group_rank}", NODE_INFO.dump_json(self._info))
-        keys = [f"node/{i}" for i in range(group_world_size)]
-        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree(
-            [NODE_INFO.validate_json(table.get(k)) for k in keys], renews=self._options.restarts_renew
-        )
+    def _join(self) -> Agreement:
+        """Bring what this node knows of the job into a round, and say where its trainers meet."""
+        handler, launcher = self._handler, self._launcher
+        known = handler.info.incarnation, launcher.newest_incarnation(), handler.incarnations.read()
+        handler.info = replace(handler.info, newest_step=launcher.newest_step(), incarnation=max(known))
+        agreement = handler.next_rendezvous()
+        if agreement.refused:
+            raise DuplicateNodeError(agreement.nodes[agreement.members.index(agreement.refused[0])])
+        self._group_rank = agreement.members.index(handler.node)
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
-            table,
+            handler.table,
             self._secret,
-            group_rank,
-            group_world_size,
-            spec.local_addr,
+            self._group_rank,
+            len(agreement.members),
+            self._config.local_addr,
             incarnation=agreement.incarnation,
         )
-        self.agreement = agreement
-        self._handler.incarnation = agreement.incarnation
-        self._incarnations.raise_to(agreement.incarnation)
-        self._info = self._info.after(agreement)
-        return [
-            Worker(
-                local_rank=i,
-                global_rank=rank,
-                role_rank=rank,
-                world_size=agreement.world_size,
-                role_world_size=agreement.world_size,
-            )
-            for i, rank in enumerate(agreement.ranks[group_rank])
-        ]
+        handler.incarnations.raise_to(agreement.incarnation)
+        return agreement
 
     # -- trainers ----------------------------------------------------------------------------------
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        assert self.agreement is not None
-        self.failure = None
-        self._trainers.begin(self.agreement.round)
-        # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
-        # versions of torch make it part of the keys under which trainers find each other.
-        self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
-        self._started_at = time.monotonic()
-        ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._launcher.workers_started([int(pid) for pid in ids.values()])
-        self._launcher.state_changed("running", round=self.agreement.round)
-        return ids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _look(self) -> dict[int, ProcessFailure] | None:
+        """What has become of the trainers, as :meth:`run` tells it; None: they run. Where one has failed, or
+        hangs, the others are ended, and the failure is judged."""
         exits = self._trainers.failures()
         if exits:
             self._launcher.failure_seen()
@@ -348,101 +342,62 @@ class ReftAgent(LocalElasticAgent):
             self._launcher.failure_seen()
             self.failure = hang
             self._trainers.end(signal.SIGKILL, self._options.stop_secs)
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and not exits and self.failure is None:
+        failures = self._trainers.ended()
+        if failures and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
             seen = self._trainers.failures()
             exits = {r: e for r, e in seen.items() if e.exit_code != -signal.SIGTERM} or seen
             self.failure = judge(exits) if exits else None
-        if exits:
-            # Those that the agent ended itself did not fail.
-            failed = {worker_group.workers[rank].global_rank for rank in exits}
-            kept = {rank: f for rank, f in result.failures.items() if rank in failed}
-            result.failures = kept or result.failures
-        return result
+        if not failures:
+            return failures
+        # Those that the agent ended itself did not fail.
+        kept = {local_rank: f for local_rank, f in failures.items() if local_rank in exits} or failures
+        return {self._rank(local_rank): failure for local_rank, failure in kept.items()}
+
+    def _rank(self, local_rank: int) -> int:
+        assert self.agreement is not None
+        return self.agreement.ranks[self._group_rank][local_rank]
 
     def _hang(self) -> Failure | None:
         """Why the trainers, none of which has failed, have to be ended."""
-        index: Any = self._worker_group.group_rank
-        if self.agreement is None or self.told_to_stop or index is None:
+        if self.agreement is None or self.told_to_stop:
             return None
-        store: Any = self._store
-        table = store.with_prefix(f"reft/{self.agreement.round}")
         nodes, running = len(self.agreement.members), self._trainers.running()
         silent = self._handler.is_left_by_silent
-        return self._launcher.hangs.judge(table, index, nodes, running, silent=silent)
-
-    def _processes(self) -> dict[int, Any]:
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
-
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._trainers.end(signal.SIGTERM, self._options.stop_secs)
-        super()._stop_workers(worker_group, *args, **kwargs)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        if self.told_to_stop and self.agreement is not None:
-            # Before its trainers, and with them those of its peers, end; a store that hangs costs a second.
-            telling = threading.Thread(target=self._tell_peers, args=(death_sig,), daemon=True)
-            telling.start()
-            telling.join(_TELL_SECS)
-        # Told to stop, trainers have the grace to commit what they have.
-        self._trainers.end(death_sig, self._grace_secs() if self.told_to_stop else self._options.stop_secs)
-        super()._shutdown(signal.SIGKILL, *args, **kwargs)
+        table = self._handler.table
+        return self._launcher.hangs.judge(table, self._group_rank, nodes, running, silent=silent)
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _tell_peers(self, number: int) -> None:
-        store: Any = self._store
-        with suppress(RuntimeError):
-            store.set(self._stopped("by"), f"{int(number)} {self._info.node}")
-            store.add(self._stopped("nodes"), 1)
-            store.add(self._stopped("seen"), 1)
+        with suppress(RuntimeError, RendezvousError):
+            self._handler.tell(Ends(self._handler.node, int(number)))
 
     def _end_if_peers_were_stopped(self) -> None:
         """Raises SignalException where other launchers were told to stop, without which it cannot go on."""
-        store: Any = self._store
-        with suppress(RuntimeError):
-            gone = store.add(self._stopped("nodes"), 0)
-            if not gone or self._handler.goes_on_without(gone):
-                return
-            number, node = store.get(self._stopped("by")).decode().split(" ", 1)
-            store.add(self._stopped("seen"), 1)
-            sent = signal.Signals(int(number))
+        with suppress(RuntimeError, RendezvousError):
+            self._handler.is_closed()  # looks at the store
+        stopped = self._handler.stopped
+        if stopped and not self._handler.goes_on_without(len(stopped)):
+            node, number = next(iter(stopped.items()))
+            sent = signal.Signals(number)
             raise SignalException(
                 f"node {node} was stopped by {sent.name}, and no other node replaces it", sigval=sent
             )
 
-    def wait_for_peers(self) -> None:
-        """This launcher was told to stop, and the store ends with it: its peers look there first."""
-        if self.agreement is not None:
-            with suppress(RuntimeError):
-                _wait_until_all_have_seen(self._store, self._stopped("seen"), 1 + len(self.agreement.members))
-
-    def _stopped(self, name: str) -> str:
-        """A key in the store of this round, about launchers that were told to stop."""
-        assert self.agreement is not None
-        return f"reft/stopped/{self.agreement.round}/{name}"
-
     def _exit_barrier(self) -> None:
         """Wait until all trainers have ended well, or a node wants another round."""
-        assert self.agreement is not None
-        prefix, size = f"reft/ended/{self.agreement.round}", len(self.agreement.members)
-        store: Any = self._store
-        deadline = time.monotonic() + self._exit_barrier_timeout
+        deadline = time.monotonic() + _EXIT_BARRIER_SECS
         try:
-            if store.add(prefix, 1) >= size:
-                store.set(f"{prefix}/all", "1")
-            while not store.check([f"{prefix}/all"]):
+            while not self._handler.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
+                self._handler.tell(Ends(self._handler.node))  # once more where the store has lost it
                 self._end_if_peers_were_stopped()
-                time.sleep(max(0.1, self._spec.monitor_interval))
+                time.sleep(max(0.1, self._config.monitor_interval))
             self.all_ended_well = True
-            _wait_until_all_have_seen(store, f"{prefix}/seen", size)
-        except RuntimeError as error:
-            if not self.all_ended_well:
-                logger.warning("cannot ask whether all nodes ended well: %s", _first_line(error))
+        except (RuntimeError, RendezvousError) as error:
+            logger.warning("cannot ask whether all nodes ended well: %s", _first_line(error))
 
     def _close_trainer_store(self) -> None:
         if self._trainer_store is not None:
@@ -457,30 +412,61 @@ class ReftAgent(LocalElasticAgent):
         self._trainers.close()
 
 
-def _wait_until_all_have_seen(store: Any, key: str, size: int) -> None:
-    """The store may live in this process: others read first that all is well."""
-    deadline = time.monotonic() + _SEEN_SECS
-    seen = store.add(key, 1)
-    while seen < size and time.monotonic() < deadline:
-        time.sleep(0.05)
-        seen = store.add(key, 0)
-
-
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 class Trainers:
-    """Looks at trainers from outside; in ``exits_dir`` they may leave why they ended."""
+    """The trainers of a node, in one round at a time; in ``exits_dir`` they may leave why they ended."""
 
-    def __init__(self, processes: Callable[[], Mapping[int, Any]], exits_dir: Path) -> None:
-        self._processes = processes
+    def __init__(self, options: LaunchOptions, exits_dir: Path) -> None:
+        self._options = options
         self._root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
         self._notes = self._root
+        self._context: Any = None
         self._ended_groups: set[int] = set()
         self.hurry = False  # They are waited for no more
 
-    def begin(self, number: int) -> None:
+    def start(self, agreement: Agreement, group_rank: int, port: int) -> list[int]:
+        """Start those of a round as torchrun does, whose options count; ``port``: of their store here."""
+        self._note_exits_of(agreement.round)
+        config: Any = self._options.config
+        ranks = agreement.ranks[group_rank]
+        node, local_size, world_size = (group_rank, len(agreement.members)), len(ranks), agreement.world_size
+        # The number of restarts is the same on all nodes: older versions of torch make it part of the keys
+        # under which trainers find each other.
+        restarts = agreement.round - 1, config.max_restarts
+        shared = {
+            "ROLE_NAME": config.role,
+            "TORCHELASTIC_RUN_ID": config.run_id,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        envs = {
+            i: shared | trainer_environ((rank, world_size), (i, local_size), node, port, restarts)
+            for i, rank in enumerate(ranks)
+        }
+        if getattr(config, "virtual_local_rank", False):
+            for i, env in envs.items():
+                devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size))))
+                env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=devices.split(",")[i].strip())
+        prefix = config.log_line_prefix_template
+        names = [{"role_name": config.role, "rank": rank, "local_rank": i} for i, rank in enumerate(ranks)]
+        accepted = inspect.signature(start_processes).parameters
+        wanted = ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
+        self._context = start_processes(
+            name=config.role,
+            entrypoint=self._options.entrypoint,
+            args={i: tuple(macros.substitute(list(self._options.arguments), str(i))) for i in envs},
+            envs=envs,
+            logs_specs=config.logs_specs,
+            log_line_prefixes=(
+                {n["local_rank"]: Template(prefix).safe_substitute(n) for n in names} if prefix else None
+            ),
+            **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},
+        )
+        return [int(pid) for pid in self._context.pids().values()]
+
+    def _note_exits_of(self, number: int) -> None:
         if self._notes != self._root:
             shutil.rmtree(self._notes, ignore_errors=True)
         self._notes = self._root / str(number)
@@ -492,6 +478,20 @@ class Trainers:
             logger.warning("trainers cannot record why they end: %s", error)
         os.environ[ENV_EXIT_DIR] = str(self._notes)
         self._ended_groups.clear()
+
+    def ended(self) -> dict[int, ProcessFailure] | None:
+        """Those that have failed, by local rank, and none where all have ended well; None: they run."""
+        result = self._context.wait(0)
+        failures: dict[int, ProcessFailure] = {} if result is None else result.failures
+        return None if result is None else failures
+
+    def forget(self) -> None:
+        if self._context is not None:
+            self._context.close(signal.SIGKILL, _CLOSE_SECS)
+
+    def _processes(self) -> dict[int, Any]:
+        handlers = getattr(self._context, "subprocess_handlers", {})
+        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
 
     def running(self) -> list[int]:
         return [process.pid for process in self._processes().values() if process.poll() is None]

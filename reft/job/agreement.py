@@ -1,51 +1,47 @@
-"""What the agents of a round agree on, worked out by each from the same node infos.
+"""What the nodes of a round agree on: a pure function of what each brings into it.
 
-Every agent lays a :class:`NodeInfo` into the store of a new rendezvous round and reads all others. The rest
-is a pure function of them: no counter in the store could be left half done by a crash, and a store that was
-lost and came back empty takes nothing along.
+No counter in the store could be left half done by a crash, and a store that was lost and came back empty
+takes nothing along.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from pydantic import TypeAdapter
 
 from reft.errors import ConfigError
 from reft.job.exits import Cause
 
 
 class DuplicateNodeError(ConfigError):
-    """Several launchers claim to be the same node. ``refused``: agents that have to go."""
+    """Several launchers claim to be the same node."""
 
-    def __init__(self, node: str, refused: tuple[str, ...]) -> None:
+    def __init__(self, node: str) -> None:
         super().__init__(
             f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
             f"--node-id, or a --memory-dir of its own to each launcher on one host"
         )
-        self.refused = refused
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one agent brings into a round."""
+    """What one node brings into a round."""
 
     node: str
-    agent: str  # unique id of the launcher process
     workers: int
     turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
-    # last round this agent took part in, with its ``members`` and ``restarts_used``; 0: new agent
+    renews: bool = False  # restarts are counted from the last new version on, not over the job's life
+    # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it is new
     round: int = 0
-    members: tuple[str, ...] = ()
+    size: int = 0
     restarts_used: int = 0
     # newest committed step that any node of that round knew of; ``newest_step``: that this node knows of now;
     # -1: none
     known_step: int = -1
     newest_step: int = -1
     incarnation: int = 0  # number of the newest start of the job that this node knows of
-    # why the agent's trainers of that round ended; None if they did not fail; ``failure``: in words
+    # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
     cause: Cause | None = None
     failure: str = ""
 
@@ -54,7 +50,7 @@ class NodeInfo:
         return replace(
             self,
             round=agreement.round,
-            members=agreement.members,
+            size=len(agreement.members),
             restarts_used=agreement.restarts_used,
             known_step=agreement.known_step,
             incarnation=agreement.incarnation,
@@ -63,15 +59,12 @@ class NodeInfo:
         )
 
 
-NODE_INFO = TypeAdapter(NodeInfo)
-
-
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome, equal on all agents."""
+    """The outcome, equal on all nodes."""
 
     round: int  # 1 for the first start of the trainers, one more after every restart
-    members: tuple[str, ...]  # members, nodes: agents and node ids of this round, by group rank
+    members: tuple[str, ...]  # members, nodes: launchers and node ids of this round, by group rank
     nodes: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]  # global rank of every trainer of each node, by local rank
     restarts_used: int  # of ``--max-restarts``, by the whole job
@@ -81,41 +74,58 @@ class Agreement:
     incarnation: int = 1
     # why trainers of the round before ended, on the nodes that are still there
     failures: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
 
     @property
     def world_size(self) -> int:
         return sum(map(len, self.ranks))
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
-        return tuple(n for n, agent in zip(self.nodes, self.members, strict=True) if agent not in members)
+        return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
 
 
-def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
-    """Work out a round from what its agents bring, by group rank. Raises DuplicateNodeError.
+def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
+    """Work out a round from what its members bring, in the order of group ranks. ``before``: the newest round
+    that is known of, whoever took part in it.
 
     A round that ended with at least one failure by own cause uses one restart of the job, however many nodes
-    failed in it; one that ended because a node vanished, or because somebody joined, uses none. With
-    ``renews`` restarts are counted from the last new version on.
+    failed in it; one that ended because a node vanished, or because somebody joined, uses none.
     """
-    _refuse_doubles(infos)
-    last_round = max(c.round for c in infos)
-    last = [c for c in infos if c.round == last_round and last_round]
+    all_infos = tuple(infos.values())
+    last_round = max(c.round for c in all_infos)
+    last = [c for c in all_infos if c.round == last_round and last_round]
     causes = {c.cause for c in last}
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
     own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
-    newest = max(c.newest_step for c in infos)
+    newest = max(c.newest_step for c in all_infos)
     known = max((c.known_step for c in last), default=-1)
-    used = 0 if renews and newest > known else max((c.restarts_used for c in last), default=0)
+    renewed = all_infos[0].renews and newest > known
+    used = 0 if renewed else max((c.restarts_used for c in last), default=0)
     return Agreement(
-        round=last_round + 1,
-        members=tuple(c.agent for c in infos),
-        nodes=tuple(c.node for c in infos),
-        ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
+        round=1 + max(last_round, before.round if before else 0),
+        members=tuple(infos),
+        nodes=tuple(c.node for c in all_infos),
+        ranks=deal_ranks([c.workers for c in all_infos], all_infos[0].turn),
         restarts_used=used + own,
         known_step=max(newest, known),
-        incarnation=1 + max(c.incarnation for c in infos),
+        incarnation=1 + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
         failures=_failures(last),
+        refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
     )
+
+
+def doubles(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
+    """Launchers that claim to be the same node, by node."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, info in infos.items():
+        found[info.node].append(name)
+    return [same for same in found.values() if len(same) > 1]
+
+
+def _refused(same: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
+    """Whoever is new has to go; the one that trains already keeps its name."""
+    first, second, *others = sorted(same, key=lambda name: -infos[name].round)
+    return [second, *others] if infos[first].round > infos[second].round else same
 
 
 def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
@@ -140,17 +150,8 @@ def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]
     return tuple(map(tuple, dealt))
 
 
-def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
-    for node, times in Counter(c.node for c in infos).items():
-        if times > 1:
-            same = sorted((c for c in infos if c.node == node), key=lambda c: -c.round)
-            # Whoever is new has to go; the one that trains already keeps its name.
-            keeps = same[:1] if same[0].round > same[1].round else []
-            raise DuplicateNodeError(node, tuple(c.agent for c in same if c not in keeps))
-
-
 def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:
-    return {c.agent for c in last} != (set(last[0].members) if last else set())
+    return bool(last) and len(last) < last[0].size
 
 
 def _failures(last: Sequence[NodeInfo]) -> tuple[str, ...]:

@@ -5,28 +5,24 @@ The training script runs through :mod:`reft.job.script`, so that it needs no cha
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
 from torch.distributed.launcher.api import LaunchConfig
@@ -35,8 +31,8 @@ from reft import log
 from reft.config_read import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
-from reft.job.agent import ReftAgent
-from reft.job.agreement import Agreement, NodeInfo
+from reft.job.agent import Agent
+from reft.job.agreement import Agreement
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
@@ -55,6 +51,7 @@ from reft.node.observe import CommitWatch
 from reft.node.progress import STACKS_SUFFIX
 from reft.node.report import ENDED_WELL
 from reft.protect.builds import tell_of_abandoned_builds
+from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
 
@@ -70,7 +67,7 @@ class StopSignals:
     ``asked_to_leave``: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it."""
 
     def __init__(self) -> None:
-        self.agent: ReftAgent | None = None
+        self.agent: Agent | None = None
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
@@ -124,7 +121,7 @@ class Launcher:
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
         self.hangs = Hangs(options.node, self._memory.path)
-        self._agent: ReftAgent | None = None
+        self._agent: Agent | None = None
         self._warm: WarmTrainers | None = None
         self._board = make_board(options, self.rendezvous, self._memory.path)
         self._end = End.UNFINISHED
@@ -254,8 +251,7 @@ class Launcher:
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            if self._agent is not None and self.rendezvous.place.serves:
-                self._agent.wait_for_peers()
+            self.rendezvous.place.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = End.REPLACED
@@ -294,13 +290,16 @@ class Launcher:
             self._warm = WarmTrainers(options.preload, shared)
         handler = self.rendezvous.connect()
         self._board.start()
-        info = NodeInfo(
-            node=options.node,
-            agent=uuid.uuid4().hex,
-            workers=options.config.nproc_per_node,
-            turn=options.rank_turn,
+        if hasattr(options.config, "signals_to_handle"):
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
+        agent = self._agent = Agent(
+            options,
+            client=self.rendezvous,
+            secret=self._secret,
+            launcher=self,
+            exits_dir=self._memory.path,
+            grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
         )
-        agent = self._agent = self._make_agent(handler, info)
         self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
         try:
@@ -327,26 +326,25 @@ class Launcher:
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
                 f"{self.rendezvous.place.reopens}"
             ) from error
-        except RendezvousGracefulExitError:
-            return 0
         except JobEndedError as error:
             self.rendezvous.close(str(error))
             raise
 
-    def judge(self, agent: ReftAgent, result: RunResult | None) -> int:
-        """What the end of this node's trainers means for the job; returns the exit code."""
-        if result is None:
-            # A spare that was not needed: TorchElastic ends it when the job ends.
+    def judge(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
+        """What the end of this node's trainers means for the job (:meth:`Agent.run`); the exit code."""
+        if failures is None:
             if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = End.WELL
             return 0
-        if not result.is_failed():
+        if not failures:
             if agent.all_ended_well:
                 self._end = End.WELL
                 if not self._options.keep_memory:
                     self.rendezvous.forget_commits()
             self.rendezvous.close(ENDED_WELL)
-            if not agent.all_ended_well:
+            if agent.all_ended_well:
+                self.rendezvous.place.wait_for_others()
+            else:
                 logger.warning(
                     "this node's trainers ended well, but not all nodes reported so; memory is kept"
                 )
@@ -358,35 +356,8 @@ class Launcher:
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
-            logger.error("%s", ChildFailedError(name, result.failures))
+            logger.error("%s", ChildFailedError(name, failures))
         return failure.exit_code if failure else 1
-
-    def _make_agent(self, handler: StoreRendezvous, info: NodeInfo) -> ReftAgent:
-        options, config = self._options, self._options.config
-        known = {f.name for f in fields(WorkerSpec)}
-        same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
-        spec = WorkerSpec(
-            **same,
-            local_world_size=config.nproc_per_node,
-            rdzv_handler=handler,
-            entrypoint=options.entrypoint,
-            args=options.arguments,
-        )
-        accepted = inspect.signature(LocalElasticAgent.__init__).parameters
-        wanted = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
-        if hasattr(config, "signals_to_handle"):
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-        return ReftAgent(
-            spec,
-            options,
-            client=self.rendezvous,
-            info=info,
-            secret=self._secret,
-            launcher=self,
-            exits_dir=self._memory.path,
-            grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
-            **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},
-        )
 
     def _grace_secs(self) -> float:
         """What the command line says, else the job's own ``reft`` block, which the daemon was told."""
@@ -405,7 +376,17 @@ class Launcher:
         if self._daemon is not None:
             # To write the newest version it has what the trainers left of the grace.
             left_secs = max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
-            self._daemon.end(left_secs if self._end is End.UNFINISHED else 0.0)
+            persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
+            stops = self._end is End.UNFINISHED and self._signals.received is not None
+            exports = persist.export_at_end is not None and (stops or self._end is End.WELL)
+            if exports and not stops:
+                left_secs = persist.timeout_secs
+            self._daemon.end(left_secs if exports or self._end is End.UNFINISHED else 0.0)
+            if exports and self._agent is not None and self._agent.leads:
+                assert persist.dir is not None
+                stored = job_directory(persist.dir, self._options.job_id)
+                words = ["persist", "--from", stored, "--out", persist.export_at_end]
+                subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:
@@ -545,8 +526,8 @@ class Hangs:
                 table.set(f"hang/{index}", told or b"[]")
                 self._told = told
             for other in range(size):
-                if other != index and table.check([f"hang/{other}"]):
-                    reports[other] = WAITING.validate_json(table.get(f"hang/{other}"))
+                if other != index and (report := table.peek(f"hang/{other}")) is not None:
+                    reports[other] = WAITING.validate_json(report)
         except (ReftError, RuntimeError, OSError, ValueError) as error:
             if not self._cannot_ask:
                 logger.warning("cannot ask other nodes what their trainers wait for: %s", error)

@@ -35,7 +35,7 @@ from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script
 from reft.job.node import NodeMemory, default_node_id
-from reft.job.trainer_store import LOOPBACK, TrainerStore
+from reft.job.trainer_store import TrainerStore, trainer_environ
 from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, kernel_id, own_name
 from reft.node.client import request
@@ -88,24 +88,9 @@ class Place:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        local_rank, group = self.local.index(self.rank), self.leaders.index(self.local[0])
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(len(self.local)),
-            "GROUP_RANK": str(group),
-            "GROUP_WORLD_SIZE": str(len(self.leaders)),
-            "NODE_RANK": str(group),
-            "ROLE_RANK": str(self.rank),
-            "ROLE_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            # The node's first process serves the store, or relays to it.
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-        }
+        local, group = self.local.index(self.rank), self.leaders.index(self.local[0])
+        ours, node = (local, len(self.local)), (group, len(self.leaders))
+        return {**trainer_environ((self.rank, self.size), ours, node, port), "NODE_RANK": str(group)}
 
 
 def check_together(told: Sequence[Where]) -> None:

@@ -134,6 +134,34 @@ class TrainerStore:
         self._store = None
 
 
+def trainer_environ(
+    rank: tuple[int, int],
+    local: tuple[int, int],
+    node: tuple[int, int],
+    port: int,
+    restarts: tuple[int, int] = (0, 0),
+) -> dict[str, str]:
+    """What torch's trainers are told, with torchrun's names. ``rank``: and trainers of the job; ``local``:
+    rank on the node, and trainers of the node; ``node``: its number, and nodes; ``port``: where the store of
+    this start is here; ``restarts``: so far, and as many as are allowed."""
+    return {
+        "RANK": str(rank[0]),
+        "WORLD_SIZE": str(rank[1]),
+        "LOCAL_RANK": str(local[0]),
+        "LOCAL_WORLD_SIZE": str(local[1]),
+        "GROUP_RANK": str(node[0]),
+        "GROUP_WORLD_SIZE": str(node[1]),
+        "ROLE_RANK": str(rank[0]),
+        "ROLE_WORLD_SIZE": str(rank[1]),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
+        # The launcher, or the node's first process, serves the store, or relays to it.
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+    }
+
+
 def _own_address(store: RendezvousStore) -> str:
     """An address under which the other nodes reach this one: what the rendezvous sees."""
     address = store.local_address()

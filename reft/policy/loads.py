@@ -107,7 +107,9 @@ def group_loads(
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         # Under AOR a version holds the peers' partitions too, and room for what they are made from.
-        gradients = sum(_gradient_bytes(sections[m]) for m in next_ones) if recomputed else 0
+        # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single precision.
+        parameters = [-(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed]
+        gradients = sum(_aligned(n * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES for n in parameters)
         kept = sum(_own(sections[m], replicated.checksum_bytes, owned=True) for m in (d, *next_ones))
         blocks = replicated.blocks + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
         data = replicated.shard_bytes + replicated.redundant_bytes + kept + gradients
@@ -122,11 +124,6 @@ def group_loads(
             )
         )
     return tuple(loads)
-
-
-def _gradient_bytes(sections: RankSections) -> int:
-    """What a recomputed partition reads in every step (REFERENCE 1.6), in single precision."""
-    return _aligned(-(-sections.owned_bytes // OPTIMIZER_BYTES) * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:

@@ -26,9 +26,9 @@ longer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ from reft.profile.result import (
     activity_of,
 )
 from reft.profile.traces import RankTraces
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 from reft.snapshot.scheduling.windows import WindowKind
 
 _LEAST_STEPS = 5
@@ -62,19 +62,6 @@ LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
 
 Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
-
-
-@dataclass(frozen=True, slots=True)
-class JobFacts:
-    """What the traces do not say: the job, the time, the clock ("host" or "device"), and a bandwidth that was
-    measured apart, for where the traces have no chunks."""
-
-    job_id: str
-    world_size: int
-    degrees: tuple[int, int, int]
-    created_unix_secs: float
-    clock: str = "host"
-    bandwidth_bytes_per_sec: float | None = None
 
 
 class _Step(NamedTuple):
@@ -89,9 +76,18 @@ class _Step(NamedTuple):
         return sum(s.secs for s in self.segments if s.activity is activity)
 
 
-def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
+def analyse(
+    ranks: Sequence[RankTraces],
+    job_id: str,
+    degrees: tuple[int, int, int],
+    *,
+    created_unix_secs: float = 0.0,
+    clock: str = "host",
+    bandwidth_bytes_per_sec: float | None = None,
+) -> ProfileResult:
     """Work out the profile of a job; a ProfileError where there is no step that all ranks have traced, or no
-    complete rank."""
+    complete rank. ``degrees``: pp, dp, tp. ``clock``: "host" or "device". ``bandwidth_bytes_per_sec``: as
+    measured apart, for where the traces have no chunks."""
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):
@@ -102,23 +98,33 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
         )
     aligned = [rank.aligned(steps) for rank in ranks]
     ready, matched_share = _find_waits(aligned)
-    bandwidth, source = _bandwidth(aligned, facts)
+    # Of copies that had the device to themselves, if there were any; else of all; else as measured.
+    bandwidth = bandwidth_bytes_per_sec
+    source = "unknown" if bandwidth is None else "a copy after the profiled steps"
+    chunks = [
+        c for r in aligned for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes
+    ]
+    if chunks:
+        alone = [c for c in chunks if c.tier == 1]
+        source = "chunks copied in idle time" if alone else "all chunks"
+        copied = alone or chunks
+        bandwidth = sum(c.nbytes for c in copied) / sum(c.end_secs - c.begin_secs for c in copied)
     complete = sorted((r for r in aligned if r.complete), key=lambda r: (r.pipeline, r.pp))
     cut = {rank.rank: list(_cut(rank, ready)) for rank in complete}
     by_stage = defaultdict(list)
     for rank in complete:
         by_stage[rank.pp].append(rank)
     return ProfileResult(
-        job_id=facts.job_id,
-        created_unix_secs=facts.created_unix_secs,
-        world_size=facts.world_size,
-        degrees=facts.degrees,
+        job_id=job_id,
+        created_unix_secs=created_unix_secs,
+        world_size=prod(degrees),
+        degrees=degrees,
         steps=steps,
         step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
         method=Method(
-            clock=facts.clock,
+            clock=clock,
             matched_share=matched_share,
             clock_error_secs=max(r.offset.error_secs for r in aligned),
         ),
@@ -128,17 +134,6 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
         ),
         timelines=_timelines(complete, cut),
     )
-
-
-def _bandwidth(ranks: Sequence[RankTraces], facts: JobFacts) -> tuple[float | None, str]:
-    """Of copies that had the device to themselves, if there were any; else of all; else as measured."""
-    chunks = [c for r in ranks for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes]
-    alone = [c for c in chunks if c.tier == 1]
-    for kind, source in ((alone, "chunks copied in idle time"), (chunks, "all chunks")):
-        if kind:
-            return sum(c.nbytes for c in kind) / sum(c.end_secs - c.begin_secs for c in kind), source
-    known = facts.bandwidth_bytes_per_sec is not None
-    return facts.bandwidth_bytes_per_sec, "a copy after the profiled steps" if known else "unknown"
 
 
 # -- where the waits end ----------------------------------------------------------------------------------
@@ -447,25 +442,19 @@ def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
     for step in steps:
         for chunk in step.trace.chunks:
             nbytes[chunk.tier] += chunk.nbytes
-            for place, secs in _beside(chunk, step.segments):
-                beside[place] += secs
+            left = chunk.end_secs - chunk.begin_secs
+            for segment in step.segments:
+                both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
+                if both > 0:
+                    beside[_PLACES.get(segment.activity, Beside.OTHER)] += both
+                    left -= both
+            beside[Beside.OTHER] += max(0.0, left)  # between instructions
     return SnapshotUse(
         bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
         secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
         fence_secs=Spread.of(step.trace.fence_secs for step in steps),
         capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
     )
-
-
-def _beside(chunk: ChunkRecord, segments: Iterable[Segment]) -> Iterator[tuple[Beside, float]]:
-    """Seconds of a chunk by what the device did; between instructions: other."""
-    left = chunk.end_secs - chunk.begin_secs
-    for segment in segments:
-        both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
-        if both > 0:
-            yield _PLACES.get(segment.activity, Beside.OTHER), both
-            left -= both
-    yield Beside.OTHER, max(0.0, left)
 
 
 def _timelines(ranks: Sequence[RankTraces], cut: dict[int, list[_Step]]) -> tuple[StepTimeline, ...]:

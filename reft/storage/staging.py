@@ -123,12 +123,11 @@ def write_arena(
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         for block in blocks:
-            copy = bytes(block.data)  # what is compared is what is written
-            block.check(copy)
-            _write_all(fd, copy, geometry.data_offset + offset)
+            block.check(block.data)  # what changes on the way is found when it is read
+            _write_all(fd, block.data, geometry.data_offset + offset)
             entries.append(replace(block.entry, arena_offset=offset))
-            offset += _aligned(len(copy))
-            on_block(len(copy))
+            offset += _aligned(block.entry.nbytes)
+            on_block(block.entry.nbytes)
         # Nothing is decoded from what lies on storage: it has no parity.
         head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
         body = encode_header(head, pack_entries(entries))
@@ -146,7 +145,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _write_all(fd: int, data: bytes, offset: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -288,6 +288,7 @@ class SimulatedVendor(Vendor):
     """As reft's own code reaches it."""
 
     type = name = NAME
+    node = -1
 
     def __init__(self, sim: Simulated) -> None:
         self.module = sim
@@ -308,6 +309,9 @@ class SimulatedVendor(Vendor):
         self.enter(device)
         if error := self.module.host_unregister(address):
             raise RuntimeError(f"simulated error {error}")
+
+    def numa_node(self, device: torch.device) -> int:
+        return self.node
 
 
 @cache

@@ -41,6 +41,7 @@ def test_it_is_found_by_its_tensors(vendor: Vendor, device: torch.device) -> Non
     assert vendor.module.is_initialized()
     assert vendor.module.device_count() >= 1
     assert isinstance(vendor.module.get_device_name(device), str)
+    assert vendor.numa_node(device) >= -1
 
 
 def test_its_own_stream_waits_for_events_alone_and_is_nobody_else_s(

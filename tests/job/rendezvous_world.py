@@ -13,19 +13,20 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import FencedError
+from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
-from reft.job.rendezvous.handler import IncarnationRecord, LeftError, StoreRendezvous
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Ordered, Told, decode_state
 from reft.job.rendezvous.scaling import leavers
 from reft.job.rendezvous.sizes import Sizes
@@ -34,10 +35,15 @@ from reft.naming import committed_key
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-_EXCHANGE_SECS = 30.0
 _LOOK_SECS = 0.1
 _BEAT_SECS = 1
 _BEATS = 5
+CONFIGS = {
+    "join_timeout": 1800,
+    "last_call_timeout": 10,
+    "keep_alive_interval": _BEAT_SECS,
+    "keep_alive_max_attempt": _BEATS,
+}
 _COMMIT_SECS = 2.0
 _RECONNECT_SECS = 1.0
 
@@ -99,12 +105,6 @@ class Connection(RendezvousStore):
     def peek(self, key: str) -> bytes | None:
         return self._reach().values.get(self.prefix + key)
 
-    def add(self, key: str, amount: int) -> int:
-        raise NotImplementedError
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self.prefix + key in self._reach().values for key in keys)
-
     def delete(self, key: str) -> bool:
         return self._reach().values.pop(self.prefix + key, None) is not None
 
@@ -114,13 +114,6 @@ class Connection(RendezvousStore):
             values[key] = value
             return True, value
         return False, values.get(key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until = self._clock.now + (timeout or timedelta(seconds=30)).total_seconds()
-        while not self.check(keys):
-            if self._clock.now > until:
-                raise TimeoutError(f"no {keys}")
-            self._clock.pause(_LOOK_SECS)
 
     def hold(self, name: str, secs: float) -> None:
         table = self._reach()
@@ -215,21 +208,11 @@ class Node:
     def _live(self, connection: Connection) -> None:
         world = self.world
         store = connection
-        parameters = RendezvousParameters(
-            "c10d",
-            "nowhere:1",
-            JOB,
-            world.least,
-            world.most,
-            self.name,
-            join_timeout=1800,
-            last_call_timeout=10,
-            keep_alive_interval=_BEAT_SECS,
-            keep_alive_max_attempt=_BEATS,
+        config = LaunchConfig(
+            world.least, world.most, 1, run_id=JOB, local_addr=self.name, rdzv_configs=dict(CONFIGS)
         )
-        handler = StoreRendezvous(store, parameters)
+        handler = StoreRendezvous(store, config, NodeInfo(self.name, 1), JOB)
         world.handlers[self.name] = handler
-        handler.incarnations = IncarnationRecord(store, JOB)
         handler.wait_secs = world.wait_secs
         while True:
             try:
@@ -240,20 +223,14 @@ class Node:
 
     def _one_round(self, handler: StoreRendezvous, store: Connection) -> None:
         world = self.world
-        info = handler.next_rendezvous()
-        assert handler.incarnations is not None
-        known = max(self.incarnation, handler.incarnations.read())
-        table: Any = info.store
-        table.set(f"node/{info.rank}", f"{self.name} {known}")
-        keys = [f"node/{rank}" for rank in range(info.world_size)]
-        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        said = [table.get(key).decode().split() for key in keys]
-        members = tuple(name for name, _ in said)
-        self.incarnation = handler.incarnation = 1 + max(int(number) for _, number in said)
+        known = max(handler.info.incarnation, handler.incarnations.read())
+        handler.info = replace(handler.info, incarnation=known)
+        agreement = handler.next_rendezvous()
+        self.incarnation, members = agreement.incarnation, agreement.nodes
         handler.incarnations.raise_to(self.incarnation)
         self.rounds.append(world.clock.now)
         self.trains = (self.incarnation, members)
-        self._train(handler, store, members, info.rank)
+        self._train(handler, store, members, members.index(self.name))
 
     def _train(
         self, handler: StoreRendezvous, store: Connection, members: tuple[str, ...], rank: int

@@ -9,20 +9,23 @@ import pytest
 
 import reft
 from reft.grid import Degrees, Topology
-from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree, deal_ranks
+from reft.job.agreement import Agreement, NodeInfo, agree, deal_ranks
 from reft.job.exits import Cause
 
 
 def info(name: str, **fields: object) -> NodeInfo:
-    return replace(NodeInfo(node=f"node-{name}", agent=name, workers=2), **fields)
+    return replace(NodeInfo(node=f"node-{name}", workers=2), **fields)
 
 
 def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
     """A round of a, b, c is followed by one without ``lost`` and with ``joined``."""
-    first = [info(n) for n in "abc"]
+    first = {n: info(n) for n in "abc"}
     agreement = agree(first)
-    infos = [replace(c.after(agreement), cause=cause) for c, cause in zip(first, causes, strict=True)]
-    return agree([c for c in infos if c.agent not in lost] + [info(n) for n in joined])
+    infos = {
+        n: replace(c.after(agreement), cause=cause)
+        for (n, c), cause in zip(first.items(), causes, strict=True)
+    }
+    return agree({n: c for n, c in infos.items() if n not in lost} | {n: info(n) for n in joined})
 
 
 @pytest.mark.parametrize(
@@ -86,24 +89,23 @@ def test_only_own_failures_use_restarts(
 
 
 def test_who_missed_a_round_does_not_decide() -> None:
-    """An agent that was cut off comes back with an older count and an older failure."""
-    old = replace(info("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
-    current = replace(info("a"), round=4, members=("a", "b"), restarts_used=1)
-    agreement = agree([old, current])
+    """A launcher that was cut off comes back with an older count and an older failure."""
+    old = replace(info("z"), round=1, size=2, restarts_used=5, cause=OWN)
+    current = replace(info("a"), round=4, size=2, restarts_used=1)
+    agreement = agree({"z": old, "a": current})
     assert (agreement.round, agreement.restarts_used) == (5, 1)
 
 
-def test_two_nodes_of_one_name_are_refused() -> None:
-    with pytest.raises(DuplicateNodeError, match="--node-id") as caught:
-        agree([info("a", node="x"), info("b", node="x"), info("c")])
-    assert set(caught.value.refused) == {"a", "b"}
+def test_a_round_that_others_have_formed_meanwhile_is_not_the_next_one() -> None:
+    others = replace(agree({"a": info("a"), "b": info("b")}), round=7, incarnation=9)
+    agreement = agree({"c": info("c")}, others)
+    assert (agreement.round, agreement.incarnation) == (8, 10)
 
 
-def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
-    running = replace(info("a", node="x"), round=3, members=("a",))
-    with pytest.raises(DuplicateNodeError) as caught:
-        agree([info("b", node="x"), running])
-    assert caught.value.refused == ("b",)
+def test_two_nodes_of_one_name_are_refused_and_a_newcomer_cannot_push_out_one_that_trains() -> None:
+    news = {"a": info("a", node="x"), "b": info("b", node="x"), "c": info("c")}
+    assert agree(news).refused == ("a", "b")
+    assert agree(news | {"b": info("b", node="x", round=3, size=1)}).refused == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -113,25 +115,29 @@ def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on
     renews: bool, newest: int, used: int
 ) -> None:
     """Two were used when the newest version was the sixth; then a trainer fails again."""
-    second = {"round": 3, "members": ("a", "b"), "restarts_used": 2, "known_step": 6}
-    a, b = info("a", **second, cause=OWN), info("b", **second, cause=PEER)
-    third = agree([a, replace(b, newest_step=newest), info("c", newest_step=6)], renews=renews)
+    second = {"round": 3, "size": 2, "restarts_used": 2, "known_step": 6, "renews": renews}
+    a, b = info("a", **second, cause=OWN), info("b", **second, cause=PEER, newest_step=newest)
+    third = agree({"a": a, "b": b, "c": info("c", newest_step=6)})
     assert (third.restarts_used, third.known_step) == (used, max(6, newest))
 
 
 def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
-    first = [info(n) for n in "abc"]
+    first = {n: info(n) for n in "abc"}
     before = agree(first)
-    told = [replace(c.after(before), failure=f"rank {i}, x") for i, c in enumerate(first)]
-    a, b, c = told
-    own = agree([replace(a, cause=PEER), replace(b, cause=OWN), replace(c, cause=PEER)])
-    assert own.failures == ("node-b, rank 1, x",)
-    lost = agree([replace(a, cause=PEER), replace(b, cause=PEER), info("d")])
+
+    def then(causes: dict[str, Cause], **more: NodeInfo) -> Agreement:
+        told = {
+            n: replace(first[n].after(before), cause=cause, failure=f"x{n}") for n, cause in causes.items()
+        }
+        return agree({**told, **more})
+
+    own = then({"a": PEER, "b": OWN, "c": PEER})
+    assert own.failures == ("node-b, xb",)
+    lost = then({"a": PEER, "b": PEER}, d=info("d"))
     assert lost.failures == ()
     assert before.nodes_without(lost.members) == ("node-c",)
     assert lost.nodes_without(before.members) == ("node-d",)
-    nobody = agree([replace(n, cause=PEER) for n in told])
-    assert len(nobody.failures) == 3
+    assert len(then(dict.fromkeys("abc", PEER)).failures) == 3
     assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
+from reft.job.rendezvous.etcd import EtcdLine, EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
 from tests.job.conftest import SECRET
 from tests.prefork import Popen
@@ -115,7 +115,7 @@ def test_users_are_asked_for_and_checked(tmp_path: Path, etcd: EtcdCluster) -> N
 
 @pytest.mark.process
 def test_a_token_that_etcd_has_forgotten_is_asked_for_again(etcd: EtcdCluster) -> None:
-    store = EtcdStore.of(EtcdSettings.of(etcd.endpoint, {}, USER), SECRET, "run")
+    store = EtcdStore(EtcdLine(EtcdSettings.of(etcd.endpoint, {}, USER)), SECRET, "run")
     store.set("a", "1")
     etcd.ctl("auth", "disable")
     etcd.ctl("auth", "enable")

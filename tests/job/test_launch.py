@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
@@ -159,7 +158,7 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
         store = KeyValueStore(server.info.endpoint, SECRET)
         store.set("reft/job/committed", "1:7")
         agent: Any = SimpleNamespace(all_ended_well=True)
-        assert launcher.judge(agent, RunResult(state=WorkerState.SUCCEEDED)) == 0
+        assert launcher.judge(agent, {}) == 0
         assert store.check(["reft/job/committed"]) is stays
         assert launcher.rendezvous.outcome() == "the job ended well"
 
@@ -284,7 +283,9 @@ def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        Trainers(lambda: {0: process}, tmp_path).end(signal.SIGTERM, 60)
+        trainers = Trainers(parse(), tmp_path)
+        trainers._context = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=process)})
+        trainers.end(signal.SIGTERM, 60)
         assert process.stdout.read() == loaded  # to its end: the worker has ended as well
         assert process.poll() == code
 

@@ -215,7 +215,9 @@ class Node:
         self.state = step(self.state, event, 0.0, Rules(1, 3, 10, 1, 5))
 
     def trains(self, names: str) -> None:
-        self.state.nodes = {n: Member(Role.TRAINS, rank) for rank, n in enumerate(names)}
+        ranks = tuple((rank,) for rank in range(len(names)))
+        self.state.agreement = Agreement(1, tuple(names), tuple(names), ranks, restarts_used=0, known_step=1)
+        self.state.nodes = dict.fromkeys(names, Member(Role.TRAINS))
 
     def tolerance_left(self, incarnation: int) -> int | None:
         return self.tolerance
@@ -224,9 +226,9 @@ class Node:
         self.warnings = warnings
 
     def look(self, nodes: str = "abc", group_rank: int = 1) -> ScaleAnswer | None:
-        ranks = tuple((i,) for i in range(len(nodes)))
-        agreement = Agreement(1, tuple(nodes), tuple(nodes), ranks, restarts_used=0, known_step=1)
-        self.scaler.look(agreement, group_rank)
+        self.trains(nodes)
+        assert self.state.agreement is not None
+        self.scaler.look(self.state.agreement, group_rank)
         return read_answer(self.path)
 
 
@@ -291,7 +293,6 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     node: Node, *, tolerance: int | None, replaces: bool
 ) -> None:
     """-1: what the launchers know to be gone is more than the protection survives."""
-    node.trains("abc")
     node.state.scaling = Scaling(1, 3 if replaces else 2, 3, ("c",), replaces=replaces)
     node.tolerance = tolerance
     node.look(group_rank=0)
@@ -305,7 +306,6 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(node: Nod
     """From six nodes to three, from which no way leads to one."""
     order = write_order(node.path, 1, ())
     node.look("abcdef")
-    node.trains("abc")
     node.state.sizes = replace(THREE.sizes or Sizes(), members=tuple("abc"))
     node.degrees = Degrees(1, 3, 1)
     write_json(node.path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})

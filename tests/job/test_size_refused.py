@@ -19,7 +19,7 @@ def options(nodes: str, join_secs: int) -> tuple[str, ...]:
 @pytest.mark.integration
 def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:3", 200)) as job:
-        refused = "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may do"
+        refused = "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may fit"
         job.wait_until(lambda: all(refused in job.log(n) for n in range(2)), 240, "the refusals")
         assert "uses no restart" in job.log(0)
         job.start_node(2)

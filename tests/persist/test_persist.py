@@ -80,6 +80,16 @@ def test_p5_what_is_on_storage_is_verified_and_exported(persisted: Path, tmp_pat
     assert (missing.code, "no marker was found" in " ".join(missing.err.split())) == (1, True), missing
 
 
+def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
+    run = Run(tmp_path, SCRIPT)
+    persist = {"dir": str(run.persisted), "interval_steps": 2, "export_at_end": str(tmp_path / "exported")}
+    code, log = start(run, persist=persist)
+    assert code == 0, log
+    places = run.persisted / "contact", tmp_path / "exported" / "contact"
+    assert [step_on_storage(place) for place in places] == [STEPS, STEPS], log
+    assert list(places[1].glob("*/mp_rank_*"))
+
+
 def flip(checkpoint: Path) -> None:
     (arena,) = checkpoint.glob("*.arena")
     content = bytearray(arena.read_bytes())

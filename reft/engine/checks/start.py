@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +104,7 @@ def _start_findings(session: Session) -> Iterator[Finding]:
 def _notes(session: Session) -> Iterator[str]:
     """What is no error even where the block is strict."""
     if session.device_findings:
-        yield device_paragraph(session.device_findings)
+        yield device_paragraph(session.device_findings, session.topology.nodes)
     if short := timeout_is_short(session.config, group_timeout_secs()):
         yield short
     if claimed := declared_on_one_host(session.places):
@@ -366,6 +368,7 @@ def check_device(session: Session) -> list[DeviceFindings]:
     # It is bound to cores of its own, or shares the node's.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // session.ranks_here)
     mine = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
+    mine.to_change = vendor.settings_to_change(os.environ, session.topology.degrees.tp)
     parities = session.config.chooses or session.config.scheme.parities > 0
     # In a thread of its own: what it sets for itself is not set for the training thread.
     with ThreadPoolExecutor(1) as thread:
@@ -374,8 +377,8 @@ def check_device(session: Session) -> list[DeviceFindings]:
     return [DeviceFindings(**json.loads(one)) for one in gathered]
 
 
-def device_paragraph(ranks: Sequence[DeviceFindings]) -> str:
-    """What was found on all ranks, and what to change."""
+def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> str:
+    """What was found on all ranks, and what to change. ``nodes``: of each rank."""
     rates = [one.copy_bytes_per_sec for one in ranks]
     slowest = min(rates)
     by_advice: dict[str, list[int]] = {}
@@ -383,6 +386,13 @@ def device_paragraph(ranks: Sequence[DeviceFindings]) -> str:
         for text in one.to_change:
             by_advice.setdefault(text, []).append(rank)
     change = [f"{text} (rank {at[0]}, {len(at)} in all)" for text, at in by_advice.items()]
+    usual = median([rate for rate in rates if rate] or [0.0])  # 0: said above, it could not be tried out
+    change += [
+        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the median "
+        f"{usual / 1e9:.3g}: look at its link to the host, or replace the node"
+        for rank, rate in enumerate(rates)
+        if 0 < rate < usual / 2
+    ]
     return (
         f"tried on {ranks[0].name}: reft.ExactAdam steps "
         f"{'as' if all(one.adam_is_exact for one in ranks) else 'NOT as'} on a host; copies into host memory "
@@ -399,7 +409,13 @@ def try_device(
     try:
         device = engine.device
         vendor.enter(device)
-        found.copy_bytes_per_sec = _try_copies(engine, directory)
+        found.copy_bytes_per_sec, memory = _try_copies(engine, directory)
+        at = vendor.numa_node(device)
+        if at != memory and -1 not in (at, memory):
+            found.to_change.append(
+                f"host memory is on NUMA node {memory}, the device on {at}: start the rank with "
+                f"numactl --cpunodebind={at} --membind={at}"
+            )
         if parities and not _parities_alike(device):
             found.to_change.append('parities differ from a host\'s: write "protection": "arc"')
         found.adam_is_exact, found.adam_parameters_per_sec = _try_adam(device)
@@ -407,8 +423,8 @@ def try_device(
         found.to_change.append(f"the device could not be tried out ({type(error).__name__}: {error})")
 
 
-def _try_copies(engine: DeviceCopyEngine, directory: Path) -> float:
-    """Bytes per second into memory that is made and registered as the arenas' is."""
+def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
+    """Bytes per second into memory that is made and registered as the arenas' is, and its NUMA node."""
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=engine.device)
     with TemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, _COPIED_BYTES)
@@ -420,9 +436,17 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> float:
             target.copy_(source, non_blocking=True)
             stamps.append(engine.stamp())
         shortest = min(b - a for a, b in pairwise(engine.secs_of(stamps)))
-        return _COPIED_BYTES / max(shortest, 1e-9)
+        node = memory_node(Path("/proc/self/numa_maps").read_text(), target.data_ptr())
+        return _COPIED_BYTES / max(shortest, 1e-9), node
     finally:
         engine.unregister(target)
+
+
+def memory_node(numa_maps: str, address: int) -> int:
+    """The NUMA node with most pages of the mapping that begins at ``address``, by Linux's list; else -1."""
+    line = re.search(rf"^0*{address:x} .*$", numa_maps, re.M)
+    pages = [(int(n), int(node)) for node, n in re.findall(r" N(\d+)=(\d+)", line[0] if line else "")]
+    return max(pages, default=(0, -1))[1]
 
 
 def _parities_alike(device: torch.device) -> bool:

@@ -356,7 +356,7 @@ class MemoryRestorer:
         self.note(history.STEPPED)
         job_dir, events = self._session.memory.job_dir.path, self._session.events
         if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
-            events.write("recovered", **rounds[-1].to_json())
+            events.write("recovered", **vars(rounds[-1]))
 
     def note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:

@@ -7,12 +7,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -20,11 +18,13 @@ from reft.control.authenticated import format_endpoint, is_loopback, listen, par
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
+from reft.job.agreement import NodeInfo
 from reft.job.hosts import is_this_host
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
-from reft.job.rendezvous.handler import IncarnationRecord, StoreRendezvous
+from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
+from reft.job.trainer_store import LOOPBACK
 from reft.job.usage import ETCD_BACKEND
 from reft.memory.jobdir import read_json
 from reft.naming import committed_key
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _FIRST_CONTACT_SECS = 120.0
 _PROBE_SECS = 2.0
 _LOOK_SECS = 0.5
-_LOOPBACK = "127.0.0.1"
+_SEEN_SECS, _HOLDERS_SECS = 5.0, 0.05
+_READ_SECS = 30.0
 _STATUS_SECS = 5.0
 
 
@@ -44,11 +45,8 @@ class JobEndedError(ReftError, RuntimeError):
 
 
 class ServedPlace:
-    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``serves``: the store is served here, and
-    ends with this launcher. ``advice``: what to do when the store is lost. ``reopens``: when a run whose
-    end the store has noted can be started again under its name."""
-
-    serves = False
+    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the store is
+    lost. ``reopens``: when a run whose end the store has noted can be started again under its name."""
 
     advice = (
         "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
@@ -59,14 +57,17 @@ class ServedPlace:
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         self._config: LaunchConfig = options.config
         self._secret = secret
-        self._server: KeyValueServer | None = None
+        self._conf: dict[str, Any] = self._config.rdzv_configs
+        self._contact_secs = float(self._conf.get("connect_timeout", _FIRST_CONTACT_SECS))
+        self._read_secs = float(self._conf.get("read_timeout", _READ_SECS))
+        self._server: KeyValueServer | StoreRelay | None = None
 
     def open(self) -> RendezvousStore:
         """Connect to the store, or serve it. Raises JobEndedError where it cannot be used now, ConfigError or
         AuthenticationError where it cannot be used later either."""
         if self._has_to_serve():
             self._serve()
-        store = self.make_client(read_secs(self._config.rdzv_configs))
+        store = self.make_client(self._read_secs)
         try:
             store.check([])
         except StoreError as error:
@@ -89,16 +90,23 @@ class ServedPlace:
             return is_served_by_reft(store)
         return False
 
+    def wait_for_others(self) -> None:
+        """Where the store ends with this launcher, the other nodes read first what it holds."""
+        deadline = time.monotonic() + _SEEN_SECS
+        while isinstance(self._server, KeyValueServer) and len(self._server.holders()) > 1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_HOLDERS_SECS)
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     def _has_to_serve(self) -> bool:
-        conf: dict[str, Any] = self._config.rdzv_configs
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
-        if "is_host" in conf:
-            return str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+        if "is_host" in self._conf:
+            return str(self._conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
         if port == 0:
             return True
         if is_reachable(endpoint):
@@ -106,7 +114,7 @@ class ServedPlace:
         if is_this_host(host):
             return True
         logger.info("waiting for the rendezvous store at %s", endpoint)
-        deadline = time.monotonic() + contact_secs(conf)
+        deadline = time.monotonic() + self._contact_secs
         while not is_reachable(endpoint):
             if time.monotonic() > deadline:
                 raise JobEndedError(
@@ -126,33 +134,26 @@ class ServedPlace:
             if port and is_reachable(endpoint):
                 return
             raise
-        self._server = KeyValueServer(listener, self._secret)
-        self.serves = True
-        if self._config.max_nodes > 1 and is_loopback(self._server.host) and not is_loopback(host):
+        server = self._server = KeyValueServer(listener, self._secret)
+        if self._config.max_nodes > 1 and is_loopback(server.host) and not is_loopback(host):
             logger.warning(
                 "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
                 "host's address as --rdzv-endpoint (or --master-addr)",
-                host,
-                self._server.host,
+                *(host, server.host),
             )
 
 
-class EtcdPlace:
+class EtcdPlace(ServedPlace):
     """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
     its password."""
 
-    serves = False
     advice = "Start the members of the etcd cluster again: it needs more than half of them"
     reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
 
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
-        self._config: LaunchConfig = options.config
-        self._secret = secret
-        conf: dict[str, Any] = self._config.rdzv_configs
-        settings = self._settings = EtcdSettings.of(self._config.rdzv_endpoint, conf, os.environ)
+        super().__init__(options, secret)
+        settings = self._settings = EtcdSettings.of(self._config.rdzv_endpoint, self._conf, os.environ)
         self._line = EtcdLine(settings)
-        self._contact_secs = contact_secs(conf)
-        self._relay: StoreRelay | None = None
         # Whoever reads the environment of a trainer has no business with it.
         os.environ.pop(ENV_ETCD_PASSWORD, None)
         if settings.password is not None and not settings.tls:
@@ -161,36 +162,34 @@ class EtcdPlace:
             )
 
     def open(self) -> RendezvousStore:
-        timeout = read_secs(self._config.rdzv_configs)
-        store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=timeout)
+        store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs)
         self._wait_for_the_cluster(store)
-        self._relay = StoreRelay(listen(_LOOPBACK, 0), self._secret, store.lasting())
+        self._server = StoreRelay(listen(LOOPBACK, 0), self._secret, store.lasting())
         return store
 
     def make_client(self, timeout_secs: float) -> RendezvousStore:
-        return EtcdStore.of(self._settings, self._secret, self._config.run_id, timeout_secs=timeout_secs)
+        line = EtcdLine(self._settings)
+        return EtcdStore(line, self._secret, self._config.run_id, timeout_secs=timeout_secs)
 
     def trainers_endpoint(self) -> str:
-        assert self._relay is not None
-        return format_endpoint(_LOOPBACK, self._relay.port)
+        assert self._server is not None
+        return format_endpoint(LOOPBACK, self._server.port)
 
     def outlives_nodes(self, store: RendezvousStore) -> bool:
         return True
 
     def close(self) -> None:
         self._line.close()
-        if self._relay is not None:
-            self._relay.close()
+        super().close()
 
     def _wait_for_the_cluster(self, store: EtcdStore) -> None:
-        deadline = time.monotonic() + self._contact_secs
-        told = ""
+        deadline, told = time.monotonic() + self._contact_secs, ""
         while True:
             try:
                 store.greet()
                 return
             except StoreError as error:
-                why = "; ".join(map(self._state_of, self._line.settings.endpoints)) or str(error)
+                why = "; ".join(map(self._state_of, self._settings.endpoints)) or str(error)
                 if time.monotonic() > deadline:
                     raise JobEndedError(
                         f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. Start its "
@@ -218,15 +217,6 @@ class EtcdPlace:
         )
 
 
-def contact_secs(conf: Mapping[str, Any]) -> float:
-    """How long the first contact is waited for: ``connect_timeout`` of ``--rdzv-conf``."""
-    return float(conf.get("connect_timeout", _FIRST_CONTACT_SECS))
-
-
-def read_secs(conf: Mapping[str, Any]) -> float:
-    return float(conf.get("read_timeout", 30))
-
-
 class RendezvousClient:
     """The rendezvous of one job, seen from one node, for who knows the user's secret (P11). Raises
     ConfigError: the place cannot be used by what is written."""
@@ -234,40 +224,42 @@ class RendezvousClient:
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         self._options = options
         self._config: LaunchConfig = options.config
-        self._outcome_key = f"reft/{self._config.run_id}/outcome"
-        self.place = (EtcdPlace if self._config.rdzv_backend == ETCD_BACKEND else ServedPlace)(
-            options, secret
-        )
+        make = EtcdPlace if self._config.rdzv_backend == ETCD_BACKEND else ServedPlace
+        self.place = make(options, secret)
         self._store: RendezvousStore | None = None
         self.handler: StoreRendezvous | None = None
-        self.incarnations: IncarnationRecord | None = None
-        """What the store knows of the starts of the job, once it is connected."""
 
     def connect(self) -> StoreRendezvous:
         """Join as a client where a store is served; serve it, as torchrun does, where none is and the
         endpoint is this machine's. Raises JobEndedError: nothing of reft's is served there;
         AuthenticationError: it has another secret; ConfigError: it cannot be served at this address, or an
         option cannot be used."""
-        config = self._config
-        self._store = self.place.open()
-        self.incarnations = IncarnationRecord(self._store, self._options.job_id)
-        self.handler = self._make_handler(self._store)
-        if config.max_nodes > 1 and not self.place.outlives_nodes(self._store):
+        config, options = self._config, self._options
+        store = self._store = self.place.open()
+        info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
+        try:
+            self.handler = StoreRendezvous(store, config, info, options.job_id)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
+        if config.max_nodes > 1 and not self.place.outlives_nodes(store):
             logger.warning(
                 "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
                 "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
-                self._config.rdzv_endpoint,
+                config.rdzv_endpoint,
             )
         return self.handler
 
     def reconnect(self) -> None:
         """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does not;
         AuthenticationError: another came, with another secret."""
-        timeout = self._options.join_timeout_secs
-        endpoint = self._config.rdzv_endpoint
+        timeout, endpoint = self._options.join_timeout_secs, self._config.rdzv_endpoint
         logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
         deadline = time.monotonic() + timeout
-        while not self._answers():
+        assert self._store is not None
+        while True:
+            with suppress(StoreError):
+                if self._store.check([]):
+                    return
             if time.monotonic() > deadline:
                 raise JobEndedError(
                     f"the rendezvous store at {endpoint} is gone and did not come back in "
@@ -293,32 +285,24 @@ class RendezvousClient:
     def close(self, outcome: str) -> None:
         """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
         without."""
-        if self.handler is None or self._store is None:
+        handler = self.handler
+        if handler is None:
             return
-        mine, newest = self._incarnations()
+        mine, newest = handler.incarnation, 0
+        with suppress(StoreError):
+            newest = handler.incarnations.read()
         if newest > mine > 0:
             with suppress(RendezvousError):
-                self.handler.is_closed()  # looks at the store: that start may not have come about
-            if not self.handler.has_place:
+                handler.is_closed()  # looks at the store: that start may not have come about
+            if not handler.has_place:
                 logger.error(
                     "the job continues as start %d without this node, which belongs to start %d", newest, mine
                 )
                 return
-        with suppress(StoreError):
-            self._store.set(self._outcome_key, outcome)
         try:
-            self.handler.shutdown()
+            handler.shutdown(outcome)
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
-
-    def _incarnations(self) -> tuple[int, int]:
-        """This node's start of the job, and the newest one that the store knows of."""
-        newest = 0
-        if self.incarnations is None or self.handler is None:
-            return 0, newest
-        with suppress(StoreError):
-            newest = self.incarnations.read()
-        return self.handler.incarnation, newest
 
     def forget_commits(self) -> None:
         """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
@@ -326,41 +310,16 @@ class RendezvousClient:
             with suppress(StoreError):
                 self._store.delete(committed_key(self._options.job_id))
 
-    def outcome(self) -> str | None:
-        if self._store is None:
-            return None
-        with suppress(StoreError):
-            said = self._store.peek(self._outcome_key)
-            return said.decode(errors="replace") if said is not None else None
-        return None
+    def outcome(self) -> str:
+        """Why the job has ended; empty where it has not, as far as is known."""
+        if self.handler is None:
+            return ""
+        with suppress(RendezvousError):
+            self.handler.is_closed()  # looks at the store
+        return self.handler.state.closed
 
     def leave(self) -> None:
         """End the connection, and the store if it was served here."""
         if self._store is not None:
             self._store.close()
         self.place.close()
-
-    def _make_handler(self, store: RendezvousStore) -> StoreRendezvous:
-        config = self._config
-        try:
-            parameters = RendezvousParameters(
-                backend=config.rdzv_backend,
-                endpoint=config.rdzv_endpoint,
-                run_id=config.run_id,
-                min_nodes=config.min_nodes,
-                max_nodes=config.max_nodes,
-                local_addr=config.local_addr,
-                **config.rdzv_configs,
-            )
-            handler = StoreRendezvous(store, parameters)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
-        handler.incarnations = self.incarnations
-        return handler
-
-    def _answers(self) -> bool:
-        assert self._store is not None
-        try:
-            return self._store.check([])
-        except StoreError:
-            return False

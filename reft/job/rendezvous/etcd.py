@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -69,7 +69,6 @@ _DOUBT_SECS = 2.0
 """For a request after one that was not answered: whoever asks has other work, and asks again."""
 _LEAVE_SECS = 1.0
 _NONCE_BYTES = 16
-_MOST_OPERATIONS = 100  # in one transaction; etcd takes 128
 
 
 @dataclass(frozen=True)
@@ -325,12 +324,6 @@ class EtcdStore(RendezvousStore):
         self._health = {"in doubt": False}  # of all views
         self._writing = threading.Lock()
 
-    @classmethod
-    def of(
-        cls, settings: EtcdSettings, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
-    ) -> EtcdStore:
-        return cls(EtcdLine(settings), secret, run_id, timeout_secs=timeout_secs)
-
     def lasting(self) -> EtcdStore:
         """The same store; what is written through this view stays when the run is over."""
         view = self.with_prefix("")
@@ -359,25 +352,6 @@ class EtcdStore(RendezvousStore):
         with self._asking() as deadline:
             name = self._name(key)
             return self._open(name, self._read(name, deadline).sealed)
-
-    def add(self, key: str, amount: int) -> int:
-        if not amount:
-            return int(self.peek(key) or 0)
-        name = self._name(key)
-        with self._write() as deadline:
-            while True:
-                held = self._read(name, deadline)
-                total = int(self._open(name, held.sealed) or 0) + amount
-                if self._swap(name, held.revision, self._seal(name, str(total).encode()), deadline):
-                    return total
-
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._asking() as deadline:
-            names = [self._name(k) for k in keys] or [ROOT.encode()]
-            counts: list[int] = []
-            for at in range(0, len(names), _MOST_OPERATIONS):
-                counts += self._counts(names[at : at + _MOST_OPERATIONS], deadline)
-        return not keys or all(counts)
 
     def delete(self, key: str) -> bool:
         request = self._line.messages.DeleteRangeRequest(key=self._name(key))
@@ -523,14 +497,6 @@ class EtcdStore(RendezvousStore):
             return False
         # Ours after all, where it was asked twice.
         return bool(answer.succeeded) or _held(answer.responses[0].response_range.kvs).sealed == sealed
-
-    def _counts(self, names: Sequence[bytes], deadline: float) -> list[int]:
-        messages = self._line.messages
-        asked = [
-            messages.RequestOp(request_range=messages.RangeRequest(key=n, count_only=True)) for n in names
-        ]
-        answer = self._line.ask("KV", "Txn", messages.TxnRequest(success=asked), deadline)
-        return [int(r.response_range.count) for r in answer.responses]
 
 
 class _Held(NamedTuple):

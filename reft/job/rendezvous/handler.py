@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
 from dataclasses import replace
-from itertools import count
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
+from reft.job.agreement import Agreement, NodeInfo
 from reft.job.rendezvous.membership import (
     Beat,
     Closes,
@@ -36,11 +36,9 @@ from reft.job.rendezvous.membership import (
     Refused,
     Role,
     Rules,
-    Scaling,
     State,
     decode_state,
     encode_state,
-    node_id,
     step,
     waits_for_them,
 )
@@ -49,7 +47,6 @@ from reft.naming import committed_key
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)  # where trainers meet is arranged by `reft.job.trainer_store`
 _JOIN_PART = 0.9  # of ``join_timeout``, after which whoever waits ends
 _ALONE_SECS = 5.0
 """A node that is to be replaced takes its place again where for so long no other has waited for it."""
@@ -116,127 +113,109 @@ class View:
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         at, now = time.time(), time.monotonic()
-        self._alive.update((self._bare(name), at) for name in names)
+        bare = len(self._here)
+        self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
         gap = now - self.looked_at
         # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
         stood_still = max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
         if gap > self.rules.alive_secs and stood_still:
             self._trusts_after = now + self.rules.alive_secs
-        ended = frozenset(
-            name.removeprefix(self._here) for name, secs in left.items() if secs > self.grace_secs
-        )
+        ended = frozenset(name[bare:] for name, secs in left.items() if secs > self.grace_secs)
         looked = Looked(self._node, self._alive, ended, now >= self._trusts_after)
         self.state, self._held, self.looked_at = step(found, looked, at, self.rules), held, now
 
-    def _bare(self, name: str) -> str:
-        return name.removeprefix(self._here)
 
+class StoreRendezvous:
+    """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be used."""
 
-class StoreRendezvous(RendezvousHandler):
-    """Elastic rendezvous of one node over reft's store. Raises ValueError: a parameter cannot be used."""
-
-    _numbers = count()
-
-    def __init__(self, store: RendezvousStore, parameters: RendezvousParameters) -> None:
+    def __init__(self, store: RendezvousStore, config: LaunchConfig, info: NodeInfo, job_id: str) -> None:
         def number(name: str, default: int) -> int:
-            found = parameters.get_as_int(name, default)
-            if found is None or found <= 0:
+            found = int(config.rdzv_configs.get(name, default))
+            if found <= 0:
                 raise ValueError(f"{name} is {found}; expected a number above 0")
             return found
 
-        self._store, self._parameters = store, parameters
-        self.node = node_id(parameters.local_addr or socket.getfqdn(), os.getpid(), next(self._numbers))
+        self._store, self._run_id = store, config.run_id
+        self.info = info  # that this node brings into the next round
+        self.agreement: Agreement | None = None  # of the last round that this node took part in
+        # Unique: in containers, launchers that follow each other have one number.
+        address = config.local_addr or socket.getfqdn()
+        self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = Rules(
-            parameters.min_nodes,
-            parameters.max_nodes,
+            config.min_nodes,
+            config.max_nodes,
             number("last_call_timeout", 30),
             number("keep_alive_interval", 5),
             number("keep_alive_max_attempt", 3),
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
         self._heartbeat_secs = number("heartbeat_timeout", 5)
-        self.view = View(store, self.node, parameters.run_id, self.rules)
+        self.view = View(store, self.node, config.run_id, self.rules)
         self._lock = threading.Lock()
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
-        self._place: tuple[int, int] | None = None  # Round and rank
-        self._members: dict[str, int] = {}
-        self._last_scaling: Scaling | None = None
-        self._last_sizes: Sizes | None = None
-        self._last_round = -1
+        self._trains = False
+        self._known = State()  # what was shared last, also where the store has lost it
         self._was_spare = self._said = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
         """Ranks that nodes had in the round before which have left since, as they were told to."""
         self._lost: str | None = None
-        self.incarnations: IncarnationRecord | None = None
-        """What the store knows of the starts of the job; None: nobody asks."""
+        self.incarnations = IncarnationRecord(store, job_id)
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
-        self.incarnation = 0  # number of the start that this node took part in last; 0: none
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
-    # -- what TorchElastic asks for ------------------------------------------------------------------
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return self._parameters.backend
-
-    def get_run_id(self) -> str:
-        return self._parameters.run_id
+    # -- rounds --------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
+        """Looks at the store."""
         with self._lock:
-            return self.view.look().closed
+            return bool(self.view.look().closed)
 
-    def set_closed(self) -> None:
-        self.tell(Closes(), self._close_secs)
-
-    def shutdown(self) -> bool:
+    def shutdown(self, why: str) -> None:
+        """Close the job for all nodes. Raises RendezvousError: the store does not answer."""
         self._stop_heartbeats()
-        try:
-            self.set_closed()
-        except RendezvousError as error:
-            logger.warning("the end of the job cannot be told to the other nodes: %s", error)
-            return False
-        return True
+        self.tell(Closes(why), self._close_secs)
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    @property
+    def table(self) -> RendezvousStore:
+        """What the nodes of the last round tell each other."""
+        return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
+
+    def next_rendezvous(self) -> Agreement:
+        """Wait for a place in a round, and for the round to be complete. Raises RendezvousClosedError: the
+        job has ended; RendezvousGracefulExitError: while this node was a spare; RendezvousTimeoutError: too
+        few nodes came; RendezvousConnectionError: the store does not answer; LeftError, FencedError: this
+        node has to go."""
         self._stop_heartbeats()
-        self._place, self._lost, self._was_spare = None, None, False
+        self._trains, self._lost, self._was_spare = False, None, False
         self._began, self._again_as_many_at, self._said = time.time(), 0.0, False
-        if self.state.round == 0:
+        if self.state.agreement is None:
             time.sleep(random.uniform(0, _SKEW_SECS))
         self.tell(Exited(self.node), self._join_secs)
-        leaving = self.state.leaving
-        self.left = frozenset(rank for node, rank in self._members.items() if node in leaving)
-        told_to_leave = self.is_leaving
+        members, leaving = self._members, self.state.leaving
+        told_to_leave = self.node in leaving
         if not told_to_leave:
             self._refuse_if_replaced()
-        self._join(told_to_leave)
-        state = self.state
-        ranks = state.participants
-        spares = state.those(Role.SPARE)
-        self.left |= {rank for node, rank in self._members.items() if node in spares}
-        self._place, self._members, self._last_round = (state.round, ranks[self.node]), ranks, state.round
+        agreement = self._join(told_to_leave)
+        gone = leaving | self.state.those(Role.SPARE)
+        self.left = frozenset(rank for rank, name in enumerate(members) if name in gone)
+        self.agreement, self._trains, self.info = agreement, True, self.info.after(agreement)
         self._start_heartbeats()
-        store = self._store.with_prefix(f"run/{self.get_run_id()}/{state.round}")
-        return RendezvousInfo(store, ranks[self.node], len(ranks), LOOPBACK)  # type: ignore[arg-type]
+        return agreement
 
     def num_nodes_waiting(self) -> int:
         """Nodes that this round's trainers keep waiting; does not wait for the store. Raises
         RendezvousConnectionError: the last heartbeat did not reach the store."""
         if self._lost is not None:
             raise RendezvousConnectionError(self._lost)
-        state, place = self.state, self._place
-        trains = state.role(self.node) is Role.TRAINS
-        if place is None or trains or state.closed or self.rules.is_free(state, place):
+        state = self.state
+        has_place = not self._trains or self._me.role is Role.TRAINS or state.closed
+        if has_place or (self.agreement is not None and self.rules.is_free(state, self.agreement)):
             # For whom there is no place, it sees that itself, and is a spare then.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
@@ -247,7 +226,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
-        if self.incarnations is None or not self.incarnation:
+        if not self.incarnation:
             return
         try:
             newest = self.incarnations.read()
@@ -256,16 +235,18 @@ class StoreRendezvous(RendezvousHandler):
         if newest > self.incarnation and self.state.complete and not self.has_place:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
-    def _join(self, told_to_leave: bool) -> None:
+    def _join(self, told_to_leave: bool) -> Agreement:
         """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
         not needed any more, and then raises LeftError."""
         state = self.view.look()
         deadline = time.monotonic() + self._join_secs
-        while not (state.complete and state.role(self.node) is Role.TRAINS):
+        while True:
             role, now = state.role(self.node), time.monotonic()
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
-                raise ended(f"the rendezvous {self.get_run_id()} is closed")
+                raise ended(f"the rendezvous {self._run_id} is closed")
+            if state.complete and role is Role.TRAINS and state.agreement is not None:
+                return state.agreement
             event = self._joins(state)
             after = step(state, event, time.time(), self.rules)
             waits_on = after.role(self.node) is Role.SPARE
@@ -300,7 +281,7 @@ class StoreRendezvous(RendezvousHandler):
             self._forgotten_until = now + self.rules.alive_secs
         return Joins(
             self.node,
-            trained_in=self._last_round,
+            self.info,
             forgotten=now < self._forgotten_until,
             alone=self._alone_since is not None and now - self._alone_since > _ALONE_SECS,
             wait_until=self._wait_until(state),
@@ -310,14 +291,14 @@ class StoreRendezvous(RendezvousHandler):
         """When those that have come wait no more for others, of whom there are enough."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
-        if len(state.participants) < len(self._members.keys() - state.leaving):
+        if len(state.participants) < len(set(self._members) - state.leaving):
             return self._began + min(self.wait_secs, _JOIN_PART * self._join_secs)
         self._again_as_many_at = self._again_as_many_at or time.time()
         return self._again_as_many_at + self.rules.last_call_secs
 
     def _say_what_is_waited_for(self, state: State) -> None:
         """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
-        here = len(state.participants.keys() | state.seats)
+        here = len(state.participants | state.seats)
         least, waited = self.rules.least, time.time() - self._began
         if self._said or not self._members or here >= least or waited < self.rules.beat_secs:
             return
@@ -328,7 +309,7 @@ class StoreRendezvous(RendezvousHandler):
         )
 
     def _say_who_waits(self, before: State, after: State) -> None:
-        there, train = len(before.participants.keys() | {self.node}), len(after.participants)
+        there, train = len(before.participants | {self.node}), len(after.participants)
         if after.complete and not before.complete and train < there:
             logger.warning(
                 "%d nodes have joined and %d of them train, as many as fit the job's layout and batch; the "
@@ -338,10 +319,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def _is_dispensable(self, state: State) -> bool:
         """Whether the others have committed without this node; until then they may need its memory."""
-        if not state.complete or self.incarnations is None:
-            return False
         try:
-            return self.incarnations.committed() > self.incarnation
+            return state.complete and self.incarnations.committed() > self.incarnation
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
 
@@ -361,9 +340,9 @@ class StoreRendezvous(RendezvousHandler):
     def note_sizes(self, sizes: Sizes) -> None:
         """Have all nodes know with how many the job can train, as a version of this node's round tells, whose
         members are filled in where it says what they hold. Raises RendezvousError: the store is silent."""
-        members = tuple(sorted(self._members, key=self._members.__getitem__)) if sizes.groups else ()
-        round_ = -1 if self._place is None else self._place[0]
-        event = Fits(round_, len(self._members), replace(sizes, members=members))
+        members = self._members
+        sizes = replace(sizes, members=members if sizes.groups else ())
+        event = Fits(self.info.round, len(members), sizes)
         if step(self.state, event, time.time(), self.rules) != self.state:  # nobody waits for the store else
             self.tell(event)
 
@@ -394,23 +373,30 @@ class StoreRendezvous(RendezvousHandler):
     def beat(self) -> None:
         """Tell that this node lives, and look at what all share."""
         try:
-            self.tell(Beat(self.node, self._place, self._last_scaling, self._last_sizes))
-            if self.incarnations is not None:
-                self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
+            agreement = self.agreement if self._trains else None
+            self.tell(Beat(self.node, agreement, self._known.scaling, self._known.sizes))
+            self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
         except RendezvousTimeoutError:
             pass  # the store stood still and goes on: the next beat is in time
         except (RendezvousError, AuthenticationError, StoreError) as error:
             self._lost = str(error)
-        state = self.state
-        self._last_scaling = state.scaling or self._last_scaling
-        self._last_sizes = state.sizes or self._last_sizes
+        self._known = self._known if self.state.is_empty else self.state
 
     # -- what it shares, as the last heartbeat saw it: as old is all that is said of it here -----------
 
     @property
     def state(self) -> State:
         return self.view.state
+
+    @property
+    def incarnation(self) -> int:
+        """Number of the start that this node took part in last; 0: none."""
+        return 0 if self.agreement is None else self.agreement.incarnation
+
+    @property
+    def _members(self) -> tuple[str, ...]:
+        return () if self.agreement is None else self.agreement.members
 
     @property
     def _me(self) -> Node:
@@ -426,6 +412,10 @@ class StoreRendezvous(RendezvousHandler):
         return self.rules.is_full(self.state)
 
     @property
+    def is_refused(self) -> bool:
+        return self.agreement is not None and self.node in self.agreement.refused
+
+    @property
     def is_leaving(self) -> bool:
         return self._me.leaving
 
@@ -435,13 +425,13 @@ class StoreRendezvous(RendezvousHandler):
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        sizes = self.state.sizes or self._last_sizes or Sizes()
+        sizes = self.state.sizes or self._known.sizes or Sizes()
         return sizes.of(self.rules.least, self.rules.most)
 
     def _joining(self, state: State) -> int:
         """Nodes that wait for the next round, where they make it larger, or have left this one."""
         waits, running = state.those(Role.WAITS), len(state.participants)
-        if state.sizes is None or waits & self._members.keys():
+        if state.sizes is None or waits.intersection(self._members):
             return len(waits)
         larger = state.sizes.largest(running + len(waits), self.rules.least, self.rules.limit(state))
         return len(waits) if larger > running else 0
@@ -449,31 +439,43 @@ class StoreRendezvous(RendezvousHandler):
     @property
     def is_scaled_down(self) -> bool:
         scaling = self.state.scaling
-        return self._place is not None and scaling is not None and scaling.round == self._place[0]
+        return self._trains and scaling is not None and scaling.round == self.info.round
 
     @property
     def is_whole(self) -> bool:
         """Whether all nodes of this round are there: nothing has failed."""
-        return bool(self._members) and self._members.keys() <= self.state.seats
+        return bool(self._members) and self.state.seats.issuperset(self._members)
 
     def goes_on_without(self, gone: int) -> bool:
         """Whether enough nodes are left, with those that wait, where so many of this round have ended."""
         state = self.state
-        waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - self._members.keys()
+        waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
         return (state.sizes or Sizes()).largest(left, self.rules.least, self.rules.most) > 0
+
+    @property
+    def all_ended_well(self) -> bool:
+        ends = self.state.ends
+        return bool(self._members) and all(ends.get(name) == 0 for name in self._members)
+
+    @property
+    def stopped(self) -> dict[str, int]:
+        """Nodes of this round whose launchers were told to stop, and the signals that said so."""
+        agreement, ends = self.agreement, self.state.ends
+        if agreement is None or agreement != self.state.agreement:
+            return {}
+        nodes = zip(agreement.members, agreement.nodes, strict=True)
+        return {node: number for member, node in nodes if (number := ends.get(member, 0))}
 
     @property
     def is_left_by_silent(self) -> bool:
         """Whether a node of the round that runs was struck out, no other has come, and those that are left
         are enough for a round."""
         state = self.state
-        if self._lost is not None or self._place is None or not state.complete:
-            return False
-        trains = state.participants.keys()
-        same = state.round == self._place[0] and self.node in trains
-        lost = self._members.keys() - trains - state.leaving
-        return same and bool(lost) and len(trains) >= self.rules.least
+        trains = state.participants
+        same = self._trains and state.complete and state.agreement == self.agreement and self.node in trains
+        lost = set(self._members) - trains - state.leaving
+        return self._lost is None and same and bool(lost) and len(trains) >= self.rules.least
 
 
 def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:

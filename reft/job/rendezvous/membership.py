@@ -22,6 +22,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
+from reft.job.agreement import Agreement, NodeInfo, agree, doubles
 from reft.job.rendezvous.sizes import Sizes
 
 
@@ -34,12 +35,12 @@ class Role(StrEnum):
 
 class Node(NamedTuple):
     role: Role = Role.NONE
-    rank: int = 0  # in a complete round
     seen: float = 0.0  # when it was last known to live, in seconds since 1970
     # it took part in the last complete round and has not been struck out since: it keeps its place from one
     # round to the next
     seated: bool = False
     leaving: bool = False  # it is to leave the job, and is still there
+    info: NodeInfo | None = None  # what it brings into a round that forms
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,15 @@ class Scaling:
 
 @dataclass
 class State:
-    """What the nodes of a job share; ``nodes`` by :func:`node_id`."""
+    """What the nodes of a job share; ``nodes``: by launcher."""
 
-    round: int = 0
-    complete: bool = False
-    closed: bool = False
+    agreement: Agreement | None = None  # of the newest round; None: there was none
+    complete: bool = False  # that round runs; else another forms
+    closed: str = ""  # why the job has ended; empty: it has not
     deadline: float | None = None  # when those that have come are a round, if they are enough
     nodes: dict[str, Node] = field(default_factory=dict)
+    # members of the round that runs which have ended: 0: well; else the signal that stopped their launcher
+    ends: dict[str, int] = field(default_factory=dict)
     scaling: Scaling | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
 
@@ -73,9 +76,13 @@ class State:
         return self.nodes.get(name, Node()).role
 
     @property
-    def participants(self) -> dict[str, int]:
-        """Their ranks, which count once the round is complete."""
-        return {name: node.rank for name, node in self.nodes.items() if node.role is Role.TRAINS}
+    def round(self) -> int:
+        return 0 if self.agreement is None else self.agreement.round
+
+    @property
+    def participants(self) -> set[str]:
+        """Those of the round that runs that were not struck out; or of the round that forms."""
+        return self.those(Role.TRAINS)
 
     @property
     def seats(self) -> set[str]:
@@ -88,7 +95,7 @@ class State:
     @property
     def is_empty(self) -> bool:
         """Whether the store has lost it, or nobody was here yet."""
-        return not (self.complete or self.closed or self.round or self.those(Role.TRAINS, Role.WAITS))
+        return not (self.complete or self.closed or self.agreement or self.those(Role.TRAINS, Role.WAITS))
 
     @property
     def is_between_rounds(self) -> bool:
@@ -119,11 +126,6 @@ def decode_state(data: bytes) -> State:
         ) from error
 
 
-def node_id(address: str, process: int, number: int) -> str:
-    """Of a launcher: its host's address, its process, and the number of its rendezvous there."""
-    return f"{address}/{process}/{number}"
-
-
 @dataclass(frozen=True)
 class Rules:
     """What all nodes of a job were started with."""
@@ -146,18 +148,17 @@ class Rules:
     def is_full(self, state: State) -> bool:
         return state.complete and len(state.participants) >= self.limit(state)
 
-    def is_free(self, state: State, place: tuple[int, int]) -> bool:
-        """Whether a node that has lost its ``place``, round and rank, may take it again: its round still runs
-        and it was struck out, or the store came back empty."""
-        same = state.complete and state.round == place[0]
+    def is_free(self, state: State, agreement: Agreement) -> bool:
+        """Whether a node that has lost its place in a round may take it again: the round still runs and it
+        was struck out, or the store came back empty."""
+        same = state.complete and state.agreement == agreement
         return state.is_empty or (same and len(state.participants) < self.most)
 
-    def room(self, state: State, name: str, trained_in: int) -> int:
-        """Nodes that may train, as one that last trained in round ``trained_in`` sees it. While others do, as
-        many as fit of those that are there: a node that left their round comes back, any other waits until
-        its coming makes it larger."""
+    def room(self, state: State, name: str, info: NodeInfo) -> int:
+        """Nodes that may train, as one of them sees it. While others do, as many as fit of those that are
+        there: a node that left their round comes back, any other waits until its coming makes it larger."""
         most = self.limit(state)
-        if state.sizes is None or not state.complete or trained_in == state.round:
+        if state.sizes is None or not state.complete or info.round == state.round:
             return most
         there = state.those(Role.TRAINS, Role.WAITS, Role.SPARE) - state.leaving
         return state.sizes.largest(len(there | {name}), self.least, most)
@@ -186,12 +187,12 @@ class Exited:
 
 @dataclass(frozen=True)
 class Joins:
-    """It waits for a place in a round. ``trained_in``: the round it took part in last. ``forgotten``: the
-    store has lately lost that it is a spare, and may have lost as well who trains. ``alone``: for long no
-    other node has waited. ``wait_until``: for others, in the place of lost nodes; None: as all do."""
+    """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare, and may
+    have lost as well who trains. ``alone``: for long no other node has waited. ``wait_until``: for others, in
+    the place of lost nodes; None: as all do."""
 
     node: str
-    trained_in: int = -1
+    info: NodeInfo
     forgotten: bool = False
     alone: bool = False
     wait_until: float | None = None
@@ -199,13 +200,21 @@ class Joins:
 
 @dataclass(frozen=True)
 class Beat:
-    """It lives. ``place``: round and rank that it has; None: it has none. ``scaling, sizes``: as it saw them
-    last, for a store that has lost them."""
+    """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling, sizes``: as
+    it saw them last, for a store that has lost them."""
 
     node: str
-    place: tuple[int, int] | None = None
+    agreement: Agreement | None = None
     scaling: Scaling | None = None
     sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
+
+    node: str
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +226,9 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Closes:
-    """The job has ended: no round forms any more."""
+    """The job has ended, and why: no round forms any more."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,7 @@ class Refused:
     nodes: int
 
 
-Event = Looked | Exited | Joins | Beat | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
+Event = Looked | Exited | Joins | Beat | Ends | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
 
 
 def step(state: State, event: Event, now: float, rules: Rules) -> State:
@@ -278,10 +289,12 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
             _join(after, event, now, rules)
         case Beat():
             _beat(after, event, now, rules)
+        case Ends():
+            after.ends = {**after.ends, event.node: event.signal}
         case Leaves():
             after.nodes.pop(event.node, None)
         case Closes():
-            after.closed = True
+            after.closed = event.why
         case Fits() | Refused():
             _note_sizes(after, event)
         case _:
@@ -307,7 +320,6 @@ def _thin(state: State, rules: Rules) -> None:
     left = len(state.participants)
     if state.complete and not left:
         state.complete = False
-        state.round += 1
     elif not state.complete and left < rules.least:
         state.deadline = None
 
@@ -345,14 +357,13 @@ def _strike_out(state: State, event: Looked, now: float, rules: Rules) -> None:
 
 
 def _beat(state: State, event: Beat, now: float, rules: Rules) -> None:
-    role, place = state.role(event.node), event.place
-    if place is not None and role is not Role.TRAINS and not state.closed and rules.is_free(state, place):
+    role, mine = state.role(event.node), event.agreement
+    if mine is not None and role is not Role.TRAINS and not state.closed and rules.is_free(state, mine):
         if state.is_empty:
             state.scaling = event.scaling or state.scaling
             state.sizes = event.sizes or state.sizes
-        state.round, rank = place
-        state.complete = True
-        _set(state, event.node, role=Role.TRAINS, rank=rank, seen=now)
+        state.agreement, state.complete = mine, True
+        _set(state, event.node, role=Role.TRAINS, seen=now)
     else:
         _keep_alive(state, event.node, now, rules)
 
@@ -367,8 +378,8 @@ def _keep_alive(state: State, name: str, now: float, rules: Rules) -> bool:
 
 def _join(state: State, event: Joins, now: float, rules: Rules) -> None:
     name, role = event.node, state.role(event.node)
-    trains, leaving = state.participants.keys(), state.leaving
-    room = rules.room(state, name, event.trained_in)
+    trains, leaving = state.participants, state.leaving
+    room = rules.room(state, name, event.info)
     taken = (state.seats | trains | state.those(Role.WAITS)) - leaving
     is_free = len(taken) < room and _may_take_a_place(state, event) and not event.forgotten
     # One that the others went on without keeps nobody from training, although it had a seat.
@@ -425,14 +436,15 @@ def _take_place(state: State, event: Joins, now: float, rules: Rules, most: int)
         elif _keep_alive(state, name, now, rules):
             state.deadline = deadline
         return
-    _set(state, name, role=Role.TRAINS, rank=0, seen=now)
+    _set(state, name, role=Role.TRAINS, seen=now, info=event.info)
     state.deadline = now + rules.last_call_secs if count + 1 == rules.least else deadline
     if count + 1 == most:
         _complete(state, now, rules, most)
 
 
 def _complete(state: State, now: float, rules: Rules, most: int) -> None:
-    """The round is complete with the nodes that fit, and the others become spares. Without any, later."""
+    """The round is complete with the nodes that fit, and the others become spares. Later, without any, or
+    while it is not clear which of two launchers that claim to be one node is still there."""
     there = sorted(state.participants)
     staying = frozenset(there)
     if state.sizes is not None:
@@ -441,11 +453,17 @@ def _complete(state: State, now: float, rules: Rules, most: int) -> None:
             state.deadline = now + rules.last_call_secs
             return
         staying = found
+    infos = {name: info for name in there if (info := state.nodes[name].info) and name in staying}
+    fresh = now - 2 * rules.beat_secs
+    if any(state.nodes[name].seen < fresh for same in doubles(infos) for name in same):
+        state.deadline = now + rules.beat_secs
+        return
+    state.agreement, state.ends = agree(infos, state.agreement), {}
     state.complete, state.deadline = True, None
-    for name in set(there) - staying:
-        _set(state, name, role=Role.SPARE, rank=0, seated=False)
-    for rank, name in enumerate(name for name in there if name in staying):
-        _set(state, name, rank=rank)
+    for name in there:
+        if name not in staying:
+            _set(state, name, role=Role.SPARE, seated=False)
+        _set(state, name, info=None)
 
 
 def _note_sizes(state: State, event: Fits | Refused) -> None:
@@ -473,14 +491,15 @@ def _scale(state: State, event: Ordered | Told | Stays) -> None:
             most = max(event.nodes, running)
             state.scaling = Scaling(event.number, event.nodes, most, event.without, replaces=replaces)
         return
-    ranks = state.participants
-    if scaling is None or scaling.round == state.round or len(ranks) != running:
+    members = () if state.agreement is None else state.agreement.members
+    whole = state.participants == set(members) and len(members) == running
+    if scaling is None or scaling.round == state.round or not whole:
         return
-    stay = tuple(name for name, rank in ranks.items() if rank not in event.ranks)
+    stay = tuple(name for rank, name in enumerate(members) if rank not in event.ranks)
     sizes = state.sizes
     if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
         return  # no number of those that stay fits, or could recover the version
-    for name in ranks.keys() - set(stay):
+    for name in set(members) - set(stay):
         _set(state, name, leaving=True)
     limit = running if scaling.replaces else running - len(event.ranks)
     state.scaling = replace(scaling, limit=limit, round=state.round)

@@ -99,8 +99,8 @@ class Scaler:
     def _situation(self, agreement: Agreement) -> Situation:
         config, record = self._options.config, read_record(self._path)
         state = self._handler.state
-        sizes, ranks = state.sizes, state.participants
-        here = tuple(sorted(ranks, key=ranks.__getitem__))
+        sizes, members = state.sizes, () if state.agreement is None else state.agreement.members
+        known = sizes is not None and sizes.members == members and state.participants == set(members)
         named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
         return Situation(
             least=config.min_nodes,
@@ -112,7 +112,7 @@ class Scaler:
             degrees=self._board.degrees,
             parities=record.parsed if record is not None and named else None,
             size=read_size(self._path),
-            sizes=sizes if sizes is not None and sizes.members == here else None,
+            sizes=sizes if known else None,
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:

@@ -39,7 +39,7 @@ class RendezvousInfo:
     address: str
 
 
-class RendezvousServer:
+class RendezvousServer(KeyValueServer):
     """A store that belongs to no worker node, for those who know the user's secret (P11).
 
     Args:
@@ -59,16 +59,12 @@ class RendezvousServer:
         secret: bytes | None = None,
         state_dir: Path | None = None,
     ) -> None:
-        name = host or socket.getfqdn()
-        secret = secret or user_secret()
+        name, secret = host or socket.getfqdn(), secret or user_secret()
         journal = Journal(state_dir, secret) if state_dir is not None else None
-        served = {_SERVED_KEY: str(os.getpid()).encode()}
-        self._server = KeyValueServer(listen(name, port), secret, served, journal)
-        endpoint = format_endpoint(name, self._server.port)
-        self.info = RendezvousInfo(endpoint, name, self._server.port, os.getpid(), self._server.host)
-
-    def close(self) -> None:
-        self._server.close()
+        super().__init__(listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()}, journal)
+        self.info = RendezvousInfo(
+            format_endpoint(name, self.port), name, self.port, os.getpid(), address=self.host
+        )
 
 
 def is_reachable(endpoint: str) -> bool:
@@ -81,7 +77,7 @@ def is_reachable(endpoint: str) -> bool:
 
 def is_served_by_reft(store: RendezvousStore) -> bool:
     """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
-    return store.check([_SERVED_KEY])
+    return store.peek(_SERVED_KEY) is not None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,8 +126,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
     where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
-    text = json.dumps(asdict(info)) if options.json else where
-    print(text, flush=True)
+    print(json.dumps(asdict(info)) if options.json else where, flush=True)
     select.select([told], [], [])
     server.close()
     return 0

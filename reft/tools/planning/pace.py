@@ -56,12 +56,14 @@ class WindowPace:
     def step_secs(self) -> float:
         return max(stage.step_secs for stage in self.stages.values())
 
-    def fit(self, loads: Mapping[int, Load]) -> Fit:
+    def __call__(self, loads: Mapping[int, Load]) -> Fit:
         plans = [self.stages[p].plan(load.to_host_bytes, self.estimator) for p, load in loads.items()]
         waits = max(plan.left_over_secs for plan in plans)
         return Fit(
             overhead=waits / self.step_secs,
-            in_windows=min(_part(plan.tier_bytes[1], plan.total_bytes) for plan in plans),
+            in_windows=min(
+                plan.tier_bytes[1] / plan.total_bytes if plan.total_bytes else 1.0 for plan in plans
+            ),
             left_over_secs=waits,
             source=self.estimator,
         )
@@ -101,10 +103,6 @@ def measured_pace(profile: ProfileResult, degrees: Degrees, compute_share: float
     return WindowPace(stages, f"windows measured in job {profile.job_id}")
 
 
-def _part(nbytes: int, total: int) -> float:
-    return nbytes / total if total else 1.0
-
-
 @dataclass(frozen=True)
 class PlannedPace:
     """A pace from the idle windows of 1F1B with equal stages and free transfers between them."""
@@ -120,11 +118,11 @@ class PlannedPace:
     def step_secs(self) -> float:
         return self.windows.step_secs
 
-    def fit(self, loads: Mapping[int, Load]) -> Fit:
+    def __call__(self, loads: Mapping[int, Load]) -> Fit:
         """Copies to the host, and, if peers are sent anything, what those transfers delay: roughly at most,
         as they begin with the step and run while everything else does. Transfers between stages are slowed
         for their share of the time."""
-        sent, found = max(load.sent_bytes for load in loads.values()), self.windows.fit(loads)
+        sent, found = max(load.sent_bytes for load in loads.values()), self.windows(loads)
         training, machine = self.training, self.training.machine
         share = machine.network_share_bytes_per_sec
         rate = min(machine.copy_bytes_per_sec, share)

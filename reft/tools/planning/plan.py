@@ -18,7 +18,7 @@ from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.pace import ESTIMATED, PlannedPace, WindowPace, measured_pace
+from reft.tools.planning.pace import ESTIMATED, PlannedPace, measured_pace
 from reft.tools.planning.storage import StoragePlan, plan_storage
 
 HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measured on x86-64
@@ -173,7 +173,7 @@ class JobPlan:
                 "max_overhead": self.max_overhead,
                 "why": self.why_rate,
             },
-            "storage": self.storage.to_json(),
+            "storage": asdict(self.storage),
             "protection": {
                 "configured": self.configured,
                 "planned": self.planned.name,
@@ -185,7 +185,28 @@ class JobPlan:
                 "overhead": self.overhead,
             },
             "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
-            "alternatives": [self._alternative_json(a) for a in self.choice.alternatives],
+            "alternatives": [
+                {
+                    "name": a.name,
+                    "chosen": a is self.choice.chosen,
+                    "planned": a is self.planned,
+                    "possible": a.fits_memory,
+                    "reaches_wish": a.fits_memory and a.tolerance >= self.choice.wanted,
+                    "available": a.available,
+                    "why_not": self.choice.why_not_chosen(a),
+                    "tolerance": a.tolerance,
+                    "fatal_nodes": list(a.fatal),
+                    "bytes": {**asdict(a.busiest), "to_host_bytes": a.busiest.to_host_bytes},
+                    "node_memory_bytes": a.memory_bytes,
+                    "node_memory_limit_bytes": a.limit_bytes,
+                    "overhead": fit.overhead,
+                    "partition_secs": a.partition_secs,
+                    "in_windows": fit.in_windows,
+                    "fits_before_optimizer": fit.fits,
+                }
+                for a in self.choice.alternatives
+                if (fit := a.fit) is not None
+            ],
             "not_possible": [{"name": name, "why": why} for name, why in self.choice.excluded],
             "stages": [
                 {
@@ -197,28 +218,6 @@ class JobPlan:
                 }
                 for s in self.stages
             ],
-        }
-
-    def _alternative_json(self, alternative: Alternative) -> dict[str, Any]:
-        load, fit = alternative.busiest, alternative.fit
-        assert fit is not None
-        return {
-            "name": alternative.name,
-            "chosen": alternative is self.choice.chosen,
-            "planned": alternative is self.planned,
-            "possible": alternative.fits_memory,
-            "reaches_wish": alternative.fits_memory and alternative.tolerance >= self.choice.wanted,
-            "available": alternative.available,
-            "why_not": self.choice.why_not_chosen(alternative),
-            "tolerance": alternative.tolerance,
-            "fatal_nodes": list(alternative.fatal),
-            "bytes": {**asdict(load), "to_host_bytes": load.to_host_bytes},
-            "node_memory_bytes": alternative.memory_bytes,
-            "node_memory_limit_bytes": alternative.limit_bytes,
-            "overhead": fit.overhead,
-            "partition_secs": alternative.partition_secs,
-            "in_windows": fit.in_windows,
-            "fits_before_optimizer": fit.fits,
         }
 
 
@@ -239,7 +238,13 @@ def make_plan(
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
     machine = job.cluster
-    pace = PlannedPace(job.training, _measured(job, profile))
+    measured = None
+    if profile is not None:
+        share = block.has.compute_share
+        if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
+            share = 1.0 if profile.method.clock == "device" else 0.0
+        measured = measured_pace(profile, job.topology.degrees, share)
+    pace = PlannedPace(job.training, measured)
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
         recomputed = False
@@ -272,15 +277,6 @@ def make_plan(
         pace=pace,
         max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
     )
-
-
-def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | None:
-    if profile is None:
-        return None
-    share = job.block.has.compute_share
-    if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
-        share = 1.0 if profile.method.clock == "device" else 0.0
-    return measured_pace(profile, job.topology.degrees, share)
 
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:

@@ -4,17 +4,14 @@ Pure."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
-from typing import Any
 
-from reft.config import PersistConfig
 from reft.policy.choose import Alternative
 from reft.policy.storage_interval import (
     REPAIR_SECS,
     Goals,
     StorageCosts,
-    StorageInterval,
     memory_losses_per_sec,
     storage_interval,
     whole_interval,
@@ -27,66 +24,22 @@ DAY = 24 * HOUR
 COST_PART = 0.05
 """Of the time that writing takes: by which a version on its way makes training longer. Assumed."""
 _ASSUMED_BYTES_PER_SEC = 1e9
+_ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
 
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """How often versions would go to storage: as ``auto`` would find it, before and after it is made a
-    multiple of the versions in memory. ``memory_mtbf_secs`` is the mean time until more nodes are lost than
-    memory survives, infinite if never."""
+    """How often versions would go to storage: as ``auto`` would find it, a multiple of the versions in
+    memory, and as the block says (0: only when the job is told to stop, or nothing at all).
+    ``memory_mtbf_secs`` is the mean time until more nodes are lost than memory survives, None if never."""
 
-    config: PersistConfig
+    interval_steps: int
     auto_steps: int
-    found: StorageInterval
+    because: str
+    overhead: float
+    memory_mtbf_secs: float | None
     costs: StorageCosts
-    node_mtbf_days: float
-    memory_mtbf_secs: float
-    speed: str
-
-    @property
-    def interval_steps(self) -> int:
-        """Of the block, or as ``auto`` finds it; 0: only when the job is told to stop, or nothing at all."""
-        if self.config.dir is None:
-            return 0
-        return self.auto_steps if self.config.adapts else self.config.fixed_steps
-
-    @property
-    def overhead(self) -> float:
-        steps = self.interval_steps
-        return self.costs.cost_secs / (steps * self.costs.step_secs) if steps else 0.0
-
-    @property
-    def why(self) -> str:
-        config, steps = self.config, self.interval_steps
-        if config.dir is None:
-            said = f'none ("persist" has no "dir"); "auto" would write every {self.auto_steps:,} step(s)'
-        elif not steps:
-            said = "only when the job is asked to stop, as the block says"
-        else:
-            reason = self.found.because if config.adapts else "as the block says"
-            said = (
-                f"every {steps:,} step(s), {reason}: {self.overhead:.2%} of the training time, and at most "
-                f"{2 * steps:,} steps are repeated when memory fails"
-            )
-        fails = "never" if self.memory_mtbf_secs == inf else f"once in {duration(self.memory_mtbf_secs)}"
-        return (
-            f"{said}. A node fails once in {duration(self.node_mtbf_days * DAY)}; memory fails {fails}, if "
-            f"every lost node is replaced within {duration(REPAIR_SECS)}. Writing takes "
-            f"{duration(self.costs.write_secs)} at {self.speed} and delays training by {COST_PART:.0%} of "
-            f"that (assumed)"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; null for what never happens."""
-        return {
-            "interval_steps": self.interval_steps,
-            "auto_steps": self.auto_steps,
-            "because": str(self.found.because),
-            "overhead": self.overhead,
-            "memory_mtbf_secs": None if self.memory_mtbf_secs == inf else self.memory_mtbf_secs,
-            "costs": asdict(self.costs),
-            "why": self.why,
-        }
+    why: str
 
 
 def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, version_steps: int) -> StoragePlan:
@@ -108,7 +61,6 @@ def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, versio
         causes = [failure.weibull for failure in cluster.failures]
         carried = persist_interval_secs(config.survival, causes, counted, survived)
     speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
-    assumed = " (assumed; the cluster file may say storage_bytes_per_sec)"
     stages = range(job.training.stages)
     write_secs = job.training.tensor * sum(job.state_bytes(p) for p in stages) / nodes / speed
     costs = StorageCosts(step_secs, COST_PART * write_secs, write_secs)
@@ -116,8 +68,27 @@ def plan_storage(job: PlannedJob, planned: Alternative, step_secs: float, versio
     auto_steps = whole_interval(found.steps, version_steps)
     if (most := config.max_lost_steps) is not None:
         auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)
-    said = f"{speed / 1e9:.3g} GB/s a node{'' if cluster.storage_bytes_per_sec else assumed}"
-    return StoragePlan(config, auto_steps, found, costs, 1 / per_day, mtbf, said)
+    steps = 0 if config.dir is None else auto_steps if config.adapts else config.fixed_steps
+    overhead = costs.cost_secs / (steps * step_secs) if steps else 0.0
+    if config.dir is None:
+        said = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
+    elif not steps:
+        said = "only when the job is asked to stop, as the block says"
+    else:
+        reason = found.because if config.adapts else "as the block says"
+        said = (
+            f"every {steps:,} step(s), {reason}: {overhead:.2%} of the training time, and at most "
+            f"{2 * steps:,} steps are repeated when memory fails"
+        )
+    fails = "never" if mtbf == inf else f"once in {duration(mtbf)}"
+    assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
+    why = (
+        f"{said}. A node fails once in {duration(DAY / per_day)}; memory fails {fails}, if every lost node "
+        f"is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
+        f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that (assumed)"
+    )
+    never = None if mtbf == inf else mtbf
+    return StoragePlan(steps, auto_steps, str(found.because), overhead, never, costs, why)
 
 
 def duration(secs: float) -> str:

@@ -1,0 +1,217 @@
+"""Who belongs to a job, by a model: all that can happen to a few nodes within so many steps.
+
+A node looks, decides, and writes by compare-and-set: between these another one may do anything, be killed or
+stand still, and the answer to a write may be lost. Nodes of one round are one group, whoever reads of it when;
+and from every state that is reached so the job settles, once nothing happens any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import pytest
+
+from reft.job.agreement import Agreement, NodeInfo
+from reft.job.rendezvous.membership import (
+    Beat,
+    Event,
+    Exited,
+    Joins,
+    Looked,
+    Ordered,
+    Role,
+    Rules,
+    State,
+    Told,
+    decode_state,
+    encode_state,
+    step,
+    waits_for_them,
+)
+
+RULES = Rules(least=1, most=2, last_call_secs=2, beat_secs=1, beats=4)
+TURNS = 40  # after which a job has settled
+
+
+class Doing(Enum):
+    JOINS = auto()
+    TRAINS = auto()
+    EXITS = auto()  # its trainers have ended
+    NOTHING = auto()  # it was killed
+
+
+@dataclass(frozen=True)
+class Launcher:
+    doing: Doing = Doing.JOINS
+    seen: bytes = b""  # what it saw last
+    of_write: int = -1  # after which that was read
+    agreement: Agreement | None = None  # of its last round
+
+
+@dataclass(frozen=True)
+class World:
+    launchers: tuple[Launcher, ...]
+    shared: bytes = encode_state(State())
+    writes: int = 0
+    now: int = 0
+
+    def put(self, at: int, **changes: object) -> World:
+        one = replace(self.launchers[at], **changes)  # type: ignore[arg-type]
+        return replace(self, launchers=(*self.launchers[:at], one, *self.launchers[at + 1 :]))
+
+    def key(self) -> object:
+        """Worlds with the same one go on alike: what counts of a time is how long ago it was."""
+
+        def told(data: bytes) -> bytes:
+            state = decode_state(data)
+            ago = {n: node._replace(seen=max(node.seen - self.now, -9.0)) for n, node in state.nodes.items()}
+            deadline = None if state.deadline is None else max(state.deadline - self.now, -1.0)
+            return encode_state(replace(state, nodes=dict(sorted(ago.items())), deadline=deadline))
+
+        seen = [(o.seen and told(o.seen), o.of_write == self.writes) for o in self.launchers]
+        return told(self.shared), tuple(seen), tuple((o.doing, o.agreement) for o in self.launchers)
+
+
+def look(world: World, at: int) -> World:
+    event = Looked(f"n{at}", {}, frozenset(), trusts=True)
+    seen = encode_state(step(decode_state(world.shared), event, world.now, RULES))
+    return world.put(at, seen=seen, of_write=world.writes)
+
+
+def tell(world: World, at: int, event: Event, *, hears: bool = True) -> World:
+    """Write what follows from an event, by what the launcher saw last."""
+    one = world.launchers[at]
+    state = decode_state(one.seen)
+    after = step(state, event, world.now, RULES)
+    if after == state:
+        return world
+    if one.of_write == world.writes:
+        world = replace(world, shared=encode_state(after), writes=world.writes + 1)
+    return look(world, at) if hears else world
+
+
+def act(world: World, at: int, *, hears: bool = True) -> World:
+    """What a launcher does by what it saw last. ``hears``: of the answer to what it writes."""
+    one, name = world.launchers[at], f"n{at}"
+    state = decode_state(one.seen)
+    in_round = state.role(name) is Role.TRAINS
+    if one.doing is Doing.EXITS:
+        gone = world.put(at, doing=Doing.JOINS)
+        return gone if not in_round else tell(world, at, Exited(name), hears=hears)
+    if one.doing is Doing.JOINS:
+        if state.complete and in_round:
+            return world.put(at, doing=Doing.TRAINS, agreement=state.agreement)
+        info = NodeInfo(name, 1)
+        info = info if one.agreement is None else info.after(one.agreement)
+        return tell(world, at, Joins(name, info, alone=not waits_for_them(state)), hears=hears)
+    assert one.agreement is not None
+    told = state.scaling is not None and state.scaling.round == state.round
+    waits = told or (state.those(Role.WAITS) and not RULES.is_full(state))
+    if waits or not (in_round or RULES.is_free(state, one.agreement)):
+        return world.put(at, doing=Doing.EXITS)
+    return tell(world, at, Beat(name, one.agreement), hears=hears)
+
+
+def next_worlds(world: World) -> Iterator[World]:
+    yield replace(world, now=world.now + 1)
+    alive = [at for at, one in enumerate(world.launchers) if one.doing is not Doing.NOTHING]
+    for at in alive:
+        one = world.launchers[at]
+        yield look(world, at)
+        if one.seen:
+            yield act(world, at)
+            yield act(world, at, hears=False)
+        if len(alive) > 1:
+            yield world.put(at, doing=Doing.NOTHING)
+        if one.doing is Doing.TRAINS:
+            yield world.put(at, doing=Doing.EXITS)
+
+
+def turn(world: World) -> World:
+    """Nothing happens any more: every living launcher looks and acts, as do its trainers, and time goes on."""
+    for at, one in enumerate(world.launchers):
+        if one.doing is Doing.NOTHING:
+            continue
+        world = act(look(world, at), at)
+        group = one.agreement.members if one.agreement is not None else ()
+        others = [world.launchers[int(name[1:])] for name in group]
+        alone = any(o.doing is not Doing.TRAINS or o.agreement != one.agreement for o in others)
+        if one.doing is Doing.TRAINS and alone and world.launchers[at].doing is Doing.TRAINS:
+            world = world.put(at, doing=Doing.EXITS)  # its trainers have lost a peer
+    return replace(world, now=world.now + 1)
+
+
+def check(world: World) -> None:
+    groups: dict[int, Agreement] = {}
+    for at, one in enumerate(world.launchers):
+        if one.doing is Doing.TRAINS and one.agreement is not None:
+            assert f"n{at}" in one.agreement.members
+            assert groups.setdefault(one.agreement.round, one.agreement) == one.agreement
+
+
+def is_settled(world: World) -> bool:
+    alive = [one for one in world.launchers if one.doing is not Doing.NOTHING]
+    trains = [one for one in alive if one.doing is Doing.TRAINS]
+    wanted = min(RULES.limit(decode_state(world.shared)), len(alive))
+    return len(trains) == wanted and len({one.agreement for one in trains}) == 1
+
+
+def settles(world: World, known: set[object]) -> None:
+    """``known``: worlds that do."""
+    path: list[object] = []
+    while (key := world.key()) not in known and key not in path[-1:]:
+        assert len(path) < TURNS, (world.launchers, decode_state(world.shared))
+        path.append(key)
+        world = turn(world)
+        check(world)
+    assert key in known or is_settled(world), (world.launchers, decode_state(world.shared))
+    known.update(path)
+
+
+def in_order(launchers: int) -> World:
+    world = World((Launcher(),) * launchers)
+    for _ in range(TURNS):
+        world = turn(world)
+    assert is_settled(world)
+    return world
+
+
+def asked_to_leave() -> World:
+    world = look(in_order(2), 0)
+    return tell(tell(world, 0, Ordered(1, 1, (), 2)), 0, Told((1,), 2))
+
+
+def one_is_replaced() -> World:
+    world = look(in_order(3), 0)
+    return tell(tell(world, 0, Ordered(1, 2, ("n1",), 2)), 0, Told((1,), 2))
+
+
+@pytest.mark.parametrize(
+    ("start", "depth"),
+    [
+        (World((Launcher(),) * 2), 6),
+        (World((Launcher(),) * 3), 5),
+        (in_order(2), 5),
+        (in_order(3), 4),
+        (asked_to_leave(), 6),
+        (one_is_replaced(), 5),
+    ],
+    ids=["two come", "three come", "two train", "two and a spare", "one leaves", "one is replaced"],
+)
+def test_p3_whatever_happens_nodes_of_a_round_are_one_group_and_the_job_settles(
+    start: World, depth: int
+) -> None:
+    reached, frontier, known = {start.key()}, [start], set[object]()
+    for _ in range(depth):
+        found: list[World] = []
+        for world in frontier:
+            for after in next_worlds(world):
+                if (key := after.key()) not in reached:
+                    reached.add(key)
+                    found.append(after)
+                    check(after)
+                    settles(after, known)
+        frontier = found
+    assert len(reached) > 300
