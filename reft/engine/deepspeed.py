@@ -31,8 +31,7 @@ import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft import integrations, log
-from reft.config import Variant
-from reft.config_read import load_config, parse_block
+from reft.config import Variant, load_config, parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.engine import ClientState
