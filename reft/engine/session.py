@@ -325,11 +325,19 @@ class Session:
         self.memory.record_identity()
         self.rates = Rates(self, from_memory=bool(frozen))
         self.control.end_pairs()  # of the load, with all of the sharding group
-        control = self.control.for_worker(self.memory.job_dir.secret)
+        job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
+        control = self.control.for_worker(job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
-            arenas=self._arenas(frozen),
+            arenas=ArenaSet(
+                SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+                ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+                frozen=frozen,
+                limit_bytes=limit // ranks if limit is not None else None,
+                engine=self.copying.engine,
+                remake=self._remake_memory,
+            ),
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
@@ -354,18 +362,6 @@ class Session:
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (lacks := self.stopping.install()):
             warn(self, lacks)
-
-    def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
-        job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
-        ranks = self.ranks_here
-        return ArenaSet(
-            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-            ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
-            frozen=frozen,
-            limit_bytes=limit // ranks if limit is not None else None,
-            engine=self.copying.engine,
-            remake=self._remake_memory,
-        )
 
     def _remake_memory(self) -> None:
         self.memory.remake()
