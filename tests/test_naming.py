@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.naming import is_name, name_of_run, own_name, safe_name
 
 UUID = "123e4567-e89b-42d3-a456-426614174000"
