@@ -59,7 +59,7 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
 
     import reft
     from reft.engine.deepspeed import session_of
-    from reft.engine.install import avoid_build_at_start
+    from reft.engine.on_import import avoid_build_at_start
 
     avoid_build_at_start()
     os.environ |= {

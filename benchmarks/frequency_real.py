@@ -24,10 +24,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from job_events import EventReader
+from local_cluster import LocalCluster
+
 from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
-from reft.tools.demo.cluster import LocalCluster
-from reft.tools.demo.history import EventReader
 
 _PARTS = ("alone", "another process loads the disk", "alone again")
 _LOOK_SECS = 0.1

@@ -29,9 +29,8 @@ from typing import Any
 
 import psutil
 from common import parser, progress, scratch
+from local_cluster import LocalCluster
 from results import estimate, facts, run_lines
-
-from reft.tools.demo.cluster import LocalCluster
 
 KINDS = ("trainer_stopped", "trainer_loop", "link_dead", "daemon_stopped", "launcher_stopped")
 GOAL_SECS = 10.0

@@ -106,7 +106,7 @@ def run_rank(options: argparse.Namespace) -> None:
         units[-1]["tier_bytes"] = {str(t): after.get(t, 0) - before.get(t, 0) for t in range(4)}
         if os.environ["RANK"] == "0" and number % 20 == 0:
             progress(f"unit {number + 1} of {len(order)}")
-    plan = session.schedule
+    plan = session.copying.pacer.plan
     write_result(
         space,
         {

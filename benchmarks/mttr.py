@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from common import parser, progress, scratch
+from local_cluster import KillKind
 from mttr_jobs import Job, Recovered
 from results import estimate, facts, run_lines
-
-from reft.tools.demo.cluster import KillKind
 
 KINDS = ("trainer", "node_spare", "node_replaced")
 SYSTEMS = ("reft", "torchrun")

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from job_events import Event, EventReader, History, failure_to_step
+from local_cluster import KillKind, LocalCluster, LocalNode
+
 from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
-from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
-from reft.tools.demo.history import Event, EventReader, History, failure_to_step
 
 _STORE = """
 import json, signal, sys

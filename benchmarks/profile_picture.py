@@ -19,7 +19,7 @@ from simulator.costs import Costs
 from simulator.pipeline import simulate
 from simulator.schedules import from_deepspeed
 
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.tools.profile.display import show
@@ -65,7 +65,7 @@ def simulated_profile() -> ProfileResult:
         RankTraces(stage, stage, 0, 0, ClockOffset(), int(SNAPSHOT_BYTES[stage]), True, traces)
         for stage, traces in enumerate(zip(*by_step, strict=True))
     ]
-    return analyse(ranks, JobFacts("simulated", STAGES, (STAGES, 1, 1), 0.0))
+    return analyse(ranks, "simulated", (STAGES, 1, 1))
 
 
 def main() -> None:

@@ -21,9 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from local_cluster import LocalCluster
 from results import estimate, machine
-
-from reft.tools.demo.cluster import LocalCluster
 
 JOB = Path(__file__).with_name("smaller_job.py")
 BATCH, MICRO = 64, 8

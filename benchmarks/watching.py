@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ def main() -> None:
     notes, turns, steps, looks = [], [], [], {trainers: [] for trainers in TRAINERS}
     with tempfile.TemporaryDirectory(prefix="reft-bench-", dir=options.shm) as folder:
         page = open_page(Path(folder), 0, 0, 10.0, 600.0)
-        noted = at_instruction(page, "ForwardPass")(instruction)
-        sent = at_instruction(page, "SendActivation")(instruction)
+        noted = partial(at_instruction(page, "ForwardPass"), instruction)
+        sent = partial(at_instruction(page, "SendActivation"), instruction)
         for _ in range(options.rounds):
             plain = thread_secs(lambda: instruction(buffer_id=0), options.calls)
             notes.append(thread_secs(lambda: noted(buffer_id=0), options.calls) - plain)

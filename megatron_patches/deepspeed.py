@@ -8,6 +8,7 @@ the program would not ask for the state.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import sys
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from reft.data.passes import raw_iterator
 from reft.engine.checks.start import warn
 from reft.engine.data import nodes_may_change
-from reft.engine.load.restore import wrap_call
+from reft.engine.on_import import wrap
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.rng import capture_host_rng, restore_host_rng
 
@@ -82,6 +83,27 @@ def running_program(engine: Any) -> MegatronProgram | None:
     return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
 
 
+def tell_of_attention(model: torch.nn.Module) -> None:
+    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
+    program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
+    attention: Any
+    parameter: Any
+    for attention in model.modules():
+        fused = getattr(attention, "query_key_value", None)
+        if not isinstance(fused, torch.nn.Module):
+            continue
+        code = inspect.getsource(type(attention).forward)
+        heads, width = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
+        keys = getattr(attention, "num_key_value_heads_per_partition", heads)
+        blocks: tuple[int, ...] | None = None
+        if "self.split_tensor(mixed_x_layer)" in code:
+            blocks = ((heads + 2 * keys) * width,)
+        elif "each_hidden_size" in code or "[heads.shape[2] - 2 * groups, groups, groups]" in code:
+            blocks = (heads * width, keys * width, keys * width)
+        for parameter in fused.parameters() if blocks is not None else ():
+            parameter.partition_blocks = blocks
+
+
 class MegatronProgram:
     """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it counts, and
     its module ``checkpointing``; a ConfigError where it was started with an option that reft cannot
@@ -113,7 +135,8 @@ class MegatronProgram:
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         session.stopping.at_next_step = True
-        wrap_call(session.engine, "capture", self._capture)
+        tell_of_attention(self._engine.module)
+        wrap(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):
@@ -160,15 +183,11 @@ class MegatronProgram:
         with _evaluation_begun(self._begins_to_evaluate):
             return {**state, "rng_state": self._rng_state()}
 
-    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _capture(self, original: Callable[..., Any], client_state: Mapping[str, Any] | None) -> Any:
         """The host state, with the random states that the next iteration begins with."""
-
-        def capture(client_state: Mapping[str, Any] | None) -> Any:
-            begins, self._begins_to_evaluate = self._begins_to_evaluate, False
-            with _evaluation_begun(begins):
-                return original(client_state)
-
-        return capture
+        begins, self._begins_to_evaluate = self._begins_to_evaluate, False
+        with _evaluation_begun(begins):
+            return original(client_state)
 
     def _count(self, args: Namespace) -> None:
         """Count the step as the loop will, and the evaluation that follows it: the next step to come is the

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reft.config import ReftConfig
     from reft.data.resumable import resumable
     from reft.engine.deepspeed import attach, resume
-    from reft.engine.install import initialize
+    from reft.engine.on_import import initialize
     from reft.errors import (
         ArenaError,
         AuthenticationError,
@@ -65,7 +65,7 @@ _ELSEWHERE = {
     "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
     "attach": "reft.engine.deepspeed",
-    "initialize": "reft.engine.install",
+    "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
     "resumable": "reft.data.resumable",
     "resume": "reft.engine.deepspeed",

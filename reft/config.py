@@ -1,4 +1,4 @@
-"""The ``reft`` block of the DeepSpeed JSON.
+"""The ``reft`` block of the DeepSpeed JSON: its keys, how it is read, and what is said where it is wrong.
 
 Unknown keys and impossible combinations are refused with a message that says what to write.
 An absent block, or ``"enabled": false``, leaves the job untouched (promise P10).
@@ -6,20 +6,26 @@ An absent block, or ``"enabled": false``, leaves the job untouched (promise P10)
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reft.naming import JOB_ID
+from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
+from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
 from reft.protect.codes import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme
-
 
 logger = logging.getLogger(__name__)
 
@@ -27,46 +33,36 @@ AUTO = "auto"
 
 
 class Block(BaseModel):
-    """The ``reft`` block or a part of it: no unknown keys, never changed."""
+    """The ``reft`` block or a part of it: no unknown keys, never changed. A key's meaning is its description,
+    or the text below it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class PersistConfig(Block):
     """Low-frequency checkpoints on storage, written from host memory in the background."""
 
     dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
-    interval_steps: int | Literal["auto"] = Field(
-        0,
-        description="write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': "
-        "chosen while the job runs, from how often memory fails and what writing costs",
-    )
-    max_overhead: float = Field(
-        0.035, gt=0, le=1, description="fraction of the training time that storage may cost, for 'auto'"
-    )
-    max_lost_steps: int | None = Field(
-        None,
-        ge=2,
-        description="with 'auto', most steps to repeat after memory has failed, whatever that costs; null: "
-        "twice the present interval",
-    )
-    node_mtbf_days: float = Field(
-        150.0,
-        gt=0,
-        description="with 'auto', mean time between failures of a node; failures that the job has seen are "
-        "added",
-    )
-    survival: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="with 'auto', wanted probability (0.999) that memory alone carries the job from one "
-        "checkpoint to the next; null: the interval that loses least time",
-    )
-    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
-    timeout_secs: float = Field(
-        600.0, gt=0, description="give up a checkpoint when a peer's part has been missing for this long"
-    )
+    interval_steps: int | Literal["auto"] = 0
+    """write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': chosen while the
+    job runs, from how often memory fails and what writing costs"""
+    max_overhead: float = Field(0.035, gt=0, le=1)
+    """fraction of the training time that storage may cost, for 'auto'"""
+    max_lost_steps: int | None = Field(None, ge=2)
+    """with 'auto', most steps to repeat after memory has failed, whatever that costs; null: twice the present
+    interval"""
+    node_mtbf_days: float = Field(150.0, gt=0)
+    """with 'auto', mean time between failures of a node; failures that the job has seen are added"""
+    survival: float | None = Field(None, gt=0, lt=1)
+    """with 'auto', wanted probability (0.999) that memory alone carries the job from one checkpoint to the
+    next; null: the interval that loses least time"""
+    keep: int = Field(2, ge=1)
+    """newest persisted checkpoints to keep"""
+    export_at_end: Path | None = None
+    """where to export the newest version in DeepSpeed's files when training ends, well or on request; as
+    reft persist does"""
+    timeout_secs: float = Field(600.0, gt=0)
+    """give up a checkpoint when a peer's part has been missing for this long"""
 
     @property
     def fixed_steps(self) -> int:
@@ -141,55 +137,34 @@ class FaultConfig(Block):
     pp: int | None = Field(None, ge=0, description="only on this pipeline stage; null means any")
     dp: int | None = Field(None, ge=0, description="only on this replica; null means any")
     tp: int | None = Field(None, ge=0, description="only on this tensor slice; null means any")
-    incarnation: int | None = Field(
-        1, ge=1, description="only in this incarnation of the job (1 is the first start); null means any"
-    )
-    action: Literal["kill", "kill_node", "raise"] = Field(
-        "kill", description="SIGKILL of the process, of everything on its node, or an exception"
-    )
+    incarnation: int | None = Field(1, ge=1)
+    """only in this incarnation of the job (1 is the first start); null means any"""
+    action: Literal["kill", "kill_node", "raise"] = "kill"
+    """SIGKILL of the process, of everything on its node, or an exception"""
 
 
 class HasConfig(Block):
     """How copies are fitted into the idle time of the pipeline."""
 
-    windows: Literal["profiled", "analytic", "paper"] = Field(
-        "profiled",
-        description="where idle times come from: measured in the running job, the formulas of 1F1B, or "
-        "Algorithm 1 of the paper",
-    )
-    chunk_bytes: int = Field(
-        256 * 2**10,
-        ge=4096,
-        description="unit of copying; when a window closes, training waits for at most one chunk",
-    )
-    compute_share: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="most of the computing time during which copies may run (tier 2); null: all of it from a "
-        "device or if a core is left, else none",
-    )
-    separate_links: bool = Field(
-        False,
-        description="training and snapshots use different links (NVLink and PCIe), so copies may also run "
-        "during communication (tier 3)",
-    )
-    overflow: Literal["stall", "interval", "staging"] = Field(
-        "stall",
-        description="for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' "
-        "takes versions less often to keep max_overhead, 'staging' copies them to free device "
-        "memory and to the host in the next steps",
-    )
-    staging_fallback: Literal["stall", "interval"] = Field(
-        "interval", description="what 'staging' does if the device has no free memory"
-    )
-    max_overhead: float = Field(
-        0.03,
-        gt=0,
-        le=1,
-        description="part of the training time that versions may cost, for 'interval' and for "
-        '"interval_steps": "auto"',
-    )
+    windows: Literal["profiled", "analytic", "paper"] = "profiled"
+    """where idle times come from: measured in the running job, the formulas of 1F1B, or Algorithm 1 of the
+    paper"""
+    chunk_bytes: int = Field(256 * 2**10, ge=4096)
+    """unit of copying; when a window closes, training waits for at most one chunk"""
+    compute_share: float | None = Field(None, ge=0, le=1)
+    """most of the computing time during which copies may run (tier 2); null: all of it from a device or if a
+    core is left, else none"""
+    separate_links: bool = False
+    """training and snapshots use different links (NVLink and PCIe), so copies may also run during
+    communication (tier 3)"""
+    overflow: Literal["stall", "interval", "staging"] = "stall"
+    """for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' takes versions
+    less often to keep max_overhead, 'staging' copies them to free device memory and to the host in the next
+    steps"""
+    staging_fallback: Literal["stall", "interval"] = "interval"
+    """what 'staging' does if the device has no free memory"""
+    max_overhead: float = Field(0.03, gt=0, le=1)
+    """part of the training time that versions may cost, for 'interval' and for "interval_steps": "auto" """
 
 
 class ProfileConfig(Block):
@@ -197,174 +172,110 @@ class ProfileConfig(Block):
 
     steps: int = Field(0, ge=0, description="measure this many steps, once; 0: off")
     warmup_steps: int = Field(5, ge=0, description="steps to skip before")
-    dir: Path = Field(
-        Path("reft-profile"),
-        description="where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png",
-    )
-    pipelines: int = Field(
-        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are all collected"
-    )
-    then: Literal["go_on", "exit"] = Field(
-        "go_on", description="after measuring, let the job go on, or end it with exit code 0"
-    )
+    dir: Path = Path("reft-profile")
+    """where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png"""
+    pipelines: int = Field(4, ge=1)
+    """pipelines (data x tensor parallel) whose instructions are all collected"""
+    then: Literal["go_on", "exit"] = "go_on"
+    """after measuring, let the job go on, or end it with exit code 0"""
 
 
 class MetricsConfig(Block):
     """Metrics for Prometheus, served by each node's daemon (needs the extra reft-ckpt[metrics])."""
 
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
-    host: str = Field(
-        "127.0.0.1",
-        description="address to listen on; everyone who reaches it can read the metrics, without a secret",
-    )
+    host: str = "127.0.0.1"
+    """address to listen on; everyone who reaches it can read the metrics, without a secret"""
 
 
 class VerifyConfig(Block):
     """What is looked at before a version is committed."""
 
-    peers: Literal["off", "rotate", "full"] = Field(
-        "rotate",
-        description="compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every "
-        "version, so all of it in 61, 'full' all of it with every version",
-    )
-    on_difference: Literal["report", "stop", "rollback"] = Field(
-        "report",
-        description="where peers differ no version is committed; 'report' trains on, 'stop' ends the job, "
-        "'rollback' restarts it from the newest version",
-    )
-    suspects: int = Field(
-        3,
-        ge=0,
-        description="a version with a NaN or an infinity in weights or optimizer state is not committed; "
-        "after so many in a row the job restarts from the newest version, or ends if this start has "
-        "committed none; 0: not looked at",
-    )
+    peers: Literal["off", "rotate", "full"] = "rotate"
+    """compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every version, so all
+    of it in 61, 'full' all of it with every version"""
+    on_difference: Literal["report", "stop", "rollback"] = "report"
+    """where peers differ no version is committed; 'report' trains on, 'stop' ends the job, 'rollback'
+    restarts it from the newest version"""
+    suspects: int = Field(3, ge=0)
+    """a version with a NaN or an infinity in weights or optimizer state is not committed; after so many in a
+    row the job restarts from the newest version, or ends if this start has committed none; 0: not looked
+    at"""
 
 
 class ElasticConfig(Block):
     """What launchers change about the nodes of a running job by themselves."""
 
-    wait_secs: float | None = Field(
-        None,
-        gt=0,
-        description="with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they "
-        "go on without one; null: last_call_timeout of --rdzv-conf, 10",
-    )
+    wait_secs: float | None = Field(None, gt=0)
+    """with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they go on without
+    one; null: last_call_timeout of --rdzv-conf, 10"""
 
 
 class ReftConfig(Block):
     """The ``reft`` block."""
 
     enabled: bool = Field(False, description="switch reft on")
-    job_id: str | None = Field(
-        None,
-        pattern=f"^{JOB_ID.pattern}$",
-        description="name of the job's memory; null: the launcher's run id, else a name made from user, "
-        "directory, program and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it",
-    )
-    memory_dir: Path = Field(
-        Path(f"/dev/shm/reft-{os.geteuid()}"),
-        description="tmpfs directory for versions, one per node and user; REFT_MEMORY_DIR, which 'reft "
-        "launch' sets, overrides it",
-    )
-    interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        1,
-        description="take a version every this many optimizer steps; 'auto': as often as has.max_overhead "
-        "allows, measured while the job runs",
-    )
-    max_lost_steps: int | None = Field(
-        None,
-        ge=4,
-        description='with "interval_steps": "auto", most steps to repeat after a failure that memory '
-        "survives, whatever that costs; null: twice the present interval",
-    )
-    variant: Variant = Field(
-        Variant.HAS,
-        description="when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a "
-        "thread, at once), 'host_device' (device copies, at once), 'blocking' (training waits), "
-        "'inter_node' (also all of it to a peer), 'none' (never)",
-    )
+    job_id: str | None = Field(None, pattern=f"^{JOB_ID.pattern}$")
+    """name of the job's memory; null: the launcher's run id, else a name made from user, directory, program
+    and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it"""
+    memory_dir: Path = Path(f"/dev/shm/reft-{os.geteuid()}")
+    """tmpfs directory for versions, one per node and user; REFT_MEMORY_DIR, which 'reft launch' sets,
+    overrides it"""
+    interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """take a version every this many optimizer steps; 'auto': as often as has.max_overhead allows, measured
+    while the job runs"""
+    max_lost_steps: int | None = Field(None, ge=4)
+    """with "interval_steps": "auto", most steps to repeat after a failure that memory survives, whatever that
+    costs; null: twice the present interval"""
+    variant: Variant = Variant.HAS
+    """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at once),
+    'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also all of it to a
+    peer), 'none' (never)"""
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
-    protection: Annotated[str, BeforeValidator(short_form)] = Field(
-        "arc",
-        description="redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores"
-        " a parity (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, "
-        "'none' nothing. ZeRO partitions and host state go to ring peers; with '+aor' added the "
-        "peers recompute the partitions from the gradients. 'auto' chooses at the start the "
-        "cheapest that fits the memory and survives 'tolerance' node losses ('auto+aor' "
-        "recomputes). A mapping such as {scheme: rs, parities: 2, recompute: true} means "
-        "'rs:2+aor' (docs/protection.md)",
-    )
-    tolerance: int = Field(
-        1,
-        ge=0,
-        description="node losses that every sharding group must survive: 'auto' chooses by it, and a job on "
-        "several nodes that survives fewer does not start",
-    )
-    allow_unprotected: bool = Field(
-        False, description="start on several nodes even if fewer losses than 'tolerance' are survived"
-    )
-    strict: bool = Field(
-        False,
-        description="turn warnings about what would make a recovery impossible or different into an error at "
-        "the first step",
-    )
+    protection: Annotated[str, BeforeValidator(short_form)] = "arc"
+    """redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores a parity
+    (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing. ZeRO partitions
+    and host state go to ring peers; with '+aor' added the peers recompute the partitions from the gradients.
+    'auto' chooses at the start the cheapest that fits the memory and survives 'tolerance' node losses
+    ('auto+aor' recomputes). A mapping such as {scheme: rs, parities: 2, recompute: true} means 'rs:2+aor'
+    (docs/protection.md)"""
+    tolerance: int = Field(1, ge=0)
+    """node losses that every sharding group must survive: 'auto' chooses by it, and a job on several nodes
+    that survives fewer does not start"""
+    allow_unprotected: bool = False
+    """start on several nodes even if fewer losses than 'tolerance' are survived"""
+    strict: bool = False
+    """turn warnings about what would make a recovery impossible or different into an error at the first
+    step"""
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
-    arenas: int | None = Field(
-        None,
-        ge=2,
-        le=8,
-        description="versions in memory per rank; null: 2, or 3 with persist.dir, so that writing to storage "
-        "delays no version",
-    )
-    block_bytes: int = Field(
-        4 * 2**20, ge=4096, description="bytes of a block, the unit of checksum and transfer"
-    )
-    host_state_bytes: int = Field(
-        2**20,
-        ge=2**16,
-        description="bytes reserved per rank for RNG states, schedulers, counters and client state",
-    )
-    memory_limit_bytes: int | None = Field(
-        None, ge=1, description="most host memory reft may reserve per node; null: what is free"
-    )
-    memory_margin_bytes: int | None = Field(
-        None,
-        ge=0,
-        description="when a node has less free host memory than this, versions are kept more cheaply, step by"
-        " step, until there is room again; null: 1/64 of the memory directory's file system, at "
-        "most 1 GiB",
-    )
-    transport: Literal["sockets", "mpi"] = Field(
-        "sockets",
-        description="carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections"
-        " of reft, or 'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])",
-    )
-    hang_factor: float = Field(
-        10.0,
-        ge=0,
-        le=10_000,
-        description="a trainer hangs, and all trainers restart, when a step makes no progress for this many "
-        "times the longest of its last 64 steps; 0 switches hang detection off",
-    )
-    hang_timeout_secs: float = Field(
-        600.0,
-        gt=0,
-        le=1_000_000,
-        description="the same limit where no step is measured: the first two steps, an evaluation, a save, "
-        "or the script's own code between two steps (docs/monitoring.md)",
-    )
-    commit_timeout_secs: float = Field(
-        1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
-    )
-    grace_secs: float = Field(
-        25.0, gt=0, description="after SIGTERM or Ctrl-C: time to finish the step, commit and persist"
-    )
-    accept_changes: tuple[str, ...] = Field(
-        (),
-        description="differences between stored state and job to accept, as the refusal names them: "
-        '"config.optimizer.params.lr", or "config" for the whole configuration',
-    )
+    arenas: int | None = Field(None, ge=2, le=8)
+    """versions in memory per rank; null: 2, or 3 with persist.dir, so that writing to storage delays no
+    version"""
+    block_bytes: int = Field(4 * 2**20, ge=4096)
+    """bytes of a block, the unit of checksum and transfer"""
+    host_state_bytes: int = Field(2**20, ge=2**16)
+    """bytes reserved per rank for RNG states, schedulers, counters and client state"""
+    memory_limit_bytes: int | None = Field(None, ge=1)
+    """most host memory reft may reserve per node; null: what is free"""
+    memory_margin_bytes: int | None = Field(None, ge=0)
+    """when a node has less free host memory than this, versions are kept more cheaply, step by step, until
+    there is room again; null: 1/64 of the memory directory's file system, at most 1 GiB"""
+    transport: Literal["sockets", "mpi"] = "sockets"
+    """carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections of reft, or
+    'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])"""
+    hang_factor: float = Field(10.0, ge=0, le=10_000)
+    """a trainer hangs, and all trainers restart, when a step makes no progress for this many times the
+    longest of its last 64 steps; 0 switches hang detection off"""
+    hang_timeout_secs: float = Field(600.0, gt=0, le=1_000_000)
+    """the same limit where no step is measured: the first two steps, an evaluation, a save, or the script's
+    own code between two steps (docs/monitoring.md)"""
+    commit_timeout_secs: float = Field(1800.0, gt=0)
+    """give up on a commit when a peer is silent for so long"""
+    grace_secs: float = Field(25.0, gt=0)
+    """after SIGTERM or Ctrl-C: time to finish the step, commit and persist"""
+    accept_changes: tuple[str, ...] = ()
+    """differences between stored state and job to accept, as the refusal names them:
+    "config.optimizer.params.lr", or "config" for the whole configuration"""
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="metrics, by each daemon")
@@ -420,10 +331,6 @@ class ReftConfig(Block):
             )
         if self._replicated_protection == "arc" and self.copies == 0:
             raise ValueError('"copies": 0 protects nothing; write "protection": "none" if you mean it')
-        if self.persist.interval_steps and self.persist.dir is None:
-            raise ValueError(
-                '"persist": {"interval_steps": ...} needs "dir": the directory to write checkpoints to'
-            )
         self._check_auto_persist()
         if self.max_lost_steps is not None and not self.adapts:
             raise ValueError(
@@ -471,6 +378,11 @@ class ReftConfig(Block):
         return self.protection.removesuffix(AOR)
 
     def _check_auto_persist(self) -> None:
+        for key in ("interval_steps", "export_at_end"):
+            if getattr(self.persist, key) and self.persist.dir is None:
+                raise ValueError(
+                    f'"persist": {{"{key}": ...}} needs "dir": the directory to write checkpoints to'
+                )
         most = self.persist.max_lost_steps
         every = 2 if self.adapts else self.version_steps  # what is observed needs steps without a snapshot
         if most is not None and most < 2 * every:
@@ -512,11 +424,139 @@ class ReftConfig(Block):
 
 
 NESTED: dict[str, type[Block]] = {
-    "persist": PersistConfig,
-    "has": HasConfig,
-    "profile": ProfileConfig,
-    "metrics": MetricsConfig,
-    "verify": VerifyConfig,
-    "elastic": ElasticConfig,
+    name: field.annotation
+    for name, field in ReftConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Block)
 }
 """Blocks within the block, by their key."""
+
+
+def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
+    """The object in a file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} {path} holds a {type(values).__name__}; expected {expected}")
+    return values
+
+
+def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
+    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment. ``ds_config``: the
+    DeepSpeed JSON as a mapping; the block may be absent. Returns the checked configuration; ``enabled`` is
+    False where the block is absent."""
+    block = (ds_config or {}).get(BLOCK_NAME, {})
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f'"{BLOCK_NAME}" is {block!r}; expected an object, for example '
+            f'"{BLOCK_NAME}": {{"enabled": true}}'
+        )
+    return parse_block(dict(block), os.environ)
+
+
+def read_block(path: Path) -> dict[str, Any]:
+    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else."""
+    block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
+        BLOCK_NAME
+    )
+    if not isinstance(block, dict):
+        raise ConfigError(
+            f'{path} holds no "{BLOCK_NAME}" object; write {{"{BLOCK_NAME}": {{"enabled": true}}}} into it'
+        )
+    return block
+
+
+def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
+    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the launcher
+    and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft profile`` sets."""
+    environ = environ or {}
+    for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
+        if value := environ.get(name):
+            if block.get(key) not in (None, value):
+                logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
+            block[key] = value
+    if not block.get("job_id") and (run := name_of_run(environ)):
+        block["job_id"] = run
+    if asked := environ.get(ENV_PROFILE):
+        # `reft profile` measures any job, with or without a block.
+        block |= {"enabled": True, **json.loads(asked)}
+    try:
+        return ReftConfig.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError(_explain_errors(error)) from error
+
+
+def _explain_errors(error: ValidationError) -> str:
+    lines = [f'the "{BLOCK_NAME}" block cannot be used:']
+    other_kind = ""
+    for item in error.errors():
+        loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
+        last = str(loc[-1]) if loc else ""
+        if last == "int" or last.startswith("constrained-"):  # of a key that takes "auto" too: said with that
+            other_kind = message.partition(",")[0]
+            continue
+        if last.startswith("literal["):
+            loc, message = loc[:-1], f'{other_kind} or "auto"'
+        path = ".".join(str(p) for p in (BLOCK_NAME, *loc))
+        if item["type"] == "extra_forbidden":
+            known = _keys_at(loc[:-1])
+            near = get_close_matches(last, known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
+            lines.append(f"  {path}: unknown key; {hint}")
+        else:
+            of_part = not loc or loc[-1] in NESTED  # what was found is in the message
+            found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
+            lines.append(f"  {path}: {message}{found}")
+    lines.append("  'reft config --explain' lists every key with its default and meaning")
+    return "\n".join(lines)
+
+
+def _keys_at(path: tuple[int | str, ...]) -> list[str]:
+    models: dict[str, type[BaseModel]] = {**NESTED, "faults": FaultConfig}
+    model: type[BaseModel] = next((models[str(name)] for name in path if name in models), ReftConfig)
+    return [name for name in model.model_fields if name != "faults"]  # those are for tests
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One line of ``reft config --explain``."""
+
+    key: str
+    type: str
+    default: Any
+    unit: str
+    meaning: str
+
+
+_UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
+
+
+def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[KeyDoc]:
+    """Every key of the block with type, default, unit and meaning, in the order of definition."""
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        if name in NESTED:
+            yield from explain(NESTED[name], key + ".")
+        elif name != "faults":  # those are for tests
+            default = field.get_default(call_default_factory=True)
+            default = str(default) if isinstance(default, Path) else default
+            meaning = " ".join((field.description or "").split())
+            unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
+            yield KeyDoc(key, _type_name(field.annotation), default, unit, meaning)
+
+
+def _type_name(annotation: Any) -> str:
+    if (origin := get_origin(annotation)) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin in (Union, UnionType, Literal):
+        return " | ".join(map(_type_name, get_args(annotation)))
+    if annotation is NoneType:
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return " | ".join(annotation)
+    return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)

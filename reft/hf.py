@@ -10,10 +10,10 @@ data that were trained before the failure are left out, as when the Trainer resu
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
+from reft.engine.on_import import wrap
 from reft.errors import ConfigError
 
 _STATE = "trainer"
@@ -60,8 +60,7 @@ def resumable(trainer: Any) -> Any:
             )
     wrapped = Resumption(trainer)
     for name, wrapper in ((_PREPARE, wrapped.prepare), (_PASS, wrapped.run_pass), (_RNG, wrapped.load_rng)):
-        original = getattr(trainer, name)
-        setattr(trainer, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        wrap(trainer, name, wrapper)
     return trainer
 
 

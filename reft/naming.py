@@ -92,12 +92,6 @@ def own_program() -> tuple[str, bool]:
     return os.path.realpath(file or "python"), False
 
 
-def siblings(names: Sequence[str], own: str) -> list[str]:
-    """Those of ``names`` that :func:`own_name` gives the same program with other arguments."""
-    prefix = own.rpartition("-")[0] + "-"
-    return sorted(n for n in names if n != own and n.rpartition("-")[0] + "-" == prefix)
-
-
 def name_of_run(environ: Mapping[str, str]) -> str | None:
     """The name that the launcher's run id in a trainer's environment gives a job; None where it is nobody's
     in particular.

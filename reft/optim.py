@@ -32,7 +32,6 @@ hosts (``tests/test_optim.py``); the same test compares a GPU with the host, and
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
@@ -62,24 +61,15 @@ class _Scalars:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int) -> _Scalars:
-        beta1, beta2 = map(float, group["betas"])
-        lr, decay, decoupled = (
-            float(group["lr"]),
-            float(group["weight_decay"]),
-            group["decoupled_weight_decay"],
-        )
+        (beta1, beta2), decoupled = map(float, group["betas"]), group["decoupled_weight_decay"]
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
         exact = (
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            1 / math.sqrt(1 - power(beta2, step)),
-            float(group["eps"]),
-            lr / (1 - power(beta1, step)),
-            1 - lr * decay if decoupled else 1.0,
-            0.0 if decoupled else decay,
+            *(beta1, 1 - beta1, beta2, 1 - beta2, 1 / math.sqrt(1 - power(beta2, step))),
+            *(float(group["eps"]), lr / (1 - power(beta1, step))),
+            *(1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay),
         )
-        return cls(*map(_fp32, exact))
+        # The fp32 number nearest to each, ties to even.
+        return cls(*map(float, np.array(exact, np.float32)))
 
 
 class ExactAdam(torch.optim.Optimizer):
@@ -110,25 +100,14 @@ class ExactAdam(torch.optim.Optimizer):
         *,
         decoupled_weight_decay: bool = True,
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas[0]": betas[0],
-            "betas[1]": betas[1],
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        for name, value in options.items():
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in {**defaults, "betas[0]": betas[0], "betas[1]": betas[1]}.items():
             limit = 1.0 if name.startswith("betas") else math.inf
             if not 0 <= value < limit:
                 raise ValueError(f"found {name} = {value}; expected a number in [0, {limit:g})")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params, {**defaults, "betas": betas, "decoupled_weight_decay": decoupled_weight_decay}
+        )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -210,11 +189,6 @@ def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     elements = HOST_ELEMENTS if tensors[0].device.type == "cpu" else DEVICE_ELEMENTS
     for start in range(0, tensors[0].numel(), elements):
         yield [t.view(-1)[start : start + elements] for t in tensors]
-
-
-def _fp32(value: float) -> float:
-    """The fp32 number nearest to ``value``, ties to even."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def power(base: float, exponent: int) -> float:

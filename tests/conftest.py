@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from reft.tools.demo.cluster import LocalCluster
+from benchmarks.local_cluster import LocalCluster
 from tests import prefork
 from tests.tiers import ENV_FAILURES
 

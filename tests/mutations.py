@@ -124,7 +124,7 @@ MUTATIONS = {
         ("tests/recover/test_recovery_plan.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
-        "engine/memory.py",
+        "engine/identity.py",
         "_label(held).incarnation > label.incarnation",
         "False",
         ("tests/engine/test_record.py",),

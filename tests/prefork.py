@@ -42,7 +42,7 @@ PRELOADED = (
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # with torch's compiler, 4 s; ZeRO imports it at its start
     "reft",
-    "reft.engine.install",
+    "reft.engine.on_import",
     "reft.engine.session",
     *_LAUNCHERS,
 )

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from reft.cli import main
-from reft.config_read import explain, load_config, parse_block
+from reft.config import explain, load_config, parse_block
 from reft.errors import ConfigError
 
 
@@ -54,7 +54,6 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"protection": "aec+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"copies": 0}, '"protection": "none"'),
         ({"protection": "auto", "copies": 2}, 'write "tolerance"'),
-        ({"aor": {"drift_ulps": 1}}, "aor: this key is gone; remove it"),
         ({"protection": "auto+aor", "copies": 2}, '"protection": "auto+aor" chooses the number of copies'),
         ({"protection": "auto+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"protection": "automatic"}, "found protection 'automatic'"),
@@ -83,8 +82,6 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"has": {"chunk_bytes": 5000}}, "write a multiple of 64, for example 4992"),
         ({"has": {"window": "paper"}}, 'did you mean "windows"'),
         ({"has": {"overflow": "drop"}}, "'stall', 'interval' or 'staging'"),
-        ({"patience": 10}, "patience: this key is gone; write hang_factor"),
-        ({"elastic": {"follow_advice": True}}, "elastic.follow_advice: this key is gone"),
     ],
 )
 def test_bad_blocks_are_refused_with_a_message_that_helps(block: dict, said: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.config_read import parse_block
-from reft.naming import is_name, name_of_run, own_name, safe_name, siblings
+from reft.config import parse_block
+from reft.naming import is_name, name_of_run, own_name, safe_name
 
 UUID = "123e4567-e89b-42d3-a456-426614174000"
 
@@ -50,7 +50,6 @@ def test_p7_a_name_is_of_directory_program_and_arguments(
     monkeypatch.chdir(tmp_path / "there")
     others.append(own_name("../train.py", ["--lr", "1"]))
     assert len({name, *others}) == 6
-    assert siblings([name, *others], name) == sorted(others[:2])
 
 
 @pytest.mark.parametrize(

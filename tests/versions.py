@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from reft.tools.demo.history import EventReader
+from benchmarks.job_events import EventReader
 
 LIMIT_SECS = 120.0
 _POLL_SECS = 0.005

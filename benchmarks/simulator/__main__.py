@@ -160,8 +160,9 @@ def _schedule(name: str) -> Any:
 
 
 def _training(model: str, cluster: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
-    from reft.tools.planning.cluster import MACHINES
     from reft.tools.planning.model import Training
+
+    from .settings import MACHINES
 
     if cluster.lower() not in MACHINES:
         raise ConfigError(f"--cluster is {cluster!r}; known: {', '.join(MACHINES)}")

@@ -16,13 +16,13 @@ from reft.config import Variant
 from reft.policy.rate import Costs as Frequencies
 from reft.policy.rate import Rate, adapt, frequency
 from reft.protect.survival import losses_within, protected_survival
-from reft.tools.planning.cluster import GBIT, MI250X, V100
 from reft.tools.planning.model import Training
 
 from .published import comparisons, sending_share
-from .settings import BYTES, experiments
+from .settings import BYTES, MI250X, V100, experiments
 from .variants import PROTECTIONS, Predictions, predict
 
+GBIT = 1e9 / 8
 _MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
 
 

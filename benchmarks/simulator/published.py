@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from reft.config import Variant
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.planning.cluster import MI250X, V100
 from reft.tools.planning.model import Training
 
 from .costs import Costs
 from .pipeline import simulate
 from .schedules import one_f_one_b
+from .settings import MI250X, V100
 from .variants import Predictions, simulate_copying
 
 DEVICES = 512

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
 
-from reft.tools.planning.cluster import H100, MI250X, V100
+from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.model import Training
 
 from .footprint import Footprint, footprint
 
+_DEVICES = {"v100": "V100", "frontier": "MI250X", "a100": "A100", "h100": "H100"}
+MACHINES = {name: CLUSTERS[name].model_copy(update={"name": device}) for name, device in _DEVICES.items()}
+"""The known clusters, by the names of their devices."""
+V100, MI250X = MACHINES["v100"], MACHINES["frontier"]
 MICRO_BATCHES = 8
 """Per pipeline and step: twice the stages. Not published; it sets the part of idle time."""
 
@@ -31,7 +35,7 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
     """
 
     def job(model: str, machine: str, tensor: int, stages: int, data: int) -> Training:
-        return Training(model, _MACHINES[machine], tensor, stages, data, micro_batches)
+        return Training(model, MACHINES[machine], tensor, stages, data, micro_batches)
 
     return (
         Experiment(
@@ -49,9 +53,6 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
         ),
         Experiment("larger than the paper", (job("34b", "h100", 8, 4, 128), job("34b", "h100", 8, 4, 512))),
     )
-
-
-_MACHINES = {"v100": V100, "frontier": MI250X, "h100": H100}
 
 
 # ---- bytes ----

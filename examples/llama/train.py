@@ -128,7 +128,7 @@ def import_deepspeed(verbose: bool) -> None:
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     import deepspeed  # noqa: F401
 
-    from reft.engine.install import avoid_build_at_start
+    from reft.engine.on_import import avoid_build_at_start
 
     avoid_build_at_start()
 

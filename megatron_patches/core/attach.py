@@ -8,33 +8,39 @@ What is wrapped, on the instances, never on the classes:
 - ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks come first,
   it is there, behind the norm of the gradients.
 
-In a pipeline its communicator is told apart too (``megatron_patches.core.weave``).
+In a pipeline copies run while a stage waits for a neighbour. Megatron's schedules, 1F1B and interleaved, are
+functions that make a ``P2PCommunicator`` for every step and call ``forward_step`` and ``backward_step`` by
+their names in their module. There these names are given to objects that do the same and tell reft before and
+after; nothing is reordered, and a process without a woven training finds them doing nothing more. Where a
+receive is only begun (``overlap_p2p_comm``), its window is the wait for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches.core.engine import MegatronEngine
-from megatron_patches.core.support import check_release
-from megatron_patches.core.weave import MegatronWeaver
+from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState
 from reft.engine.load.memory import MemoryRestorer
-from reft.engine.load.restore import wrap_call
-from reft.engine.session import Session
+from reft.engine.on_import import wrap
+from reft.engine.session import Session, Tracer
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
+from reft.snapshot.copying.pacing import Pacer
+from reft.snapshot.scheduling.trace import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")
 
@@ -110,11 +116,10 @@ class MegatronProtection:
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
-            self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
-            session.tracer.weaver = self._weaver
+            self._weaver = MegatronWeaver(session.copying.pacer, session.tracer)
         for chunk in engine.chunks:
-            wrap_call(chunk, "zero_grad_buffer", self._beginning)
-        wrap_call(engine.optimizer, "step", self._stepping)
+            wrap(chunk, "zero_grad_buffer", self._beginning)
+        wrap(engine.optimizer, "step", self._stepping)
         for part in engine.adapter.parts:
             if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
                 part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)
@@ -182,7 +187,13 @@ class MegatronProtection:
         if not self._said:
             self._said = True
             self.memory.made_first_step()
-            self._advise()
+            if self.session.state.client_state is None:
+                warn(
+                    self.session,
+                    "reft does not know how many samples were consumed: after a failure the job continues "
+                    "with other data, unless batches follow from the iteration that load() returns. "
+                    f"Write{_LINES}",
+                )
 
     def begin_step(self) -> None:
         """A step begins. Called at its ``zero_grad_buffer``; only the first call does anything."""
@@ -204,34 +215,30 @@ class MegatronProtection:
 
     # -- what Megatron calls -----------------------------------------------------------------------
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
-            self.begin_step()
-            return original(*args, **kwargs)
+    def _beginning(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around ``zero_grad_buffer`` of a model chunk."""
+        self.begin_step()
+        return original(*args, **kwargs)
 
-        return zero_grad_buffer
-
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not self._begun:
-                raise ConfigError(
-                    "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
-                    "called since the previous step; call it on every chunk when a step begins: reft takes "
-                    "its versions there"
-                )
-            if self._weaver is not None:
-                self._weaver.pause()
-            self.session.before_optimizer_step()
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self.session.fence.after_optimizer_step()
-            self._engine.global_steps += 1
-            self.session.progress.end_step(self._engine.global_steps)
-            self._begun, self._stepped = False, True
-            return result
-
-        return step
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around ``step`` of the optimizer."""
+        if not self._begun:
+            raise ConfigError(
+                "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not called "
+                "since the previous step; call it on every chunk when a step begins: reft takes its versions "
+                "there"
+            )
+        if self._weaver is not None:
+            self._weaver.pause()
+        self.session.before_optimizer_step()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self.session.fence.after_optimizer_step()
+        self._engine.global_steps += 1
+        self.session.progress.end_step(self._engine.global_steps)
+        self._begun, self._stepped = False, True
+        return result
 
     # -- start ---------------------------------------------------------------------------------------
 
@@ -257,14 +264,6 @@ class MegatronProtection:
         warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
         self.session.start({})
 
-    def _advise(self) -> None:
-        if self.session.state.client_state is None:
-            warn(
-                self.session,
-                "reft does not know how many samples were consumed: after a failure the job continues with "
-                f"other data, unless batches follow from the iteration that load() returns. Write{_LINES}",
-            )
-
 
 def _micro_batches() -> int:
     """Of one step, as Megatron's calculator has it."""
@@ -273,3 +272,158 @@ def _micro_batches() -> int:
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         raise ConfigError("Megatron's calculator of micro-batches is not initialised; pass micro_batches=...")
     return int(calculator.get_num_microbatches())
+
+
+# -- windows in a pipeline ---------------------------------------------------------------------------------
+
+_running: list[MegatronWeaver] = []
+"""The weaver whose step is being made: a process trains one model at a time."""
+
+
+class MegatronWeaver:
+    """Windows of one training; the device's time line is not marked. Whether every instruction is timed is
+    asked before every step."""
+
+    def __init__(self, pacer: Pacer, tracer: Tracer) -> None:
+        self._pacer, self._tracer = pacer, tracer
+        tracer.woven = True
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
+        self._is_traced = False
+        self._names: list[str] = []
+        self._step_began = False
+        _weave_schedules()
+
+    # -- the step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forward and backward passes follow, and the optimizer step."""
+        self._names = []
+        for stamps in self._computing.values():
+            stamps.clear()
+        self._is_traced, self._tracer.began = self._tracer.active, time.perf_counter()
+        self._step_began = True
+        self._pacer.begin_step("megatron")
+        _running[:] = [self]
+
+    def pause(self) -> None:
+        """The optimizer has stepped: what follows until the next step, an evaluation, has no windows."""
+        self._names.append("OptimizerStep")
+        _running.clear()
+
+    def end_step(self) -> None:
+        """The step is over: hand over what was seen. Called where the next one begins."""
+        if self._step_began:
+            forwards, backwards = (tuple(self._computing[n]) for n in ("ForwardPass", "BackwardPass"))
+            self._pacer.end_step("megatron", tuple(self._names), forwards, backwards)
+        self._step_began = False
+
+    # -- instructions --------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """The stage waits for a neighbour."""
+        position = len(self._names)
+        self._names.append(name)
+        self._pacer.open(position, name.startswith("Recv"))
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self._pacer.close()
+            self._record(position, name, began, ended)
+
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """The stage computes."""
+        position, stamps = len(self._names), self._computing[name]
+        self._names.append(name)
+        came, began = self._pacer.stamp(), time.perf_counter()
+        try:
+            yield
+        finally:
+            stamps.append((came, self._pacer.stamp()))
+            self._record(position, name, began, time.perf_counter())
+
+    def _record(self, position: int, name: str, began: float, ended: float) -> None:
+        if self._is_traced:
+            micro_batch = self._names[:position].count(name)
+            self._tracer.records.append(InstructionRecord(position, name, micro_batch, began, ended))
+
+
+class _Awaited:
+    """A transfer that was begun; to wait for it is a window."""
+
+    def __init__(self, work: Any, name: str) -> None:
+        self._work = work
+        self._name = name
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return self._work.wait(*args, **kwargs)
+        with _running[0].waiting(self._name):
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+_NAMES = {
+    "recv_prev": "RecvActivation",
+    "recv_next": "RecvGrad",
+    "send_next": "SendActivation",
+    "send_prev": "SendGrad",
+}
+"""Of DeepSpeed's instructions, by what Megatron's communicator does; a receive goes before a send."""
+
+
+def _name_of(arguments: dict[str, Any]) -> str | None:
+    """None where nothing is sent or received."""
+    for key, name in _NAMES.items():
+        if key.startswith("recv") and arguments.get(key):
+            return name
+        if key.startswith("send") and arguments.get(f"tensor_{key}") is not None:
+            return name
+    return None
+
+
+def _weave_schedules() -> None:
+    """Once in a process."""
+    from megatron.core.pipeline_parallel import schedules
+
+    names = vars(schedules)
+    communicator = names["P2PCommunicator"]
+    if getattr(communicator, "_reft_woven", False):
+        return
+
+    class WovenP2PCommunicator(communicator):  # type: ignore[misc, valid-type]
+        """Megatron's, with windows."""
+
+        _reft_woven = True
+
+        def _communicate(self, **arguments: Any) -> Any:
+            name = _name_of(arguments)
+            if not _running or name is None:
+                return super()._communicate(**arguments)
+            if arguments.get("wait_on_reqs", True):
+                with _running[0].waiting(name):
+                    return super()._communicate(**arguments)
+            *received, begun = super()._communicate(**arguments)
+            if isinstance(begun, dict):
+                begun = {key: _Awaited(work, _NAMES[key]) for key, work in begun.items()}
+            return (*received, begun)
+
+    names["P2PCommunicator"] = WovenP2PCommunicator
+    for function, name in (("forward_step", "ForwardPass"), ("backward_step", "BackwardPass")):
+        names[function] = _told(names[function], name)
+
+
+def _told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return original(*args, **kwargs)
+        with _running[0].computing(name):
+            return original(*args, **kwargs)
+
+    return told

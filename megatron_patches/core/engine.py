@@ -1,25 +1,336 @@
-"""A training under Megatron-core as a session sees it."""
+"""A training under Megatron-core as a session sees it; its model and optimizers as images and host values.
+
+What the optimizers step is the truth, and it is what a version holds: fp32 masters and moments. The weights
+that the model computes with are made from it after a restore, as they are made after a step. The buffers of
+``DistributedDataParallel`` are never read: with ``overlap_param_gather`` the weights in them are old until
+the next forward pass gathers them, and gradients are garbage between two steps.
+
+======================================  ==============================  =====================================
+optimizer                               steps                           of a version
+======================================  ==============================  =====================================
+``FP32Optimizer``                       the parameters                  replicated
+``Float16OptimizerWithFloat16Params``   fp32 masters                    replicated
+``DistributedOptimizer``                this rank's slices of masters   owned
+any of them, of experts                 the rank's own experts          owned: they differ in a DP group
+======================================  ==============================  =====================================
+
+Frozen parameters, which no optimizer steps, are replicated, those of experts owned.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_patches.core.adapter import MegatronAdapter
-from megatron_patches.core.support import check_scheduler
-from reft.engine.identity import flat_facts, shapes_of
-from reft.errors import LayoutError
+from reft.engine.engine import flat_facts, shapes_of
+from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
-from reft.state.catalogue import SectionImage
+from reft.state.blob import is_late
+from reft.state.catalogue import Manifest, SectionImage
 from reft.state.codec import class_path
 from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.host import capture_buffers, restore_buffers
+from reft.state.optimizer import OptimizerState
 from reft.state.rng import capture_rng, restore_rng
+from reft.state.support import APEX_FUSED_ADAM, check_apex, check_optimizer
+
+DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"
+FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+CHAINED = "megatron.core.optimizer.optimizer.ChainedOptimizer"
+_KNOWN = (FP32, FLOAT16, DISTRIBUTED)
+_INNER = tuple(
+    f"torch.optim.{name}" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "Adam", "AdamW", "SGD")
+)
+_FUSED = ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", APEX_FUSED_ADAM)
+_SCALERS = tuple(
+    f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
+)
+_RELEASES = ("0.16", "0.19")  # Whose classes were read and run
+PROGRAM_RELEASES = ("0.16",)  # of Megatron-LM, whose training loop was read and run
+
+Refused = tuple[bool, str, str]  # whether it is so, what was found, and what to change
+
+
+def refuse(found: str, change: str) -> UnsupportedStateError:
+    """The error for state that reft does not know."""
+    return UnsupportedStateError(
+        f"found {found}, whose state reft does not restore; expected DistributedDataParallel chunks with "
+        f"FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over Adam, AdamW or "
+        f"SGD, chained or not: {change}"
+    )
+
+
+def check_release(releases: Sequence[str] = _RELEASES) -> None:
+    """A ConfigError where Megatron-core is not installed, or of a release that was never tried."""
+    try:
+        # Of what is imported: a checkout of Megatron-LM has its own, whatever is installed.
+        from megatron.core import __version__ as found
+    except ImportError as error:
+        raise ConfigError(
+            "megatron-core is not installed; install it: pip install 'reft-ckpt[megatron]'"
+        ) from error
+    if not found.startswith(tuple(f"{release}." for release in releases)):
+        expected = " or ".join(f"{release}.x" for release in releases)
+        raise ConfigError(f"found megatron-core {found}; expected {expected}, which reft knows: install it")
+
+
+def parts_of(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that an optimizer consists of, without those that have nothing to do on this rank."""
+    path = class_path(optimizer)
+    if path == CHAINED:
+        for one in optimizer.chained_optimizers:
+            yield from parts_of(one)
+    elif path not in _KNOWN:
+        raise refuse(f"the optimizer {path}", "build it by get_megatron_optimizer")
+    elif not optimizer.is_stub_optimizer:
+        yield optimizer
+
+
+def check(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Refuse a model or an optimizer that holds more than reft restores, by name, with what to change."""
+    for is_so, found, change in _facts(chunks, optimizer):
+        if is_so:
+            raise refuse(found, change)
+
+
+def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
+    for chunk in chunks:
+        path = class_path(chunk)
+        yield path != DDP, f"a model chunk of class {path}", f"wrap the model in {DDP}"
+        yield from _of_model(chunk.config)
+        yield from _of_buffers(chunk.ddp_config)
+    for part in parts_of(optimizer):
+        yield from _of_optimizer(part)
+
+
+def _of_model(config: Any) -> Iterator[Refused]:
+    get = vars(config).get
+    yield get("fp8") is not None, f"FP8 ({get('fp8')})", "train in bf16, fp16 or fp32"
+    yield get("fp4") is not None, f"FP4 ({get('fp4')})", "train in bf16, fp16 or fp32"
+    degree = get("context_parallel_size") or 1
+    yield degree > 1, f"context parallel groups of {degree}", "set context_parallel_size to 1"
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since 0.19
+        shards = get(name) or 1
+        yield shards > 1, f"weights in {shards} shards ({name})", f"set {name} to 1"
+    graphs = get("cuda_graph_impl") or "none"
+    yield graphs != "none", f"CUDA graphs ({graphs})", "set cuda_graph_impl to none"
+
+
+def _of_buffers(config: Any) -> Iterator[Refused]:
+    get = vars(config).get
+    yield bool(get("use_megatron_fsdp")), "Megatron-FSDP", "set use_megatron_fsdp to False"
+    instances = get("num_distributed_optimizer_instances") or 1
+    what = f"{instances} instances of the distributed optimizer"
+    yield instances > 1, what, "set num_distributed_optimizer_instances to 1"
+    shared = bool(get("reuse_grad_buf_for_mxfp8_param_ag"))
+    yield shared, "parameters gathered into the gradients' buffer", "train in bf16, fp16 or fp32"
+
+
+def _of_optimizer(part: Any) -> Iterator[Refused]:
+    path, inner, get = class_path(part), part.optimizer, vars(part.config).get
+    yield bool(get("use_precision_aware_optimizer")), f"{path} aware of precision", "switch it off"
+    yield bool(get("optimizer_cpu_offload")), f"{path} with CPU offload", "set optimizer_cpu_offload to False"
+    overlaps = bool(get("overlap_param_gather_with_optimizer_step"))
+    layers = bool(get("use_layer_wise_distributed_optimizer"))
+    what = f"{path} together with a layer-wise optimizer"
+    yield layers, what, "set use_layer_wise_distributed_optimizer to False"
+    yield bool(get("optimizer_cuda_graph")), f"{path} in a CUDA graph", "set optimizer_cuda_graph to False"
+    what = f"{path} that gathers parameters during its own step"
+    yield overlaps, what, "set overlap_param_gather_with_optimizer_step to False"
+    if class_path(inner) in _FUSED:
+        yield from _of_fused_adam(inner)
+    else:
+        known = class_path(inner) in _INNER
+        yield not known, f"{path} over {class_path(inner)}", "set optimizer to adam or sgd"
+        check_optimizer(inner)
+    scaler = getattr(part, "grad_scaler", None)
+    known = scaler is None or class_path(scaler) in _SCALERS
+    yield not known, f"the loss scaler {class_path(scaler)}", "use one of Megatron's own"
+
+
+def _of_fused_adam(inner: Any) -> Iterator[Refused]:
+    """With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam; the step is
+    counted in its groups."""
+    path, get = class_path(inner), vars(inner).get
+    yield bool(get("master_weights")), f"{path} with masters of its own", "let Megatron keep them"
+    yield bool(get("capturable")), f"{path} in a CUDA graph", "set capturable to False"
+    dtypes = {str(get(name, "torch.float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    what = f"{path} with moments in {', '.join(sorted(dtypes))}"
+    yield dtypes != {"torch.float32"}, what, "keep both moments in fp32"
+    check_apex(inner)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse one that has no state that could be restored."""
+    if scheduler is not None and not all(
+        callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")
+    ):
+        raise UnsupportedStateError(
+            f"the scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add them, so that "
+            f"a snapshot holds its position"
+        )
+
+
+Named = list[tuple[str, torch.Tensor]]
+_TRACKERS = ("_growth_tracker", "_hysteresis_tracker")  # of a dynamic loss scaler, beside the scale itself
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in it."""
+
+    wrapper: Any
+    state: OptimizerState
+    owned: bool  # whether its state is this rank's alone
+
+    @property
+    def classes(self) -> list[str]:
+        return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """The model's own parameters that follow from this optimizer's state on all ranks together."""
+        if class_path(self.wrapper) == DISTRIBUTED:
+            for buffer in self.wrapper.buffers:
+                yield from buffer.params
+        elif class_path(self.wrapper) == FLOAT16:
+            for groups in (self.wrapper.float16_groups, self.wrapper.fp32_from_fp32_groups):
+                for group in groups:
+                    yield from group
+        else:
+            yield from (p for _, _, p in self.state.params())
+
+    def tensors(self) -> Named:
+        return [*self.state.masters(), *self.state.tensors()]
+
+
+class MegatronAdapter:
+    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer, if reft knows their
+    state."""
+
+    steps_exactly = False
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        check(chunks, optimizer)
+        self._chunks = list(chunks)
+        self.parts = tuple(
+            Part(wrapper, OptimizerState(wrapper.optimizer, f"part{number}."), _is_owned(wrapper))
+            for number, wrapper in enumerate(parts_of(optimizer))
+        )
+        stepped = {id(p) for part in self.parts for p in part.stepped()}
+        self._frozen: tuple[Named, Named] = ([], [])
+        for number, chunk in enumerate(self._chunks):
+            for name, p in chunk.named_parameters():
+                if id(p) not in stepped:
+                    # Megatron's own mark: data-parallel peers hold other experts.
+                    is_expert = not getattr(p, "allreduce", True)
+                    self._frozen[is_expert].append((f"chunk{number}.{name}", p))
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def images(self) -> tuple[SectionImage, SectionImage]:
+        return SectionImage(self._section(owned=False)), SectionImage(self._section(owned=True))
+
+    def _section(self, *, owned: bool) -> Named:
+        parts = (tensor for part in self.parts if part.owned is owned for tensor in part.tensors())
+        return [*self._frozen[owned], *parts]
+
+    def expected_bytes(self) -> tuple[int, int]:
+        found = [image.nbytes for image in self.images()]
+        for part in self.parts:
+            found[part.owned] += part.state.missing_bytes()
+        return found[0], found[1]
+
+    def signature(self) -> Hashable:
+        frozen = tuple((p.data_ptr(), p.numel()) for named in self._frozen for _, p in named)
+        return frozen, *(part.state.pointers() for part in self.parts)
+
+    def host_state(self) -> dict[str, Any]:
+        """What is not in the images, encodable. Taken at a step boundary."""
+        return {
+            "classes": [part.classes for part in self.parts],
+            "param_groups": [part.state.param_groups() for part in self.parts],
+            "layout": [part.state.layout() for part in self.parts],
+            "state": [part.state.values() for part in self.parts],
+            "extra": [part.state.extra() for part in self.parts],
+            "scalers": [_trackers(part.wrapper) for part in self.parts],
+        }
+
+    def loss_scales(self) -> dict[str, torch.Tensor]:
+        """By name; copies, or the live tensors where a copy would wait for a device."""
+        scales = {f"loss_scale.{n}": _scaler(part.wrapper) for n, part in enumerate(self.parts)}
+        live = {name: scaler.scale.detach() for name, scaler in scales.items() if scaler is not None}
+        return {name: scale if is_late(scale) else scale.clone() for name, scale in live.items()}
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+        found = [part.classes for part in self.parts]
+        if found != host_state["classes"]:
+            raise LayoutError(
+                f"the snapshot was taken with the optimizers {host_state['classes']}, the running job has "
+                f"{found}; use the configuration that took the snapshot"
+            )
+        # Nothing is under way into the weights any more when they are written.
+        for chunk in self._chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group.param_gather_handle is not None:
+                    group.param_gather_handle.wait()
+                    group.param_gather_handle = None
+        for number, part in enumerate(self.parts):
+            section = manifest.owned if part.owned else manifest.replicated
+            part.state.materialise(host_state["layout"][number], {spec.name: spec for spec in section})
+            part.state.restore_values(host_state["state"][number], host_state["extra"][number])
+        images = self.images()
+        manifest.check(images)
+        return images
+
+    def finish(self, host_state: dict[str, Any], loss_scales: dict[str, torch.Tensor]) -> None:
+        """After the bytes are in place: hyper-parameters, counters, loss scales, and the model's weights.
+        Collective in every data-parallel group."""
+        for number, part in enumerate(self.parts):
+            part.state.restore_groups(host_state["param_groups"][number])
+            part.state.restore_values(host_state["state"][number], host_state["extra"][number])
+            scaler = _scaler(part.wrapper)
+            if scaler is not None:
+                scaler._scale = loss_scales[f"loss_scale.{number}"].to(scaler.scale.device, copy=True)
+                vars(scaler).update(host_state["scalers"][number])
+        self._make_weights()
+
+    @torch.no_grad()
+    def _make_weights(self) -> None:
+        """The model's weights, from what the optimizers step: as behind a step, but gathered at once."""
+        gather: list[Any] = []
+        for part in self.parts:
+            wrapper = part.wrapper
+            if class_path(wrapper) in (FLOAT16, DISTRIBUTED):
+                wrapper._copy_main_params_to_model_params()
+            if class_path(wrapper) == DISTRIBUTED:
+                gather += [c for c in wrapper.model_chunks if not any(c is other for other in gather)]
+        for chunk in gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _is_owned(wrapper: Any) -> bool:
+    experts = any(group.get("is_expert_parallel") for group in wrapper.optimizer.param_groups)
+    return class_path(wrapper) == DISTRIBUTED or experts
+
+
+def _scaler(wrapper: Any) -> Any:
+    return getattr(wrapper, "grad_scaler", None)
+
+
+def _trackers(wrapper: Any) -> dict[str, int]:
+    scaler = _scaler(wrapper)
+    fields = {} if scaler is None else vars(scaler)
+    return {name: fields[name] for name in _TRACKERS if name in fields}
 
 
 class MegatronEngine:

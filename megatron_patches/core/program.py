@@ -30,10 +30,11 @@ from typing import Any
 import torch
 
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
-from megatron_patches.core.support import PROGRAM_RELEASES, check_release
+from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from reft import log
-from reft.config_read import parse_block, read_block
-from reft.engine.load.restore import bind, wrap_call
+from reft.config import parse_block, read_block
+from reft.engine.load.restore import bind
+from reft.engine.on_import import wrap
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase
@@ -95,10 +96,10 @@ def install(module: ModuleType) -> None:
         )
     program.modules[module.__name__] = module
     for name in names:
-        wrap_call(module, name, getattr(program, name))
+        wrap(module, name, getattr(program, name))
     for name, phase in _PHASES.items():
         if hasattr(module, name):
-            wrap_call(module, name, partial(program.during, phase))
+            wrap(module, name, partial(program.during, phase))
 
 
 class TrainingProgram:
@@ -121,82 +122,68 @@ class TrainingProgram:
 
     # -- what is in the place of Megatron's ------------------------------------------------------------
 
-    def validate_args(self, original: Function) -> Function:
-        def wrapped(args: Any, *more: Any, **options: Any) -> Any:
-            self._check(args)
-            self._take_over_local_checkpoints(args)
-            return original(args, *more, **options)
+    def validate_args(self, original: Function, args: Any, *more: Any, **options: Any) -> Any:
+        self._check(args)
+        self._take_over_local_checkpoints(args)
+        return original(args, *more, **options)
 
-        return wrapped
+    def setup_model_and_optimizer(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._sets_up = True
+        try:
+            model, optimizer, scheduler = original(*args, **kwargs)
+        finally:
+            self._sets_up = False
+        if self._protection is None and optimizer is not None:
+            into = self._training.get_args()
+            resumed = self._resume(model, optimizer, scheduler, None)
+            into.iteration, into.num_floating_point_operations_so_far = resumed
+        return model, optimizer, scheduler
 
-    def setup_model_and_optimizer(self, original: Function) -> Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._sets_up = True
-            try:
-                model, optimizer, scheduler = original(*args, **kwargs)
-            finally:
-                self._sets_up = False
-            if self._protection is None and optimizer is not None:
-                into = self._training.get_args()
-                resumed = self._resume(model, optimizer, scheduler, None)
-                into.iteration, into.num_floating_point_operations_so_far = resumed
-            return model, optimizer, scheduler
+    def load_checkpoint(
+        self, original: Function, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *a: Any, **k: Any
+    ) -> Any:
+        load = partial(original, ddp_model, optimizer, opt_param_scheduler, *a, **k)
+        if not self._sets_up or self._protection is not None or optimizer is None:
+            return load()
+        return self._resume(ddp_model, optimizer, opt_param_scheduler, load)
 
-        return wrapped
+    def train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if self._protection is not None:
+            # Before the program notes the random states, with which it may run a step once more.
+            self._protection.begin_step()
+        return original(*args, **kwargs)
 
-    def load_checkpoint(self, original: Function) -> Function:
-        def wrapped(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *a: Any, **k: Any) -> Any:
-            def load() -> Any:
-                return original(ddp_model, optimizer, opt_param_scheduler, *a, **k)
+    def training_log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        call = bind(original, args, kwargs)
+        if self._resumed_sums is not None:
+            call[_SUMS].update(self._resumed_sums)
+            # Behind the first iteration of a process an extra line is printed, and nothing is reset.
+            call["is_first_iteration"], self._resumed_sums = False, None
+        result = original(**call)
+        # The program has just waited for the device, to look for losses that are no numbers.
+        self._sums = {k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()}
+        return result
 
-            if not self._sets_up or self._protection is not None or optimizer is None:
-                return load()
-            return self._resume(ddp_model, optimizer, opt_param_scheduler, load)
-
-        return wrapped
-
-    def train_step(self, original: Function) -> Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._protection is not None:
-                # Before the program notes the random states, with which it may run a step once more.
-                self._protection.begin_step()
-            return original(*args, **kwargs)
-
-        return wrapped
-
-    def training_log(self, original: Function) -> Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def checkpoint_and_decide_exit(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """The iteration's version is taken. Exits where the job was told to stop: where all ranks do, the
+        program has saved its checkpoint."""
+        exits = original(*args, **kwargs)
+        if self._protection is not None:
             call = bind(original, args, kwargs)
-            if self._resumed_sums is not None:
-                call[_SUMS].update(self._resumed_sums)
-                # Behind the first iteration of a process an extra line is printed, and nothing is reset.
-                call["is_first_iteration"], self._resumed_sums = False, None
-            result = original(**call)
-            # The program has just waited for the device, to look for losses that are no numbers.
-            self._sums = {k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()}
-            return result
+            self._iteration, self._operations = int(call[_ITERATION]), call[_OPERATIONS]
+            try:
+                self._protection.end_step()
+            except SystemExit:
+                if self._protection.session.stopping.together:
+                    self._save(call)
+                raise
+        return exits
 
-        return wrapped
-
-    def checkpoint_and_decide_exit(self, original: Function) -> Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            exits = original(*args, **kwargs)
-            if self._protection is not None:
-                call = bind(original, args, kwargs)
-                self._iteration, self._operations = int(call[_ITERATION]), call[_OPERATIONS]
-                self._end_step(self._protection, call)
-            return exits
-
-        return wrapped
-
-    def during(self, phase: Phase, original: Function) -> Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._protection is None:
-                return original(*args, **kwargs)
-            with self._protection.session.progress.during(phase):
-                return original(*args, **kwargs)
-
-        return wrapped
+    def during(self, phase: Phase, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if self._protection is None:
+            return original(*args, **kwargs)
+        with self._protection.session.progress.during(phase):
+            return original(*args, **kwargs)
 
     # -- start -----------------------------------------------------------------------------------------
 
@@ -286,16 +273,6 @@ class TrainingProgram:
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
         return {_ITERATION: self._iteration, _OPERATIONS: self._operations, _SUMS: self._sums, **counted}
-
-    def _end_step(self, protection: MegatronProtection, call: dict[str, Any]) -> None:
-        """The iteration's version is taken. Exits where the job was told to stop: where all ranks do, the
-        program has saved its checkpoint."""
-        try:
-            protection.end_step()
-        except SystemExit:
-            if protection.session.stopping.together:
-                self._save(call)
-            raise
 
     def _save(self, call: dict[str, Any]) -> None:
         """As the program does where it exits by itself: with ``--save``, and where it has not just saved."""

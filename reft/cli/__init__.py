@@ -93,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except (ReftError, OSError) as error:  # an OSError is of a path that was given: its message names it
-        _say(f"reft: {error}")
+        from rich.console import Console
+
+        Console(stderr=True, soft_wrap=True).print(f"reft: {error}", style="red", markup=False)
         return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_NOT_WELL
 
 
@@ -111,9 +113,3 @@ def _dispatch(arguments: Sequence[str]) -> int:
     except SystemExit as stop:  # usage errors have been shown; typer.Exit carries a command's verdict
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL
-
-
-def _say(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from reft import __version__
-from reft.config_read import explain as explain_keys
+from reft.config import explain as explain_keys
 from reft.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def config_command(
         )
     keys = list(explain_keys())
     if as_json:
-        _print_json([vars(k) for k in keys])
+        typer.echo(json.dumps([vars(k) for k in keys], indent=2, default=str))
         return
     for key in keys:
         unit = f" {key.unit}" if key.unit else ""
@@ -46,9 +46,8 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    from reft.config_read import read_object
-    from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings
-    from reft.engine.checks.releases import installed
+    from reft.config import read_object
+    from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
 
     block = None
     findings: list[Finding] = []
@@ -57,14 +56,20 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
         block, findings = config_findings(config)
         findings.append(installed(config))
     lines = [(finding.severity, str(finding)) for finding in findings]
-    lacks = [] if script is None else ScriptLook(_source(script), script).findings()
+    lacks = []
+    if script is not None:
+        try:
+            lacks = ScriptLook(Path(script).read_bytes(), script).findings()
+        except OSError as error:
+            raise ConfigError(f"cannot read the script {script}: {error.strerror}; write its path") from error
     lines += [(finding.severity, f"{script}: {finding}") for finding in lacks]
     lines.sort(key=lambda line: line[0] is not Severity.REFUSED)
     refused, warned, noted = ([text for kind, text in lines if kind is of] for of in Severity)
     well = not refused and not (lacks and block is not None and block.strict)
     if as_json:
         shown = block.model_dump(mode="json") if block is not None else None
-        _print_json({"well": well, "refused": refused, "warned": warned, "noted": noted, "block": shown})
+        told = {"well": well, "refused": refused, "warned": warned, "noted": noted, "block": shown}
+        typer.echo(json.dumps(told, indent=2, default=str))
         return well
     for kind, text in lines:
         typer.echo(f"{kind}: {text}")
@@ -73,17 +78,6 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     return well
 
 
-def _source(script: str) -> bytes:
-    try:
-        return Path(script).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the script {script}: {error.strerror}; write its path") from error
-
-
 def version_command() -> None:
     """Print the version."""
     typer.echo(__version__)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))

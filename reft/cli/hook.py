@@ -10,7 +10,6 @@ import typer
 
 from reft.errors import ReftError
 
-EXIT_NOT_WELL = 1
 FILE_NAME = "reft_hook.pth"
 LINE = r"""import sys; exec("class Reft:
  def find_spec(self, name, path=None, target=None):
@@ -64,7 +63,7 @@ def status_command() -> None:
     path = place()
     if not path.exists():
         typer.echo(f"not installed: there is no {path}")
-        raise typer.Exit(EXIT_NOT_WELL)
+        raise typer.Exit(1)
     typer.echo(f"installed: {path}")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,12 @@ from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
 from reft.naming import Label
-from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job
+from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
+from reft.storage.persist import PersistProgress
 
 EXIT_NOT_WELL = 1
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
+"""AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to both."""
 
 MemoryDirs = Annotated[
     list[Path] | None,
@@ -32,23 +36,39 @@ MemoryDirs = Annotated[
     ),
 ]
 Job = Annotated[str | None, typer.Option("--job", help="name of the job; not needed if there is only one")]
+Stored = Annotated[
+    Path | None,
+    typer.Option("--from", help="a job's directory in persist.dir, instead of the memory of its nodes"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
-def inspect_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+def inspect_command(
+    memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
+) -> None:
     """Show the versions in memory: of which ranks, complete or torn, recoverable or why not."""
-    report = inspect_job(find_memory(memory_dir, job))
+    report = _look(memory_dir, job, stored)
     _show(report, as_json)
     if report.restores is None:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def verify_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+def verify_command(
+    memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
+) -> None:
     """Read every stored block and compare it with its checksum."""
-    report = inspect_job(find_memory(memory_dir, job), verify=True)
+    report = _look(memory_dir, job, stored, verify=True)
     _show(report, as_json)
     if not report.well:
         raise typer.Exit(EXIT_NOT_WELL)
+
+
+def _look(
+    memory_dirs: Sequence[Path] | None, job: str | None, stored: Path | None, *, verify: bool = False
+) -> JobReport:
+    if stored is not None:
+        return inspect_stored(stored, verify)
+    return inspect_job(find_memory(memory_dirs, job), verify)
 
 
 def clean_command(
@@ -78,10 +98,11 @@ def clean_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def persist_command(
+def persist_command(  # noqa: PLR0917 - options of the command line
     out: Annotated[Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")],
     memory_dir: MemoryDirs = None,
     job: Job = None,
+    stored: Stored = None,
     keep: Annotated[
         int, typer.Option(min=1, help="number of the job's newest checkpoints to keep there")
     ] = 2,
@@ -91,15 +112,18 @@ def persist_command(
 
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
-    from reft.recover.offline import persist_offline
+    from reft.recover.offline import export_stored, persist_offline
 
     screen = Console(stderr=True)
-    result = persist_offline(
-        find_memory(memory_dir, job),
-        out,
-        keep=keep,
-        progress=lambda progress: screen.print(f"  {progress}", markup=False, highlight=False),
-    )
+
+    def progress(at: PersistProgress) -> None:
+        screen.print(f"  {at}", markup=False, highlight=False)
+
+    with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
+        if stored is not None:
+            result = export_stored(stored, out, keep=keep, progress=progress)
+        else:
+            result = persist_offline(find_memory(memory_dir, job), out, keep=keep, progress=progress)
     info = result.checkpoint
     facts = {
         "checkpoint": str(info.path),
@@ -115,6 +139,18 @@ def persist_command(
         typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
         if result.corrupt_blocks:
             typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
+
+
+@contextmanager
+def _no_device() -> Iterator[None]:
+    """What is imported sees none."""
+    before = {name: os.environ.get(name) for name in _NO_DEVICE}
+    os.environ.update(_NO_DEVICE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from reft.errors import ConfigError
 
-if TYPE_CHECKING:
-    from reft.profile.result import ProfileResult
-
-_EXIT_NOT_WELL = 1
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -107,7 +103,8 @@ def plan_command(
 
     Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
     """
-    from reft.config_read import read_object
+    from reft.config import read_object
+    from reft.profile.result import ProfileError, ProfileResult
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.display import show_plan
     from reft.tools.planning.job import Layouting, plan_job
@@ -122,28 +119,26 @@ def plan_command(
         )
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
+    measured = None
+    if profile is not None:
+        try:
+            measured = ProfileResult.load(profile)
+        except ProfileError as error:
+            raise ConfigError(f"--profile: {error}") from error
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
-    job = read_object(config, "the DeepSpeed configuration", "an object")
+    values = read_object(config, "the DeepSpeed configuration", "an object")
+    job = plan_job(values, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length)
     plan = make_plan(
-        plan_job(job, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length),
+        job,
         tolerance=tolerance,
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,
-        profile=None if profile is None else _load(profile),
+        profile=measured,
     )
     if as_json:
-        typer.echo(json.dumps(plan.to_json(), indent=2))
+        typer.echo(json.dumps(plan, indent=2))
     else:
-        show_plan(plan, Console())
-    if plan.problems:
-        raise typer.Exit(_EXIT_NOT_WELL)
-
-
-def _load(path: Path) -> ProfileResult:
-    from reft.profile.result import ProfileError, ProfileResult
-
-    try:
-        return ProfileResult.load(path)
-    except ProfileError as error:
-        raise ConfigError(f"--profile: {error}") from error
+        show_plan(job, plan, Console())
+    if plan["problems"]:
+        raise typer.Exit(1)

@@ -23,7 +23,6 @@ from reft.refusal import Parser
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
 
-EXIT_NOT_WELL = 1
 _NAME = "reft profile"
 _WIDTH = 170
 
@@ -36,7 +35,14 @@ def main(argv: Sequence[str]) -> int:
         _add_outputs(parser)
         saved, rest = parser.parse_known_args(list(argv))
         if not rest:  # elsewhere it is an option of the script
-            return _show_saved(saved)
+            from reft.profile.result import ProfileError, ProfileResult
+
+            _check_outputs(saved)
+            try:
+                _present(ProfileResult.load(saved.saved), saved)
+            except ProfileError as error:
+                raise ConfigError(str(error)) from error
+            return 0
     return _run(argv)
 
 
@@ -52,18 +58,6 @@ def _add_outputs(group: argparse._ActionsContainer) -> None:
         group.add_argument(option, type=kind, metavar=metavar, help=says)
 
 
-def _show_saved(args: argparse.Namespace) -> int:
-    from reft.profile.result import ProfileError, ProfileResult
-
-    _check_outputs(args)
-    try:
-        saved = ProfileResult.load(args.saved)
-    except ProfileError as error:
-        raise ConfigError(str(error)) from error
-    _present(saved, args)
-    return 0
-
-
 def _run(argv: Sequence[str]) -> int:
     from reft.job.launch import launch
     from reft.job.options import make_parser, options_of
@@ -77,7 +71,19 @@ def _run(argv: Sequence[str]) -> int:
         "report where the devices of every pipeline stage wait and how much of a snapshot fits there. The "
         "job ends after the measurement."
     )
-    _add_options(parser)
+    group = parser.add_argument_group("profile")
+    for option, default, says in (
+        ("--steps", 10, "steps to measure"),
+        ("--warmup-steps", ProfileConfig().warmup_steps, "steps before the measurement"),
+    ):
+        dest = f"profile_{option[2:].replace('-', '_')}"
+        shown = f"{says} (default: %(default)s)"
+        group.add_argument(option, type=int, default=default, dest=dest, help=shown)
+    group.add_argument("--dir", type=Path, help="directory in which to keep all files")
+    says = "let the job continue to its own end after the measurement"
+    group.add_argument("--keep-running", action="store_true", help=says)
+    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
+    _add_outputs(group)
     args = parser.parse_args(list(argv))
     if args.saved is not None:
         raise ConfigError("--from shows a saved profile: remove the script and its launch options")
@@ -98,34 +104,11 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    defaults = ProfileConfig()
-    group = parser.add_argument_group("profile")
-    for option, default, says in (
-        ("--steps", 10, "steps to measure"),
-        ("--warmup-steps", defaults.warmup_steps, "steps before the measurement"),
-        ("--pipelines", defaults.pipelines, "pipelines whose instructions are recorded in full"),
-    ):
-        dest = f"profile_{option[2:].replace('-', '_')}"
-        group.add_argument(
-            option, type=int, default=default, dest=dest, help=f"{says} (default: %(default)s)"
-        )
-    group.add_argument("--dir", type=Path, help="directory in which to keep all files")
-    group.add_argument(
-        "--keep-running",
-        action="store_true",
-        help="let the job continue to its own end after the measurement",
-    )
-    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
-    _add_outputs(group)
-
-
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What the trainers, who inherit it, are to do; see :func:`reft.config_read.parse_block`."""
+    """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.profile_warmup_steps, 0),
-        ("--pipelines", args.profile_pipelines, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} is {value}; expected at least {least}")
@@ -133,7 +116,6 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         steps=args.profile_steps,
         warmup_steps=args.profile_warmup_steps,
         dir=folder,
-        pipelines=args.profile_pipelines,
         then="go_on" if args.keep_running else "exit",
     )
     block: dict[str, object] = {"profile": profile.model_dump(mode="json"), "allow_unprotected": True}
@@ -158,7 +140,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
             f"--warmup-steps or --steps), or has no pipeline engine"
         )
     print(f"{_NAME}: the job ended well, but left no profile: {why}", file=sys.stderr)
-    return EXIT_NOT_WELL
+    return 1
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

@@ -13,10 +13,9 @@ import typer
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.config import AOR
 from reft.errors import ReftError
-from reft.memory.arena import Arena
+from reft.memory.arena import headers
 from reft.memory.jobdir import JobDir, live_processes
 from reft.node.protection import ProtectionRecord, parse_order, read_record, write_order
-from reft.protect.codes import Scheme
 
 _POLL_SECS = 0.05
 
@@ -47,7 +46,11 @@ def protect_command(
             raise ReftError(f"{paths[0]}: no trainer has reported its protection yet")
         _show(record, as_json)
         return
-    _refuse_impossible(parse_order(scheme), paths)
+    wanted = parse_order(scheme)
+    for path in paths:  # what the groups of this job have no room for, as far as its arenas tell
+        directory = JobDir.open(path)
+        for _, header in headers(path, directory.secret, directory.job_id):
+            wanted.check_room(header.degrees.dp)
     running = [path for path in paths if live_processes(JobDir.open(path).path)]
     if not running:
         raise ReftError(
@@ -72,17 +75,6 @@ def protect_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _refuse_impossible(scheme: Scheme, paths: Sequence[Path]) -> None:
-    """What the groups of this job have no room for, as far as its arenas tell."""
-    for path in paths:
-        for _, arena in JobDir.open(path).scan():
-            if isinstance(arena, Arena):
-                with arena:
-                    header = arena.header()
-                if header is not None:
-                    scheme.check_room(header.degrees.dp)
-
-
 def _await(paths: Sequence[Path], number: int, timeout_secs: float) -> ProtectionRecord | None:
     """The record that answers an order, once it is on every node; None if it takes too long."""
     deadline = time.monotonic() + timeout_secs
@@ -98,9 +90,8 @@ def _await(paths: Sequence[Path], number: int, timeout_secs: float) -> Protectio
 def _show(record: ProtectionRecord, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(record.to_json(), indent=2))
-        return
-    for line in describe(record.to_json()):
-        typer.echo(line)
+    else:
+        typer.echo("\n".join(describe(record.to_json())))
 
 
 def describe(record: dict[str, Any]) -> list[str]:

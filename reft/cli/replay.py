@@ -15,22 +15,21 @@ from reft.env import ENV_PROFILE, ENV_REPLAY
 from reft.errors import ConfigError
 from reft.grid import Coordinate
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers
-from reft.memory.header import Entry
+from reft.memory.header import checksum
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
 
 _NAME = "reft replay"
-_COMPARED = (Section.REPLICATED, Section.OWNED)
 Blocks = Mapping[tuple[Coordinate, BlockKey], "Stored"]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A block in a rank's memory, and the names of the tensors in it."""
+    """A block in a rank's memory, and what it holds of tensors, by name: as checksums."""
 
     checksum: int
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, int]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         "from_step": before.step,
         "step": newest.step,
         "blocks": len(expected),
-        "differ": [_said(at, made[0]) for at in differ],
-        "not_deterministic": [_said(at, made[0]) for at in unsteady] if args.twice else None,
+        "differ": [_said(at, expected, made[0]) for at in differ],
+        "not_deterministic": [_said(at, made[0], made[-1]) for at in unsteady] if args.twice else None,
     }
     if args.json is not None:
         args.json.write_text(json.dumps(told, indent=2))
@@ -122,18 +121,18 @@ def _blocks(job: JobDir, step: int) -> Blocks:
         own = next(e for e in header.entries if e.key.section is Section.HOST and e.owner)
         with Arena.open(path, job.secret) as arena:
             manifest = DecodedBlob(bytes(arena.read_block(own))).manifest
-        specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
-        places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
-        for e in header.entries:
-            if e.key.section in _COMPARED:
-                pairs = zip(specs[e.key.section], places[e.key.section], strict=True)
-                tensors = tuple(t.name for t, at in pairs if at < _end(e) and at + t.nbytes > e.start_bytes)
-                found[header.coordinate, e.key] = Stored(e.checksum, tensors)
+            specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
+            places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
+            for e in header.entries:
+                # A partition that is kept for its owner is compared with the owner.
+                if e.key.section is Section.REPLICATED or (e.key.section is Section.OWNED and e.owner):
+                    data, tensors = arena.read_block(e), dict[str, int]()
+                    for t, at in zip(specs[e.key.section], places[e.key.section], strict=True):
+                        begin, end = at - e.start_bytes, at + t.nbytes - e.start_bytes
+                        if begin < e.nbytes and end > 0:
+                            tensors[t.name] = checksum(data[max(0, begin) : end])
+                    found[header.coordinate, e.key] = Stored(e.checksum, tensors)
     return found
-
-
-def _end(entry: Entry) -> int:
-    return entry.start_bytes + entry.nbytes
 
 
 def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:
@@ -143,7 +142,9 @@ def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:
     )
 
 
-def _said(at: tuple[Coordinate, BlockKey], blocks: Blocks) -> dict[str, Any]:
+def _said(at: tuple[Coordinate, BlockKey], kept: Blocks, made: Blocks) -> dict[str, Any]:
     coordinate, key = at
     block = f"{key.section} block {key.index} of member {key.member}"
-    return {"at": str(coordinate), "block": block, "tensors": blocks[at].tensors if at in blocks else ()}
+    before, after = (blocks[at].tensors if at in blocks else {} for blocks in (kept, made))
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return {"at": str(coordinate), "block": block, "tensors": names}

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory,
 from reft.cli.protect import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.history import Round, describe_parts, read_history, why
+from reft.node.history import describe_parts, read_history, why
 from reft.node.report import Signal
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
@@ -64,7 +63,14 @@ def status_command(
     try:
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
-            typer.echo(_web_page(reader.read()))
+            told = reader.read()
+            running = (node["status"] or {} for node in told["here"] if node["daemon_runs"])
+            if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
+                raise ConfigError(
+                    f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": '
+                    f'{{"port": 9095}} into the reft block, and install the extra reft-ckpt[metrics]'
+                )
+            typer.echo(url)
             return
         if watch:
             told = _watch(reader, interval, as_json=as_json)
@@ -79,16 +85,6 @@ def status_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _web_page(told: dict[str, Any]) -> str:
-    for node in told["here"]:
-        if node["daemon_runs"] and (url := (node["status"] or {}).get("web")):
-            return str(url)
-    raise ConfigError(
-        f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": {{"port": 9095}} '
-        f"into the reft block, and install the extra reft-ckpt[metrics]"
-    )
-
-
 def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
     """Show every start of a job's trainers on a node: why the previous one ended, and from where it resumed.
 
@@ -97,10 +93,7 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
     paths = find_memory_or_say(memory_dir, job, as_json=as_json)
     nodes = [(JobDir.open(path), read_history(path)) for path in paths]
     if as_json:
-        told = [
-            {"job_id": directory.job_id, "node": directory.node, "rounds": [asdict(row) for row in rounds]}
-            for directory, rounds in nodes
-        ]
+        told = [{"job_id": d.job_id, "node": d.node, "rounds": [*map(vars, rounds)]} for d, rounds in nodes]
         typer.echo(json.dumps(told, indent=2))
         return
     for directory, rounds in nodes:
@@ -108,17 +101,17 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
         table = Table("when", "why", "resumed from", "seconds", title=title, show_lines=True)
         for row in rounds:
             ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
+            lost = row.newest_step - (row.resumed_step or 0)
+            resumed = (
+                "the beginning"
+                if row.resumed_from is None
+                else f"step {row.resumed_step} ({row.resumed_from})"
+            )
+            if row.resumed_from is not None and lost > 0:
+                resumed += f"; {lost} committed steps were lost"
             when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
-            table.add_row(when, why(row) + ended, _resumed(row), describe_parts(row.secs))
+            table.add_row(when, why(row) + ended, resumed, describe_parts(row.secs))
         Console().print(table, markup=False)
-
-
-def _resumed(row: Round) -> str:
-    if row.resumed_from is None:
-        return "the beginning"
-    lost = row.newest_step - (row.resumed_step or 0)
-    said = f"step {row.resumed_step} ({row.resumed_from})"
-    return f"{said}; {lost} committed steps were lost" if lost > 0 else said
 
 
 # -- showing -------------------------------------------------------------------------------------------
@@ -158,9 +151,8 @@ def _looks(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any
             told["well"] = told["well"] or told["ended"] == ENDED_AS_WANTED
             vanishes = ran and told["state"] == "ended" and _vanishes(reader.paths)
         except (ReftError, OSError):
-            if not _vanishes(reader.paths):
+            if not (vanishes := _vanishes(reader.paths)):
                 raise
-            vanishes = True
         if vanishes:
             ended = f"{ENDED_AS_WANTED}, and its memory was removed"
             told = {**told, "state": "ended", "ended": ended, "well": True}
@@ -171,11 +163,9 @@ def _vanishes(paths: Sequence[Path]) -> bool:
     """Whether the memory of one of these nodes is removed, file by file, as that of a job that has ended
     well."""
     deadline = time.monotonic() + _REMOVAL_SECS
-    while all(path.is_dir() for path in paths):
-        if time.monotonic() > deadline:
-            return False
+    while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return True
+    return not whole
 
 
 def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
@@ -208,41 +198,36 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
-        yield "since the start", _since_start(counts)
+        parts = [f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} s"]
+        if counts["samples_per_sec"] is not None:
+            parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
+        if counts["tflops"] is not None:
+            parts.append(f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer")
+        parts.append(f"{counts['effective_ratio']:.1%} effective")
+        if lost := [f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5]:
+            parts.append(f"lost to {', '.join(lost)}")
+        yield "since the start", "; ".join(parts)
     age = "" if told["newest_commit"] is None else f", {told['commit_age_secs']:.0f} s ago"
     yield "newest commit", _label(told["newest_commit"]) + age
     yield "protection", _or(told["protection"], "not known")
-    yield "survives now", _losses(told)
+    left, whole = told["tolerance_left"], told["tolerance"]
+    said = "not known yet"
+    if left is not None:
+        usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
+        said = f"the loss of {left} node(s){usual}"
+    if left is not None and left < 0:
+        said = "NOTHING: more nodes are lost than the protection survives"
+    yield "survives now", said
     if (last := told["last_recovery"]) is not None:
         causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
         resumed = ""
         if last["resumed_step"] is not None:
             resumed = f"; step {last['resumed_step']} ({last['resumed_from']})"
         yield "last recovery", f"{clock(last['unix_secs'])}, {causes}{resumed}"
-        parts = describe_parts(last["secs"])
-        yield "its seconds", f"{sum(last['secs'].values()):.1f}: {parts}" if parts else "not known yet"
+        recovered = describe_parts(last["secs"])
+        total = sum(last["secs"].values())
+        yield "its seconds", f"{total:.1f}: {recovered}" if recovered else "not known yet"
     yield "restarts", str(told["restarts"])
-
-
-def _since_start(counts: dict[str, Any]) -> str:
-    lost = ", ".join(f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
-    parts = [f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} s"]
-    if counts["samples_per_sec"] is not None:
-        parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
-    if counts["tflops"] is not None:
-        parts.append(f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer")
-    parts.append(f"{counts['effective_ratio']:.1%} effective")
-    return "; ".join([*parts, f"lost to {lost}"] if lost else parts)
-
-
-def _losses(told: dict[str, Any]) -> str:
-    left, whole = told["tolerance_left"], told["tolerance"]
-    if left is None:
-        return "not known yet"
-    if left < 0:
-        return "NOTHING: more nodes are lost than the protection survives"
-    usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
-    return f"the loss of {left} node(s){usual}"
 
 
 def _nodes(told: dict[str, Any]) -> Table:
@@ -250,12 +235,16 @@ def _nodes(told: dict[str, Any]) -> Table:
     for node in told["nodes"]:
         signal, since = Signal(node["signal"]), node["since_unix_secs"]
         doing = "waits as a spare" if node["spare"] else node["doing"]
+        shards = "none"
+        if steps := sorted({s["step"] for s in node["shards"]}):
+            shards = f"{len(node['shards'])} at step {steps[0]}" + (f" to {steps[-1]}" if steps[1:] else "")
+            shards += "" if node["holds_shards"] else " (replaced)"
         table.add_row(
             escape(node["node"]),
             f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
             "" if since is None else clock(since),
             str(_or(node["step"], "")),
-            escape(_shards(node)),
+            escape(shards),
             escape(": ".join(filter(None, (doing, node["why"])))),
         )
     return table
@@ -273,14 +262,6 @@ def _speeds(told: dict[str, Any]) -> Table:
     if (left_out := len(longest) - _MOST_RANKS) > 0:
         table.caption = f"and {left_out} that compute no longer than these"
     return table
-
-
-def _shards(node: dict[str, Any]) -> str:
-    if not node["shards"]:
-        return "none"
-    steps = sorted({s["step"] for s in node["shards"]})
-    said = f"{len(node['shards'])} at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
-    return said if node["holds_shards"] else f"{said} (replaced)"
 
 
 def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -301,20 +282,8 @@ def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if writing := persist.get("writing"):
             said += f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
         yield "persist", said
-    yield from _rates(stats)
-    yield from _traffic(stats)
-    made = sum(s.get("recomputed", 0) for s in stats)
-    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
-    if made or copied:
-        causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items()) or "none"
-        yield "recomputed", f"{made} partitions; copied from their owners: {causes}"
-    if updated := status.get("updated_unix_secs"):
-        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
-
-
-def _rates(stats: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """How often versions are taken, and go to storage, and why, where the job finds that itself; by the rank
-    that asks for the longest interval."""
+    # How often versions are taken, and go to storage, and why, where the job finds that itself; by the rank
+    # that asks for the longest interval.
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
@@ -329,16 +298,20 @@ def _rates(stats: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
                 f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
                 f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost {when}",
             )
-
-
-def _traffic(stats: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Bytes of the newest version of all ranks of the node, by what they are; nothing before there is one."""
+    # Bytes of the newest version of all ranks of the node, by what they are; nothing before there is one.
     counted = [s["traffic"] for s in stats if "traffic" in s]
     for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
         parts = ", ".join(f"{kind.replace('_', ' ')} {say_size(n)}" for kind, n in total.items())
         if counted:
             yield name, f"{say_size(total.total())} ({parts})" if total else "nothing"
+    made = sum(s.get("recomputed", 0) for s in stats)
+    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
+    if made or copied:
+        causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items()) or "none"
+        yield "recomputed", f"{made} partitions; copied from their owners: {causes}"
+    if updated := status.get("updated_unix_secs"):
+        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
 
 
 def _staleness(since: int | None, cause: str | None) -> str:

@@ -6,15 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reft.data.loading import loader
-    from reft.data.sample_rng import sample_seed
+    from reft.data.loading import loader, sample_seed
 
 __all__ = ["loader", "sample_seed"]
-
-_ELSEWHERE = {"loader": "reft.data.loading", "sample_seed": "reft.data.sample_rng"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'reft.data' has no attribute {name!r}")
-    return getattr(import_module(_ELSEWHERE[name]), name)
+    return getattr(import_module("reft.data.loading"), name)

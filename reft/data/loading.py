@@ -6,29 +6,35 @@
             ...
 
 torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads follows
-from :mod:`reft.data.order`, and random numbers of a sample from :mod:`reft.data.sample_rng`. The position
-counts what was handed out, not what was read ahead; to come back sets two numbers.
+from :mod:`reft.data.order`. The position counts what was handed out, not what was read ahead; to come back
+sets two numbers.
+
+Random numbers of a sample follow from (seed, epoch, sample), never from a worker's state: before it is read,
+the generators of Python, NumPy and torch (on the CPU) are seeded for it; so they are for the collation of a
+batch, by its first sample. A sample is therefore the same to the bit in every worker, in the process that
+trains, whose generators are put back behind it, and when it is read again after a failure.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from reft.data.batches import Batches, SharedBatches, Taken
-from reft.data.followed import Followed, Registry
-from reft.data.order import Deal, JobPosition, Order, decode, encode
+from reft.data.order import Batches, Deal, JobPosition, Order, SharedBatches, Taken, decode, encode, mix
 from reft.data.passes import Read, is_left_out, kind_of, raw_iterator, received_by
-from reft.data.sample_rng import SeededCollation, SeededDataset
-from reft.data.watch import WATCH
+from reft.data.watch import WATCH, Followed, Registry
 from reft.errors import ConfigError
+from reft.state.rng import capture_host_rng, restore_host_rng
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +52,8 @@ class Progress(Read):
     alive."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
-        super().__init__(loader, follow)
+        super().__init__(loader)
+        self.follow = weakref.WeakMethod(follow)
         self.moves = 0  # how often a version has taken it elsewhere
         self.go_to(began)
 
@@ -242,7 +249,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
 @dataclass(frozen=True)
 class _Batch:
     """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and ``step_end``: see
-    :class:`~reft.data.batches.Taken`."""
+    :class:`~reft.data.order.Taken`."""
 
     batch: Any
     error: Exception | None
@@ -436,3 +443,84 @@ def _replica(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None
             f"found dp_rank {dp_rank} and dp_size {dp_size}; expected 0 <= dp_rank < dp_size, or none"
         )
     return dp_rank, dp_size
+
+
+_COLLATION = 0x636F6C6C
+_current: list[int] = []
+
+
+def sample_seed() -> int:
+    """The seed of the sample that is being read, or of the batch that is being collated: 64 bits that follow
+    from (seed, epoch, sample) alone. For generators of one's own, such as a device's; those of Python, NumPy
+    and torch are seeded already.
+
+    Raises:
+        RuntimeError: no loader of ``reft.data`` is reading.
+    """
+    if not _current:
+        raise RuntimeError(
+            "reft.data.sample_seed() was called where no sample is read; call it in the data set's "
+            "__getitem__ or in collate_fn of reft.data.loader"
+        )
+    return _current[-1]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Whatever is drawn within leaves no trace in the process that trains. Workers' generators are seeded
+    before they are used."""
+    here = capture_host_rng() if get_worker_info() is None else None
+    try:
+        yield
+    finally:
+        _current.clear()
+        if here is not None:
+            restore_host_rng(here)
+
+
+def _seed_generators(seed: int) -> None:
+    _current[:] = [seed]
+    # Python's and NumPy's generators are of one kind: of one seed they would say the same.
+    random.seed(mix(seed, 1))
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # Not torch.manual_seed, which seeds devices too.
+    torch.default_generator.manual_seed(mix(seed, 2))
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Samples on their way to the collation, with the seed of the first."""
+
+    samples: list[Any]
+    seed: int
+
+
+class SeededDataset:
+    """A data set of keys (epoch, sample), read under the seeds of its samples."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Fetched:
+        samples = []
+        with _generators_kept():
+            for epoch, sample in keys:
+                _seed_generators(mix(self._seed, epoch, sample))
+                samples.append(self.dataset[sample])
+        return _Fetched(samples, mix(self._seed, *keys[0]))
+
+
+class SeededCollation:
+    """A collation under the seed of the batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, fetched: _Fetched) -> Any:
+        with _generators_kept():
+            _seed_generators(mix(fetched.seed, _COLLATION))
+            return self._collate(fetched.samples)

@@ -45,13 +45,10 @@ class Dealt:
         share = self.samples // self.replicas if self.cuts else -(-self.samples // self.replicas)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
-    def at(self, replicas: int) -> Dealt:
-        return replace(self, replicas=replicas)
-
     def taken_at(self, taken: int, replicas: int) -> int | None:
         """Batches that a replica has taken where the job has consumed what it has after ``taken`` batches of
         this degree; None where a batch of the other degree does not begin there."""
-        other = self.at(replicas)
+        other = replace(self, replicas=replicas)
         if taken >= self.batches:
             return other.batches
         batches, rest = divmod(taken * self.batch_size * self.replicas, self.batch_size * replicas)
@@ -118,11 +115,8 @@ class Position:
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
         if dealt is None or taken is None:
             return None
-        now = dealt.at(new)
+        now = replace(dealt, replicas=new)
         return replace(self, taken=taken, length=now.batches, first=None, ahead=None, dealt=asdict(now))
-
-    def encode(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
@@ -179,10 +173,9 @@ def reads_lazily(loader: Any) -> bool:
 
 
 class Read:
-    """A pass over ``loader`` that is read. ``follow``, called when a batch of it is trained on, is known by a
-    weak reference alone: a loader that the script does not keep goes with its iterator."""
+    """A pass over ``loader`` that is read."""
 
-    def __init__(self, loader: Any, follow: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.taken = 0  # batches that were handed out
         self.counts = False  # whether it was trained on or read to its end; a look at a batch makes no epoch
@@ -192,16 +185,9 @@ class Read:
         """Whether it was read while no engine trained: a version has where the next one begins."""
         self.era: object = None  # the resumption that it was begun or moved in
         self.handle: weakref.ref[Any] | None = None  # to the script's iterator
-        self._follow: weakref.WeakMethod[Any] | None = None
-        self.follow_by(follow)
-
-    def follow_by(self, follow: Callable[[Any], None] | None) -> None:
-        self._follow = None if follow is None else weakref.WeakMethod(follow)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether reft brings it back by itself."""
-        return self._follow is not None
+        self.follow: weakref.WeakMethod[Any] | None = None
+        """Called when a batch is trained on, by a loader that reft brings back by itself. The reference is
+        weak: a loader that the script does not keep goes with its iterator."""
 
     @property
     def is_held(self) -> bool:
@@ -210,7 +196,7 @@ class Read:
 
     def train(self) -> None:
         """The batch that was handed out last is trained on."""
-        if self._follow is not None and (follow := self._follow()) is not None:
+        if self.follow is not None and (follow := self.follow()) is not None:
             follow(self)
         self.counts, self.unwatched, self.evaluates = True, False, False
 
@@ -390,22 +376,16 @@ def is_within(loader: Any) -> bool | None:
     return None if left_out is None else sampler.consumed_samples % (sampler.total_samples - left_out) != 0
 
 
-_unwatched = False
-
-
-def is_watched() -> bool:
-    return not _unwatched
+ORIGINAL = "_reft_original"  # of ``__iter__`` of a class that is watched: the class's own
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """What ``DataLoader.__iter__`` gives where nobody watches."""
-    global _unwatched
-    outer, _unwatched = _unwatched, True
-    try:
-        # Not iter(): a subclass with an __iter__ of its own asks for this one, and is not to be asked again.
-        return DataLoader.__iter__(loader)
-    finally:
-        _unwatched = outer
+    """What ``DataLoader.__iter__`` gives where nobody watches. Not iter(): a subclass with an __iter__ of its
+    own asks for this one, and is not to be asked again."""
+    iterate = DataLoader.__iter__
+    while (original := getattr(iterate, ORIGINAL, None)) is not None:
+        iterate = original
+    return iterate(loader)
 
 
 def received_by(iterator: Iterator[Any]) -> int | None:

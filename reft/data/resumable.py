@@ -17,7 +17,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from reft.data.followed import Followed, Registry
 from reft.data.loading import Loader
 from reft.data.passes import (
     DISPATCHED,
@@ -32,7 +31,7 @@ from reft.data.passes import (
     of_inner,
     order_of,
 )
-from reft.data.watch import WATCH
+from reft.data.watch import WATCH, Followed, Registry
 from reft.errors import ConfigError
 
 LOADERS: Registry[Position] = Registry("reft.resumable(loader")
@@ -89,7 +88,7 @@ class ResumableLoader(Followed[Pass, Position]):
                 leave_behind(loader, restored)
             one = WATCH.open(loader)
             one.number = self._next_number() if restored is None else restored.number
-        one.follow_by(self._follow)
+        one.follow = weakref.WeakMethod(self._follow)
         self._begun = one
         return one
 

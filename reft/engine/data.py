@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import loading, resumable
-from reft.data.batches import why_refused
+from reft.data.order import why_refused
 from reft.data.passes import (
     DISPATCHED,
     Pass,
@@ -63,6 +63,8 @@ _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
+_SAYS_SO = "position_of_job"
+"""Of a stateful iterator: whether its state is the same on all replicas and right at every degree."""
 _OF_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
@@ -70,12 +72,6 @@ _AHEAD = (
     "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker processes "
     "prefetch by themselves"
 )
-
-
-def _is_stateful(iterator: Any) -> bool:
-    return callable(getattr(iterator, "state_dict", None)) and callable(
-        getattr(iterator, "load_state_dict", None)
-    )
 
 
 class DataPosition:
@@ -177,7 +173,7 @@ class DataPosition:
 
     def begin_batch(self, iterator: Any) -> None:
         """``train_batch`` was called with this iterator; a restored position is applied to it now."""
-        if _is_stateful(iterator):
+        if all(callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")):
             self._stateful = iterator
             self._apply_stateful()
         source = self._source_of(iterator)
@@ -197,7 +193,7 @@ class DataPosition:
             self._maybe = list(dict.fromkeys(one for one in passes if one is not passes[-1]))
             return None
         passes = _without_looks(passes)
-        if self._goes_there and passes and passes[-1].resumable and passes.count(passes[-1]) > 1:
+        if self._goes_there and passes and passes[-1].follow is not None and passes.count(passes[-1]) > 1:
             self._elsewhere = True  # nothing has to be skipped there
         self._take(passes[-1:] if self._goes_there else passes)
         self._goes_there = False
@@ -230,12 +226,12 @@ class DataPosition:
         found: dict[str, Any] = {}
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
-            if not is_of_job(self._stateful):
+            if not getattr(self._stateful, _SAYS_SO, False):
                 found[ITERATOR_OF] = kind_of(self._stateful)
         if self._known and isinstance(self._pass, Pass):
-            found["pass"] = self._pass.position().encode()
+            found["pass"] = dict(vars(self._pass.position()))
         if loaders := resumable.LOADERS.positions():
-            found["resumable"] = {name: position.encode() for name, position in loaders.items()}
+            found["resumable"] = {name: dict(vars(position)) for name, position in loaders.items()}
         if samples := loading.LOADERS.positions():
             found["samples"] = samples
         return found
@@ -261,9 +257,7 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
-        self._saved, self._check = position, None
-        if not self._pipeline:
-            self._saved, self._check = None, position
+        self._saved, self._check = (position, None) if self._pipeline else (None, position)
         loaders = state.get("resumable", {})
         resumable.LOADERS.restore({name: Position(**p) for name, p in loaders.items()})
         loading.LOADERS.restore(state.get("samples", {}))
@@ -384,28 +378,23 @@ def _watch_begun(source: Any) -> None:
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
-    if isinstance(loader, DataLoader) and _is_fresh(begun) and _order_is_told(loader):
-        source.data_iter = _adopted(loader, begun)
+    if isinstance(loader, DataLoader) and (one := _adopted(loader, begun)) is not None:
+        source.data_iter = one
     inner = getattr(loader, "dataloader", None)
     frame = getattr(getattr(loader, "data", None), "gi_frame", None)
-    if begun is loader and isinstance(inner, DataLoader) and frame is not None:
-        # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
-        raw = frame.f_locals.get(".0")
-        if _is_fresh(raw) and _order_is_told(inner):
-            loader.data = _adopted(inner, raw)
+    # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
+    raw = frame.f_locals.get(".0") if frame is not None else None
+    if begun is loader and isinstance(inner, DataLoader) and (one := _adopted(inner, raw)) is not None:
+        loader.data = one
 
 
-def _is_fresh(begun: Any) -> bool:
-    return not isinstance(begun, Pass) and getattr(begun, "_num_yielded", None) == 0
-
-
-def _adopted(loader: Any, begun: Any) -> Pass:
+def _adopted(loader: Any, begun: Any) -> Pass | None:
+    """A pass that was begun unseen, if nothing was taken of it and its order can be told all the same:
+    workers are given samples at once."""
+    is_told = reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)
+    if isinstance(begun, Pass) or getattr(begun, "_num_yielded", None) != 0 or not is_told:
+        return None
     return Pass(loader, begun, capture_start(loader), WATCH, adopted=True)
-
-
-def _order_is_told(loader: Any) -> bool:
-    """Whether its order can be told although the pass was begun unseen. Workers are given samples at once."""
-    return reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:
@@ -490,16 +479,10 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     return moved
 
 
-def is_of_job(iterator: Any) -> bool:
-    """Whether the state of a stateful iterator is the same on all replicas and right at every degree: it has
-    to say so itself."""
-    return bool(getattr(iterator, "position_of_job", False))
-
-
 def why_iterator_is_bound(iterator: Any) -> str | None:
     """Why the state of a stateful iterator may not go to another degree, and what to write; None: it does, or
     the number of nodes is fixed."""
-    if is_of_job(iterator) or not nodes_may_change():
+    if getattr(iterator, _SAYS_SO, False) or not nodes_may_change():
         return None
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
@@ -510,7 +493,7 @@ def why_iterator_is_bound(iterator: Any) -> str | None:
 
 def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
     one = Position(**position).at_degree(resize.old, resize.new)
-    return None if one is None else one.encode()
+    return None if one is None else dict(vars(one))
 
 
 def why_bound(loader: Any, batch: int) -> str | None:

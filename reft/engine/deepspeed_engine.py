@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reft.engine.data import LEFT, DataPosition, move_data
-from reft.engine.identity import coordinate_of, flat_facts, shapes_of
+from reft.engine.engine import coordinate_of, flat_facts, shapes_of
 from reft.engine.on_import import ds_config_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
@@ -153,7 +153,7 @@ def describe(engine: Any, adapter: StateAdapter) -> Held:
     sizes = tuple(masters[g, 0].numel() for g in range(len(groups))) if adapter.owned else ()
     splits = splits_of(engine.module)
     parameters = tuple(
-        Parameter(name, tuple(p.shape), splits[name]) for name, p in engine.module.named_parameters()
+        Parameter(name, tuple(p.shape), *splits[name]) for name, p in engine.module.named_parameters()
     )
     return Held(parameters, groups, kinds, adapter.flat, sizes)
 
@@ -186,27 +186,66 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def splits_of(module: torch.nn.Module) -> dict[str, int | None]:
-    """The dimension that tensor slices share, of every parameter; None: it is not known, or each slice has
-    parts of several matrices."""
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    patterns = _several_matrices(module)
-    return {
-        name: None
-        if _is_gated(name, shapes) or any(re.match(pattern, name) for pattern in patterns)
-        else _split(p)
-        for name, p in module.named_parameters()
+_FUSED = frozenset(
+    {
+        *("query_key_value", "qkv", "qkv_proj", "wqkv", "Wqkv", "W_pack", "c_attn", "in_proj_weight"),
+        *("gate_up_proj", "gate_up", "w13", "w12"),
     }
+)
+"""Names of parameters that hold several matrices."""
+_Split = tuple[int | None, tuple[int, ...]]
+"""The dimension that tensor slices share, None where it is not known, and the lengths in it of the matrices
+that a slice has one behind the other; none: there is one."""
 
 
-def _several_matrices(module: Any) -> list[str]:
-    """Patterns of names by which Megatron-DeepSpeed's models tell DeepSpeed's universal checkpoints of
-    parameters that hold several matrices."""
+def splits_of(module: torch.nn.Module) -> dict[str, _Split]:
+    """Of every parameter. ``partition_blocks``, where a parameter has it, says its matrices."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    several = _several_matrices(module)
+
+    def split_of(name: str, p: torch.Tensor) -> _Split:
+        dimension, declared = _split(p), getattr(p, "partition_blocks", None)
+        if dimension is None or dimension == WHOLE or dimension >= p.dim():
+            return dimension, ()
+        if declared is not None:
+            return _cut(dimension, shapes[name], tuple(map(int, declared)), slices=1)
+        for pattern, matrices in several:
+            if re.match(pattern, name):
+                return _cut(dimension, shapes[name], matrices.get(dimension))
+        if _is_gated(name, shapes):
+            return _cut(dimension, shapes[name], 2)
+        # Some programs have them head by head, others one behind the other: the wrong guess would mix them.
+        return (dimension, ()) if _FUSED.isdisjoint(name.split(".")) else (None, ())
+
+    return {name: split_of(name, p) for name, p in module.named_parameters()}
+
+
+def _cut(
+    dimension: int, shape: tuple[int, ...], matrices: int | tuple[int, ...] | None, slices: int = 0
+) -> _Split:
+    """``matrices``: a number of equal ones, or their lengths in all ``slices``; 0 slices: as many as fit."""
+    length = shape[dimension]
+    if isinstance(matrices, int):
+        matrices = (length // matrices,) * matrices if matrices > 0 else None
+        slices = 1
+    slices = slices or sum(matrices or ()) // length
+    if not matrices or sum(matrices) != slices * length or any(m % slices for m in matrices):
+        return None, ()
+    return dimension, tuple(m // slices for m in matrices)
+
+
+def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
+    """By which models tell DeepSpeed's universal checkpoints of parameters that hold several matrices: a
+    pattern of names, and by dimension how many equal ones, or their lengths with all slices."""
     info = _universal_info(module)
-    found = list(info.get("parameter_with_2_sub_params_cat_dim_0") or ())
-    for several in info.get("parameter_with_sub_params") or ():
-        told = several.get("patterns") if isinstance(several, dict) else getattr(several, "patterns", None)
-        found += told or ()
+    found: list[tuple[str, dict[int, Any]]] = [
+        (pattern, {0: 2}) for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ()
+    ]
+    for told in info.get("parameter_with_sub_params") or ():
+        said = told if isinstance(told, dict) else vars(told)
+        dimension, shape = said.get("partition_dim", 0), said.get("shape") or ()
+        lengths = shape[dimension] if dimension < len(shape) else 0
+        found += [(pattern, {dimension: lengths}) for pattern in said.get("patterns") or ()]
     return found
 
 

@@ -1,24 +1,35 @@
-"""What a session sees of the program that trains: the seam between reft and DeepSpeed or Megatron-core."""
+"""The program that trains as a session sees it: the seam between reft and DeepSpeed or Megatron-core, what is
+captured of it after a step, and by what and when that is copied."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import Variant
-from reft.errors import ReftError, UnsupportedStateError
+from reft.config import HasConfig, Variant
+from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.protect.codes import Scheme
-from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.device import copy_engine_for
+from reft.snapshot.copying.engine import CopyEngine, Mark
+from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
+from reft.snapshot.copying.pacing import PaceOptions, Pacer
+from reft.snapshot.copying.peers import PeerCheck
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
+from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
@@ -86,9 +97,10 @@ class EngineState:
     """Captures the state after a step. Used by the training thread."""
 
     def __init__(self, session: Session, client_state: ClientState | None) -> None:
+        self._session = session
         self._engine = engine = session.engine
         self.adapter = engine.adapter
-        self.recomputing = Recomputing(session)
+        self.gradients = gradient_capture(session)
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
@@ -115,7 +127,7 @@ class EngineState:
                     images.signature,
                     self._engine.capture(self._client()),
                 ),
-                step=self.recomputing.take(label.step),
+                step=self._step_made(label.step),
                 must=must or images is not known,
                 variant=variant,
             )
@@ -134,14 +146,23 @@ class EngineState:
         return self.client_state() if self.client_state else None
 
     def _current_images(self) -> LiveImages:
-        signature = self.adapter.signature()
-        if self.recomputing.follow():
+        signature, gradients = self.adapter.signature(), self.gradients
+        if gradients is not None and gradients.follow(kept_members(self._session)):
             self._images = None
         if self._images is None or self._images.signature != signature:
-            replicated, owned = self.adapter.images()
-            gradients, nbytes = self.recomputing.images, self.recomputing.partition_bytes
-            self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
+            captured = ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
+            self._images = LiveImages(*self.adapter.images(), signature, *captured)
         return self._images
+
+    def _step_made(self, step: int) -> OptimizerStep | None:
+        """What is known of the step that was just made, for peers that repeat it."""
+        taken = self.gradients.take(step) if self.gradients is not None else None
+        if self.gradients is None or taken is None:
+            return None
+        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
+        # kernels for devices keep them.
+        flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
+        return OptimizerStep(*taken, flush_denormal=flush)
 
     def replaced(self) -> None:
         """Something was loaded: the images may be other tensors."""
@@ -149,99 +170,227 @@ class EngineState:
 
     def close(self) -> None:
         """Leave nothing in the optimizer and in the loaders. No version is being copied any more."""
-        self.recomputing.close()
+        if self.gradients is not None:
+            self.gradients.close()
         if self.data is not None:
             self.data.close()
 
 
-class Recomputing:
-    """AOR in one session: nothing, unless it was asked for and there are partitions. Raises
+def gradient_capture(session: Session) -> GradientCapture | None:
+    """What AOR takes of every step; None unless it was asked for and there are partitions. Raises
     UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
     change."""
+    config, adapter = session.config, session.engine.adapter
+    if not config.recompute:
+        return None
+    if not isinstance(adapter, StateAdapter):
+        raise UnsupportedStateError(
+            f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
+            f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
+        )
+    if adapter.owned:
+        return GradientCapture(adapter, kept_members(session), session.fence.hold)
+    if session.is_rank_zero:
+        logger.info(
+            "%s partitions nothing: %s protects all of its state, and +aor has no effect",
+            type(adapter.wrapper).__name__,
+            config.scheme,
+        )
+    return None
+
+
+def kept_members(session: Session) -> tuple[int, ...]:
+    """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+    at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
+    placement = place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities)
+    return placement.kept_by(at.dp)[1:]
+
+
+# -- facts of an engine ------------------------------------------------------------------------------------
+
+
+def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
+    in a way reft does not know (experts, sequences)."""
+    import torch.distributed as dist
+
+    grid = getattr(engine, "grid", None)
+    if grid is not None:
+        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+        degrees = Degrees(
+            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
+        )
+    else:
+        mpu = getattr(engine, "mpu", None)
+        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
+        tp_rank, tp_size = 0, 1
+        if mpu is not None:
+            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
+    if degrees.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
+            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
+            f"sequence parallel ranks"
+        )
+    return at, degrees
+
+
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from flat_facts(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from flat_facts(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in parameters:
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+        )
+    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
+
+
+def make_pacer(
+    has: HasConfig,
+    engine: CopyEngine,
+    *,
+    stage_id: int,
+    stages: int,
+    micro_batches: int,
+    ranks_here: int,
+    staging: StagingArea | None,
+) -> Pacer:
+    """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
+    gate = StreamGate() if engine.asynchronous else HostGate()
+    share = has.compute_share
+    if share is None:
+        # Most of the computing time that copies may run beside: all of it where they take nothing from
+        # training, by direct memory access from a device or on a core that no rank of the node uses. Else
+        # none: there, a chunk beside computation was measured to cost training more than waiting for it does.
+        busy_cores = ranks_here * torch.get_num_threads()
+        spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
+        share = 1.0 if spare else 0.0
+    # Until something was measured: beside computation, as slowly as ever allowed.
+    nowhere_else = stages == 1 and share > 0
+    pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
+    gate.share(share, UNLIMITED if nowhere_else else 0, pace)
+
+    def mark() -> Mark | None:
+        try:
+            return engine.mark()
+        except ReftError:
+            return None  # the engine is closed
+
+    return Pacer(
+        gate,
+        PaceOptions(
+            estimator=has.windows,
+            limits=Limits(
+                compute_share=share,
+                separate_links=has.separate_links,
+                overflow=Overflow(has.overflow),
+                max_overhead=has.max_overhead,
+            ),
+            stage_id=stage_id,
+            stages=stages,
+            micro_batches=micro_batches,
+            staging_fallback=Overflow(has.staging_fallback),
+        ),
+        mark if engine.asynchronous else None,
+        engine,
+        None if staging is None else staging.room,
+    )
+
+
+class Copying:
+    """How one rank's bytes are copied."""
 
     def __init__(self, session: Session) -> None:
-        config, adapter, at = session.config, session.engine.adapter, session.coordinate
+        config = session.config
+        self.variant = config.variant
+        self.engine = copy_engine_for(session.engine.device)
+        stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
+        self._staging = StagingArea(self.engine) if stages_bytes else None
+        self._chunk_bytes = config.has.chunk_bytes
+        self._peers = None
+        if config.verify.peers != "off":
+            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
+        self.pacer = make_pacer(
+            config.has,
+            self.engine,
+            stage_id=session.coordinate.pp,
+            stages=session.topology.degrees.pp,
+            micro_batches=session.engine.micro_batches,
+            ranks_here=session.ranks_here,
+            staging=self._staging,
+        )
+
+    @property
+    def takes_versions(self) -> bool:
+        return self.variant is not Variant.NONE
+
+    def copier(self) -> Copier:
+        """Made anew for every worker."""
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers)
+
+
+class OptimizerFence:
+    """Stands before the optimizer step or, where it was seen to come within it, before the first write.
+
+    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
+    """
+
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._nodes = session.topology.group_nodes(at.pp, at.tp)
-        self.capture: GradientCapture | None = None
-        self.inexact: str | None = None
-        """What to say at the start of partitions that cannot be recomputed to the bit."""
-        self.paused = False
-        """Set: partitions are sent by their owners, as without AOR, from the next version on."""
-        if not config.recompute:
-            return
-        if not isinstance(adapter, StateAdapter):
-            raise UnsupportedStateError(
-                f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
-                f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
-            )
-        if not adapter.owned:
-            if session.is_rank_zero:
-                logger.info(
-                    "%s partitions nothing: %s protects all of its state, and +aor has no effect",
-                    type(adapter.wrapper).__name__,
-                    config.scheme,
-                )
-            return
-        self.capture = GradientCapture(adapter, self._kept_members(), session.fence.hold)
-        seen = all(found.adam_is_exact for found in session.device_findings)
-        self.inexact = why_inexact(self.capture.recipe, seen_exact=seen)
+        self.is_within = False  # whether `before_write` is known to come before anything is written
+        self._writes_seen = False
+        self._waited_secs = 0.0
 
-    def _kept_members(self) -> tuple[int, ...]:
-        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
-        if self.paused:
-            return ()
-        scheme = Scheme.parse(self._session.protection.record.in_force)
-        placement = place_group(self._nodes, scheme.copies, scheme.parities)
-        return placement.kept_by(self._session.coordinate.dp)[1:]
+    def before_optimizer_step(self) -> None:
+        """The fence, or its approach."""
+        self._writes_seen = False
+        if self._session.copying.takes_versions:
+            self._session.copying.pacer.begin_optimizer()
+        worker = self._session.worker
+        if self.is_within and worker is not None:
+            worker.approach()
+        else:
+            self.hold()
 
-    @property
-    def recipe(self) -> AdamRecipe | None:
-        return None if self.capture is None else self.capture.recipe
+    def before_write(self, *_: object) -> None:
+        """The innermost optimizer is about to write."""
+        self._writes_seen = True
+        self.hold()
 
-    def follow(self) -> bool:
-        """Capture for those members that are kept now. Returns whether they are others than before."""
-        return self.capture is not None and self.capture.follow(self._kept_members())
+    def after_optimizer_step(self) -> None:
+        """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
+        if not self._writes_seen:
+            self.hold()
+        self.is_within = self._writes_seen
+        if self._session.copying.takes_versions:
+            self._session.copying.pacer.end_optimizer()
 
-    @property
-    def images(self) -> Mapping[int, SectionImage]:
-        """What is captured, by member."""
-        return {} if self.capture is None else self.capture.images
+    def hold(self) -> None:
+        """Hold training until no copy reads the live tensors."""
+        if self._session.worker is not None:
+            secs = self._session.worker.fence()
+            self._waited_secs += secs
+            self._session.stats.stalls_secs.add_to_newest(secs)
 
-    @property
-    def partition_bytes(self) -> int:
-        """Of what is captured for one member; 0 where nothing is ever recomputed."""
-        return 0 if self.capture is None else self.capture.partition_bytes
-
-    def close(self) -> None:
-        """Leave nothing in the optimizer. No version is being copied any more."""
-        if self.capture is not None:
-            self.capture.close()
-
-    def take(self, step: int) -> OptimizerStep | None:
-        """What is known of the step that was just made."""
-        taken = self.capture.take(step) if self.capture is not None else None
-        if self.capture is None or taken is None:
-            return None
-        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
-        # kernels for devices keep them.
-        flush = not self.capture.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
-        return OptimizerStep(*taken, flush_denormal=flush)
-
-
-def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
-    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can.
-    ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
-    if recipe.exact and (seen_exact or not recipe.on_device):
-        return None
-    change = (
-        'Leave "+aor" out of "protection"'
-        if recipe.kind is AdamKind.EXACT
-        else "For partitions that are recomputed to the bit, pass "
-        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
-        '"optimizer", and write "zero_allow_untested_optimizer": true'
-    )
-    return (
-        f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
-        f"{recipe.kind}, steps on a device, whose kernels round differently from the host's. {change}"
-    )
+    def take_waited_secs(self) -> float:
+        """What training has waited here since this was asked last."""
+        secs, self._waited_secs = self._waited_secs, 0.0
+        return secs

@@ -1,22 +1,28 @@
 """reft comes into ``deepspeed.initialize`` when DeepSpeed is imported, and into the programs of integrations.
-``import reft`` arranges it, under any launcher; nothing heavy is imported before the script does."""
+``import reft`` arranges it, under any launcher; nothing heavy is imported before the script does, and for a
+job without the block nothing happens, and nothing more is imported than this (P10)."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reft.env import ENV_CONFIG
+from reft.env import ENV_CONFIG, ENV_PROFILE
+
+if TYPE_CHECKING:
+    from reft.engine.engine import ClientState
+    from reft.errors import ConfigError
 
 BEGAN, GROUPS, GROUPED, ENGINE, BUILT = "began", "groups", "grouped", "engine", "built"
 SURVEY, AGREED = "survey", "agreed"
@@ -32,9 +38,6 @@ def times() -> dict[str, float]:
     engine likewise, memory is looked at, and all ranks agree on what to restore. What did not happen is
     missing."""
     return dict(_times)
-
-
-_DEEPSPEED = "deepspeed"
 
 
 class PostImportFinder(MetaPathFinder):
@@ -82,6 +85,13 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around``, which is given the original and its arguments, in the place of a method of an instance
+    or of a function of a module; others and the class stay as they are."""
+    original = getattr(where, name)
+    setattr(where, name, functools.wraps(original)(partial(around, original)))
+
+
 def ds_config_of(engine: Any) -> Mapping[str, Any]:
     params = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if isinstance(params, Mapping):
@@ -91,12 +101,12 @@ def ds_config_of(engine: Any) -> Mapping[str, Any]:
 
 
 def hook_imports() -> None:
-    """Have :mod:`reft.engine.install` do its work as soon as DeepSpeed is imported: now, if it is. Where
-    ``REFT_CONFIG`` names a block, reft comes into the programs of integrations too."""
-    if hasattr(sys.modules.get(_DEEPSPEED), "initialize"):
+    """Have :func:`install` do its work as soon as DeepSpeed is imported: now, if it is. Where ``REFT_CONFIG``
+    names a block, reft comes into the programs of integrations too."""
+    if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
-        _call_behind(_DEEPSPEED, _install)
+        _call_behind("deepspeed", _install)
     if os.environ.get(ENV_CONFIG):
         for name, function in import_module("reft.integrations").found("ON_IMPORT"):
             _call_behind(name, partial(_install_into, name, function))
@@ -111,16 +121,178 @@ def _call_behind(name: str, callback: Callable[[], None]) -> None:
 
 def _install() -> None:
     try:
-        import_module("reft.engine.install").install()
+        install()
     except Exception:
         import logging
 
         # P10: a script without a `reft` block must run, whatever DeepSpeed this is.
         logging.getLogger(__name__).exception(
-            "reft could not be installed into %s; training runs UNPROTECTED", _DEEPSPEED
+            "reft could not be installed into deepspeed; training runs UNPROTECTED"
         )
 
 
 def _install_into(name: str, function: str) -> None:
     """It has a block: what goes wrong is an error, and says what to change."""
     import_module("reft.integrations").load(function)(sys.modules[name])
+
+
+def avoid_build_at_start() -> None:
+    """Tell DeepSpeed that the shared-memory operator cannot be built. No effect on an accelerator."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+_OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
+"""How DeepSpeed's assertions about it begin."""
+
+
+def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
+    """What DeepSpeed's refusal of a configuration means; None where it is about something else."""
+    if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
+        return None
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    steps = config.get("gradient_accumulation_steps", 1)
+    if not all(isinstance(size, int) and size > 0 for size in (batch, micro, steps)):
+        return None
+    from reft.errors import ConfigError, SizeError
+
+    whole, rest = divmod(batch, micro * steps)
+    # Where the accumulation is given too, the degree follows from it.
+    fixed = "gradient_accumulation_steps" in config
+    degrees = [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
+    to_do = (
+        f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
+        if degrees
+        else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
+    )
+    also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
+    return (SizeError if degrees else ConfigError)(
+        f'"train_batch_size" {batch} cannot be split into micro-batches of {micro} samples at the '
+        f"data-parallel degree of this start (DeepSpeed: {error}). {to_do}{also}"
+    )
+
+
+_INSTALLED = "_reft_installed"
+_MOST_BYTES = 4 * 2**20  # Files larger than this are no configuration
+
+
+def install() -> None:
+    """Make every later ``deepspeed.initialize`` attach reft where the configuration asks for it."""
+    import deepspeed
+
+    if not getattr(deepspeed, _INSTALLED, False):
+        wrap(deepspeed, "initialize", lambda original, *args, **kwargs: _initialize(original, args, kwargs))
+        setattr(deepspeed, _INSTALLED, True)
+        if _is_likely_wanted():
+            _prepare()
+
+
+def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
+    """``deepspeed.initialize``, with reft attached where the configuration has a ``reft`` block.
+    ``client_state``: see ``reft.attach``; the other arguments, and the four results, are DeepSpeed's."""
+    import deepspeed
+
+    return _initialize(deepspeed.initialize, args, kwargs, client_state)
+
+
+def _initialize(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    client_state: ClientState | None = None,
+) -> Any:
+    config = _config_among(original, args, kwargs)
+    if _has_block(config):
+        _prepare()
+    mark(ENGINE)
+    try:
+        result = original(*args, **kwargs)
+    except AssertionError as error:
+        if _has_block(config) and (refusal := refusal_of(error, config)) is not None:
+            raise refusal from error
+        raise
+    mark(BUILT)
+    engine = result[0]
+    if _has_block(ds_config_of(engine)):
+        from reft.config import load_config
+
+        with uncollected():
+            hook = import_module("reft.engine.deepspeed")
+        attached = hook.session_of(engine) is not None
+        if (attached and client_state is not None) or (
+            not attached and load_config(ds_config_of(engine)).enabled
+        ):
+            hook.attach(engine, client_state=client_state)
+    return result
+
+
+def _has_block(config: Any) -> bool:
+    """Whether reft is asked for, by the block, or by ``reft profile``, which needs none."""
+    from reft.naming import BLOCK_NAME
+
+    return bool(os.environ.get(ENV_PROFILE)) or (isinstance(config, Mapping) and BLOCK_NAME in config)
+
+
+def _prepare() -> None:
+    import deepspeed
+    import torch.distributed as dist
+
+    from reft import log
+    from reft.protect.builds import tell_of_abandoned_builds
+    from reft.refusal import end_in_words
+
+    def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note when process groups are made, which ``reft history`` tells apart."""
+        mark(GROUPS)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mark(GROUPED)
+
+    log.install()
+    end_in_words()
+    tell_of_abandoned_builds()
+    avoid_build_at_start()
+    # They may be there already, where the block was not known before.
+    if not (dist.is_initialized() or isinstance(deepspeed.init_distributed, functools.partial)):
+        wrap(deepspeed, "init_distributed", init_distributed)
+        deepspeed.comm.init_distributed = deepspeed.init_distributed
+
+
+def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DeepSpeed's configuration among the arguments of ``deepspeed.initialize``; None if there is none."""
+    import inspect
+    import json
+
+    try:
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # DeepSpeed will say what is wrong
+        return None
+    config = given.get("config") or given.get("config_params")
+    config = config or getattr(given.get("args"), "deepspeed_config", None)
+    if not isinstance(config, str | os.PathLike):
+        return config
+    with suppress(OSError, ValueError), open(config, "rb") as file:
+        return json.load(file)
+    return None
+
+
+def _is_likely_wanted() -> bool:
+    """Whether the job has a block, as far as can be told before its configuration is known: by its script
+    and the files on its command line."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    words = [main or "", *(part for word in sys.argv[1:] for part in (word, word.partition("=")[2]))]
+    return bool(os.environ.get(ENV_PROFILE)) or any(_mentions(word) for word in words)
+
+
+def _mentions(path: str) -> bool:
+    from reft.naming import BLOCK_NAME
+
+    with suppress(OSError, ValueError):
+        if os.path.isfile(path) and os.path.getsize(path) <= _MOST_BYTES:
+            with open(path, "rb") as file:
+                return BLOCK_NAME.encode() in file.read()
+    return False

@@ -17,7 +17,7 @@ from reft.engine.identity import local_rank
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
 from reft.memory.free_memory import default_margin_bytes, free_bytes
-from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_order, write_record
+from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
@@ -38,7 +38,12 @@ def situation_of(session: Session) -> Situation:
     """What a rank alone knows, the bytes of its state and the memory of its node, is gathered; the rest is
     pure, so that all ranks choose the same. Collective."""
     config, topology, adapter = session.config, session.topology, session.engine.adapter
-    usable = usable_memory_bytes(config, session.memory.job_dir.path)
+    job_dir, limit = session.memory.job_dir.path, config.memory_limit_bytes
+    # What may be reserved on this node: what is free but the margin, and what the job's arenas hold already,
+    # which make room for the new ones; at most the limit.
+    room = max(0, free_bytes(job_dir) - _margin_bytes(config, job_dir))
+    room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
+    usable = room if limit is None else min(room, limit)
     gathered = session.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
     # Whether what a host recomputes is the owner's partition to the bit, as on CPUs.
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in session.device_findings)
@@ -54,7 +59,14 @@ def choose_protection(session: Session) -> ReftConfig:
     """The block with the chosen protection in the place of ``auto``. Collective. Windows are not measured
     yet: the choice needs none, since it takes what moves least."""
     config, situation = session.config, situation_of(session)
-    choice = _choose(replace(situation, rates=_measured_rates(session, situation)), config)
+    situation = replace(situation, rates=_measured_rates(session, situation))
+    # Versions are given up before the tolerance is, as when memory runs short later.
+    choices = [
+        choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
+        for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1)
+    ]
+    reached = (choice for choice in choices if choice.reached)
+    choice = next(reached, max(choices, key=lambda choice: choice.chosen.tolerance))
     chosen, scheme = choice.chosen, choice.chosen.scheme
     session.events.write(
         "protection_chosen",
@@ -104,19 +116,6 @@ def _measured_rates(session: Session, situation: Situation) -> Rates | None:
     )
 
 
-def _choose(situation: Situation, config: ReftConfig) -> Choice:
-    """Versions are given up before the tolerance is, as when memory runs short later."""
-    best: Choice | None = None
-    for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1):
-        choice = choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
-        if best is None or choice.chosen.tolerance > best.chosen.tolerance:
-            best = choice
-        if best.reached:
-            break
-    assert best is not None
-    return best
-
-
 def _say(choice: Choice) -> None:
     if choice.reached:
         logger.warning("protection auto: %s: %s", choice.chosen.name, choice.reason)
@@ -131,13 +130,9 @@ def _say(choice: Choice) -> None:
             logger.info("not %s: %s", other.name, choice.why_not_chosen(other))
 
 
-def usable_memory_bytes(config: ReftConfig, job_dir: Path) -> int:
-    """What may be reserved on this node: what is free but the margin, and what the job's arenas hold already,
-    which make room for the new ones; at most the limit."""
+def _margin_bytes(config: ReftConfig, job_dir: Path) -> int:
     margin = config.memory_margin_bytes
-    free = free_bytes(job_dir) - (default_margin_bytes(job_dir) if margin is None else margin)
-    room = max(0, free) + sum(path.stat().st_size for path in job_dir.glob("*.arena"))
-    return room if config.memory_limit_bytes is None else min(room, config.memory_limit_bytes)
+    return default_margin_bytes(job_dir) if margin is None else margin
 
 
 class Protection:
@@ -153,25 +148,19 @@ class Protection:
         self._job_dir = session.memory.job_dir.path
         self._events = session.events
         self._persist_dir = config.persist.dir
-        margin = config.memory_margin_bytes
-        self._keeping = Keeping(
-            config.arena_count, default_margin_bytes(self._job_dir) if margin is None else margin
-        )
-        scheme = str(config.scheme)
-        said = f"{AUTO}:{config.tolerance}" if chosen else scheme
+        self._keeping = Keeping(config.arena_count, _margin_bytes(config, self._job_dir))
+        # The last switch, if any node's memory tells of one and the block has not been edited since; else
+        # what the block says.
+        scheme, mine = str(config.scheme), read_record(self._job_dir)
+        told = b"" if mine is None else json.dumps(mine.to_json()).encode()
+        records = [ProtectionRecord.from_json(json.loads(d)) for d in self._control.gather_bytes(told) if d]
+        found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
-            self._last_switch(said, scheme), incarnation=session.memory.incarnation, aor=config.recompute
+            found,
+            tolerance=tolerance(self._topology, found.parsed.copies, found.parsed.parities),
+            incarnation=session.memory.incarnation,
+            aor=config.recompute,
         )
-
-    def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:
-        """The last switch, if any node's memory tells of one and the block has not been edited since; else
-        what the block says."""
-        mine = read_record(self._job_dir)
-        data = b"" if mine is None else json.dumps(mine.to_json()).encode()
-        gathered = [json.loads(d) for d in self._control.gather_bytes(data) if d]
-        found = resume(map(ProtectionRecord.from_json, gathered), configured, scheme)
-        parsed = found.parsed
-        return replace(found, tolerance=tolerance(self._topology, parsed.copies, parsed.parities))
 
     def switch(self, control: WorkerControl) -> SchemeSwitch:
         """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
@@ -186,10 +175,6 @@ class Protection:
         """Whether memory has become too short to survive the loss of a node, which it did before."""
         return self.record.degraded is not None and self.record.tolerance == 0
 
-    def order(self, scheme: str) -> None:
-        """Ask for a switch; see :meth:`reft.engine.session.Session.protect`."""
-        write_order([self._job_dir], scheme)
-
     def why_unprotected(self) -> str:
         if self.record.in_force == "none":
             return 'the protection is "none"'
@@ -201,25 +186,22 @@ class Protection:
                 "node is not"
             )
         nodes = [self._topology.group_nodes(*group) for group in self._topology.groups()]
+        d = self._topology.degrees
+        order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
+        to_write = (
+            f"start it with reft launch --rank-order {order}, or give PipelineModule "
+            f"topology=reft.topology(pp={d.pp}, dp={d.dp}, tp={d.tp})"
+        )
         others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(self._topology))
         if others:
             return (
                 f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
                 f"restores (found nodes {nodes}); write {others}, which survive the loss of a node here, or "
-                f"put the members on different nodes: {self._lines_to_write()}"
+                f"put the members on different nodes: {to_write}"
             )
         return (
             f"data-parallel members of a stage share a node with their copies (found nodes {nodes}); put "
-            f"them on different nodes: {self._lines_to_write()}"
-        )
-
-    def _lines_to_write(self) -> str:
-        """How a job of these degrees is spread over its nodes."""
-        d = self._topology.degrees
-        order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
-        return (
-            f"start it with reft launch --rank-order {order}, or give PipelineModule "
-            f"topology=reft.topology(pp={d.pp}, dp={d.dp}, tp={d.tp})"
+            f"them on different nodes: {to_write}"
         )
 
     def _changed(self, record: ProtectionRecord) -> None:

@@ -20,12 +20,12 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from pydantic import BaseModel, PositiveInt
 from reft.config import PersistConfig, ReftConfig
 from reft.device import vendor_of
 from reft.durable import write_durably
-from reft.errors import ConfigError, PersistError
+from reft.errors import PersistError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.node.history import read_history
@@ -160,37 +160,32 @@ class TierRate:
         """Steps between two versions, as this rank would have them now. Called by the thread that votes.
         ``windows``: how often one fits into the idle time, as planned."""
         with self._lock:
-            wanted = self._bounded(max(windows, self._wanted_interval()))
+            seen = self._pairs.cost()
+            if self.rate is not None:
+                self._observe(seen)
+            elif seen is not None and (self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS):
+                # Algorithm 1, once there are enough pairs.
+                self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
+                self._judge(seen)
+            wanted = self._gap()
+            if self.rate is not None:
+                if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
+                    self._probe_from, self._usual = None, None
+                # While it looks, versions are taken less often, to have steps without one.
+                wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
+            wanted = self._bounded(max(windows, wanted))
             news, self._news = self._news, None
         if news is not None:
             self._on_change(*news)
         return wanted
-
-    def _wanted_interval(self) -> int:
-        if self.rate is None:
-            self._profile()
-        else:
-            self._observe()
-        if self.rate is None:
-            return self._gap()
-        return max(self.rate.interval_steps, self._gap() if self._probes() else 1)
-
-    def _profile(self) -> None:
-        """Algorithm 1, once there are enough pairs."""
-        seen = self._pairs.cost()
-        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
-            return
-        self.rate = Rate(self._bounded(frequency(self._costs(seen), self._max_overhead)))
-        self._judge(seen)
 
     def _costs(self, seen: Cost) -> Costs:
         (copy_secs, update_secs), arrival = self._copies(), self._usual_arrival_secs()
         copy = min(copy_secs or 0.0, arrival)
         return Costs(seen.plain_secs, min(update_secs, seen.plain_secs), copy, arrival - copy)
 
-    def _observe(self) -> None:
+    def _observe(self, seen: Cost | None) -> None:
         """Judge the window if it tells enough; begin to look again if steps have become slower."""
-        seen = self._pairs.cost()
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -234,12 +229,6 @@ class TierRate:
     def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
         """Shortest interval of any use, and why."""
         return 1, ""
-
-    def _probes(self) -> bool:
-        """Whether versions are taken less often for a while, to have steps without one."""
-        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
-            self._probe_from, self._usual = None, None
-        return self._probe_from is not None
 
     def _gap(self) -> int:
         """Steps between two versions with which there are steps without one."""
@@ -345,12 +334,13 @@ class StorageRate(TierRate):
             self._due = Due(step)
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
-        last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
+        answer = answer or {}
+        last, overtaken = answer.get("persisted"), answer.get("overtaken")
         with self._lock:
             if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
                 self._overtaken = label
                 self._back_off()
-            if (answer or {}).get("failing"):
+            if answer.get("failing"):
                 self._on_its_way = None  # what storage costs is not known while it fails
                 self._pairs.leave_out()
             elif last is not None and self._on_its_way is not None and Label(*last) >= self._on_its_way:
@@ -396,24 +386,21 @@ class MemoryLosses:
 
     def mtbf_secs(self) -> float:
         """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
-        nodes, survived = self._groups()
-        rate = memory_losses_per_sec(self._node_losses_per_sec(), nodes, survived, REPAIR_SECS)
+        rate = memory_losses_per_sec(*self._facts(), REPAIR_SECS)
         return 1 / rate if rate else inf
 
     def carried_secs(self, survival: float) -> float:
         """For how long memory alone carries the job with this probability, without any repair."""
-        nodes, survived = self._groups()
-        return persist_interval_secs(survival, [Weibull(1 / self._node_losses_per_sec())], nodes, survived)
+        losses_per_sec, nodes, survived = self._facts()
+        return persist_interval_secs(survival, [Weibull(1 / losses_per_sec)], nodes, survived)
 
-    def _node_losses_per_sec(self) -> float:
-        return learned_losses_per_sec(read_history(self.job_dir), time.time(), self.node_mtbf_days)
-
-    def _groups(self) -> tuple[int, tuple[int, ...]]:
-        """Nodes, and of every number of lost ones how many sets a group survives. Groups that do not fill the
-        nodes count as if there were one more."""
+    def _facts(self) -> tuple[float, int, tuple[int, ...]]:
+        """How often a node is lost; nodes, and of every number of lost ones how many sets a group survives.
+        Groups that do not fill the nodes count as if there were one more."""
+        losses_per_sec = learned_losses_per_sec(read_history(self.job_dir), time.time(), self.node_mtbf_days)
         nodes = len(set(self.topology.failure_domains))
         size = max(len(set(self.topology.group_nodes(pp, tp))) for pp, tp in self.topology.groups())
-        return -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
+        return losses_per_sec, -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
@@ -430,64 +417,42 @@ def dividing(persist_steps: int) -> Callable[[int], int]:
     return fits
 
 
-def machine_facts() -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
-    return {
-        "machine": platform.machine(),
-        "processors": sorted(models),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
 class _Measured(BaseModel):
-    facts: dict[str, Any]
     memory: tuple[Costs, PositiveInt] | None = None
     storage: tuple[Costs, PositiveInt] | None = None
 
 
 class RateCache:
     """What an earlier start has measured of one rank's versions, so that the next one need not: one small
-    file per rank in the memory directory, next to the jobs. The same model in the same layout on the same
-    machine, as the JSON values of ``facts`` have it, finds it, whatever the job is called."""
+    file per rank in the memory directory, next to the jobs. The same model in the same layout, as the JSON
+    values of ``facts`` have it, finds it, whatever the job is called."""
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
-        self._facts = json.loads(json.dumps(facts, sort_keys=True))
-        digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = directory / f".rate-{digest[:24]}.json"
-        self._lock = threading.Lock()
         self._told = False
-        self._known = self._read()
+        self._known = _Measured()
+        try:
+            self._known = _Measured.model_validate_json(self.path.read_bytes())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
 
     def known(self, tier: Tier) -> tuple[Costs, int] | None:
         """Costs and interval in steps, as measured last; None where they are to be measured."""
         return getattr(self._known, tier)  # type: ignore[no-any-return]
 
     def note(self, tier: Tier, costs: Costs, interval_steps: int) -> None:
-        """Keep what was measured. A directory that cannot be written is said once: training goes on (P6)."""
-        with self._lock:
-            setattr(self._known, tier, (costs, interval_steps))
-            try:
-                write_durably(self.path, self._known.model_dump_json(indent=1).encode())
-            except OSError as error:
-                if not self._told:
-                    logger.warning("%s: the next start will have to measure again: %s", self.path, error)
-                self._told = True
-
-    def _read(self) -> _Measured:
+        """Keep what was measured. A directory that cannot be written is said once: training goes on (P6).
+        Called by the thread that votes."""
+        setattr(self._known, tier, (costs, interval_steps))
         try:
-            found = _Measured.model_validate_json(self.path.read_bytes())
-            if found.facts == self._facts:
-                return found
-            logger.warning("%s is ignored: it was measured for other settings", self.path)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, ConfigError) as error:
-            logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
-        return _Measured(facts=self._facts)
+            write_durably(self.path, self._known.model_dump_json(indent=1).encode())
+        except OSError as error:
+            if not self._told:
+                logger.warning("%s: the next start will have to measure again: %s", self.path, error)
+            self._told = True
 
 
 class Rates:
@@ -495,24 +460,46 @@ class Rates:
     collectively. ``from_memory``: this node's memory holds the version that the job goes on with."""
 
     def __init__(self, session: Session, *, from_memory: bool) -> None:
-        self._session = session
-        config = session.config
+        self._session, self._config = session, session.config
+        config, persist = session.config, session.config.persist
         self._versions = Due(session.engine.global_steps)
         self.memory: TierRate | None = None
         self.storage: StorageRate | None = None
-        if not (config.adapts or config.persist.adapts):
+        if not (config.adapts or persist.adapts):
             return
         cache = RateCache(config.memory_dir, self._facts())
         if config.adapts:
-            self.memory = self._memory_rate(cache)
-        if config.persist.adapts:
-            self.storage = self._storage_rate(cache, self._stored_step(from_memory))
+            bounds = [n for n in (config.max_lost_steps, persist.max_lost_steps) if n is not None]
+            self.memory = TierRate(
+                config.has.max_overhead,
+                most_steps=min(bounds) // 2 if bounds else None,
+                fits=dividing(persist.fixed_steps),
+                copies=lambda: (session.stats.copy_secs.median, session.copying.pacer.update_secs),
+                known=cache.known("memory"),
+                on_change=partial(cache.note, "memory"),
+            )
+        if persist.adapts:
+            losses = MemoryLosses(
+                session.memory.job_dir.path,
+                session.topology,
+                lambda: session.tolerance,
+                persist.node_mtbf_days,
+            )
+            self.storage = StorageRate(
+                persist,
+                interval_steps=config.version_steps,
+                start_step=self._stored_step(from_memory),
+                memory_mtbf_secs=losses.mtbf_secs,
+                carried_secs=losses.carried_secs,
+                known=cache.known("storage"),
+                on_change=partial(cache.note, "storage"),
+            )
             session.daemon.on_answer = self.storage.answered
 
     def _facts(self) -> dict[str, Any]:
-        session, config = self._session, self._session.config
-        engine, device = session.engine, session.engine.device
-        vendor = vendor_of(device)
+        """What the costs of versions depend on, on this machine."""
+        session, config, engine = self._session, self._config, self._session.engine
+        vendor = vendor_of(engine.device)
         return {
             "engine": engine.name,
             "shapes": engine.shapes(),
@@ -521,46 +508,19 @@ class Rates:
             "at": asdict(session.coordinate),
             "nodes": len(set(session.topology.failure_domains)),
             "ranks_here": session.ranks_here,
+            "cores": len(os.sched_getaffinity(0)),
             "protection": session.protection.record.in_force,
             "variant": config.variant.value,
             "has": config.has.model_dump(mode="json"),
             "persist": str(config.persist.dir),
-            "device": vendor.module.get_device_name(device) if vendor else device.type,
-            **machine_facts(),
+            "device": vendor.module.get_device_name(engine.device) if vendor else engine.device.type,
         }
-
-    def _memory_rate(self, cache: RateCache) -> TierRate:
-        session, config = self._session, self._session.config
-        bounds = [n for n in (config.max_lost_steps, config.persist.max_lost_steps) if n is not None]
-        return TierRate(
-            config.has.max_overhead,
-            most_steps=min(bounds) // 2 if bounds else None,
-            fits=dividing(config.persist.fixed_steps),
-            copies=lambda: (session.stats.copy_secs.median, session.copying.pacer.update_secs),
-            known=cache.known("memory"),
-            on_change=lambda costs, steps: cache.note("memory", costs, steps),
-        )
-
-    def _storage_rate(self, cache: RateCache, stored_step: int) -> StorageRate:
-        session, persist = self._session, self._session.config.persist
-        losses = MemoryLosses(
-            session.memory.job_dir.path, session.topology, lambda: session.tolerance, persist.node_mtbf_days
-        )
-        return StorageRate(
-            persist,
-            interval_steps=session.config.version_steps,
-            start_step=stored_step,
-            memory_mtbf_secs=losses.mtbf_secs,
-            carried_secs=losses.carried_secs,
-            known=cache.known("storage"),
-            on_change=lambda costs, steps: cache.note("storage", costs, steps),
-        )
 
     def _stored_step(self, from_memory: bool) -> int:
         """The newest step on storage on the way to where the job goes on, as rank 0 sees it: the step itself,
         if it was loaded from there or nothing was trained yet; 0 where nothing is. Collective."""
         session, step = self._session, self._session.engine.global_steps
-        stored = newest_step(session.config, step) if session.is_rank_zero else 0
+        stored = newest_step(self._config, step) if session.is_rank_zero else 0
         told = session.control.gather_ints([from_memory, stored])
         return told[0][1] if any(said[0] for said in told) else step
 
@@ -574,19 +534,32 @@ class Rates:
         if self.memory is not None:
             self.memory.begun(request.label.step, request.done.is_set)
 
+    # -- asked in every vote -------------------------------------------------------------------------
+
+    def wanted_interval(self, windows: int) -> int:
+        return windows if self.memory is None else self.memory.wanted_interval(windows)
+
+    def wanted_persist_interval(self) -> int:
+        return 0 if self.storage is None else self.storage.wanted_interval()
+
     # -- told with every commit --------------------------------------------------------------------
 
     def committed(self, label: Label) -> tuple[bool, dict[str, Any]]:
         """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
         told: dict[str, Any] = {}
+        every = self.version_steps(label.step)
         if self.memory is not None:
             self.memory.arrived(label.step)
-            told["memory_rate"] = self.memory.to_json() | {"agreed_steps": self.version_steps(label.step)}
-        due = False
-        if self.storage is not None:
-            agreed = self._agreed_persist_steps(label.step)
-            due = self.storage.committed(label, agreed, self.version_steps(label.step))
-            told["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
+            told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
+        if self.storage is None:
+            return False, told
+        assert self._session.worker is not None  # it has voted
+        agreed, most = self._session.worker.votes.persist_steps, self._config.persist.max_lost_steps
+        agreed = whole_interval(agreed, every)
+        if most is not None:
+            agreed = min(agreed, max(1, most // 2 // every) * every)
+        due = self.storage.committed(label, agreed, every)
+        told["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
         return due, told
 
     def takes_version(self, step: int) -> bool:
@@ -602,16 +575,8 @@ class Rates:
 
     def version_steps(self, step: int) -> int:
         """How often versions are taken around ``step``, as the ranks agreed."""
-        session = self._session
-        agreed = 1 if session.worker is None else session.worker.votes.interval_steps(step)
-        return max(session.config.version_steps, agreed)
-
-    def _agreed_persist_steps(self, step: int) -> int:
-        session, every = self._session, self.version_steps(step)
-        assert session.worker is not None  # it has voted
-        agreed = whole_interval(session.worker.votes.persist_steps, every)
-        most = session.config.persist.max_lost_steps
-        return agreed if most is None else min(agreed, max(1, most // 2 // every) * every)
+        worker = self._session.worker
+        return max(self._config.version_steps, 1 if worker is None else worker.votes.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:

@@ -7,34 +7,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
-from reft.device import Vendor, vendor_of
-from reft.engine.checks.device import check_device
-from reft.engine.checks.start import check_start, warn
-from reft.engine.copying import Copying, OptimizerFence
-from reft.engine.engine import ClientState, EngineState, TrainingEngine
-from reft.engine.identity import Identity, local_rank, name_job, note_session
-from reft.engine.memory import CommitNotes, JobMemory, JobRecord, gather_topology, open_control
+from reft.control.control import ControlGroup
+from reft.device import vendor_of
+from reft.engine.checks.start import check_device, check_start, warn
+from reft.engine.engine import ClientState, Copying, EngineState, OptimizerFence, TrainingEngine
+from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
 from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
-from reft.engine.stopping import Preemption, Stopping
+from reft.engine.stopping import Stopping
 from reft.faults import FaultPlan, kill_this_node
-from reft.grid import Coordinate
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
+from reft.memory.jobdir import secret_of_environment
 from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
+from reft.node.protection import write_order
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
-from reft.snapshot.scheduling.has import HasSchedule
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -48,29 +45,26 @@ logger = logging.getLogger(__name__)
 _STEPS = 10
 """Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to servers."""
 
-Event = tuple[str, float, int]
-"""Name, value, and the global samples that DeepSpeed's own events are counted by."""
-
 
 class Monitoring:
-    """Feeds DeepSpeed's monitor, if ``engine`` has one that is on."""
+    """Feeds DeepSpeed's monitor, on rank 0, if its engine has one that is on."""
 
-    def __init__(self, engine: Any, stats: SnapshotStats, job_dir: Path) -> None:
-        self._engine = getattr(engine, "engine", None)
-        self._stats = stats
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._engine: Any = getattr(session.engine, "engine", None) if session.is_rank_zero else None
         self._newest: int | None = None
         if not getattr(getattr(self._engine, "monitor", None), "enabled", False):
             self._engine = None
             return
-        self._newest = int(self._engine.global_steps)  # type: ignore[union-attr]
-        self._recoveries = len(restarts_among(read_history(job_dir)))
+        self._newest = session.engine.global_steps
+        self._recoveries = len(restarts_among(read_history(session.memory.job_dir.path)))
         """Restarts that followed a failure, before this start of the trainers."""
 
     def starts_at(self, step: int) -> None:
         """The engine has this step, which it did not make now."""
         self._newest = step
 
-    def after_step(self, step: int, tolerance: int) -> None:
+    def after_step(self, step: int) -> None:
         """Write once for each step, if it is time to; ``step`` is the same again behind each of its
         micro-batches but the last. Never raises (P6)."""
         if self._engine is None or step == self._newest:
@@ -79,7 +73,7 @@ class Monitoring:
         try:
             if step % (self._engine.steps_per_print() or _STEPS) == 0:
                 samples = int(self._engine.global_samples)
-                self._engine.monitor.write_events(list(self._events(step, samples, tolerance)))
+                self._engine.monitor.write_events([(*told, samples) for told in self._events(step)])
         except Exception as error:
             self._engine = None
             logger.warning(
@@ -88,71 +82,15 @@ class Monitoring:
                 error,
             )
 
-    def _events(self, step: int, samples: int, tolerance: int) -> Iterable[Event]:
-        stats = self._stats
+    def _events(self, step: int) -> Iterable[tuple[str, float]]:
+        stats = self._session.stats
         if stats.copy_secs.newest is not None:
-            yield "Reft/snapshot_seconds", stats.copy_secs.newest, samples
+            yield "Reft/snapshot_seconds", stats.copy_secs.newest
         if stats.committed_step is not None:
-            yield "Reft/committed_step", stats.committed_step, samples
-            yield "Reft/commit_lag_steps", max(0, step - stats.committed_step), samples
-        yield "Reft/tolerance_left", tolerance, samples
-        yield "Reft/recoveries", self._recoveries, samples
-
-
-class Reports:
-    """What is told of versions. Called by the worker thread. ``record``: in the rendezvous store, on one
-    rank; ``unprotected``: whether the loss of a node, survived before, is not any more."""
-
-    def __init__(
-        self,
-        *,
-        stats: SnapshotStats,
-        events: EventLog,
-        daemon: DaemonClient,
-        record: JobRecord | None,
-        at: Coordinate,
-        unprotected: Callable[[], bool],
-        rates: Rates,
-        complaints: Complaints,
-    ) -> None:
-        self._stats = stats
-        self._events = events
-        self._daemon = daemon
-        self._notes = None if record is None else CommitNotes(record, complaints)
-        self._at = at
-        self._unprotected = unprotected
-        self._rates = rates
-        self._complaints = complaints
-
-    def committed(self, label: Label) -> None:
-        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
-        for the answers of the daemon and of the rendezvous store: the next vote must not."""
-        stats = self._stats.to_json()
-        due, told_of_rates = False, dict[str, Any]()
-        try:
-            due, told_of_rates = self._rates.committed(label)
-        except Exception as error:
-            self._complaints.tell("the rates of versions cannot be computed", error)
-        self._complaints.attempt(
-            "the daemon cannot be informed of a commit",
-            lambda: self._daemon.notify_commit(
-                label, self._at, stats | told_of_rates, unprotected=self._unprotected(), due=due
-            ),
-        )
-        # With the counters: a rank that is killed leaves no "closed" event.
-        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
-        self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
-        if self._notes is not None:
-            self._notes.committed(label)
-
-    def skipped(self, step: int, cause: str) -> None:
-        self._daemon.notify_skip(step, cause, self._stats.to_json())
-        self._events.write("skip", step=step, cause=cause)
-
-    def close(self) -> None:
-        """Have the last commit noted, for two seconds at most."""
-        if self._notes is not None:
-            self._notes.close()
+            yield "Reft/committed_step", stats.committed_step
+            yield "Reft/commit_lag_steps", max(0, step - stats.committed_step)
+        yield "Reft/tolerance_left", self._session.tolerance
+        yield "Reft/recoveries", self._recoveries
 
 
 class DeviceMemory:
@@ -171,54 +109,30 @@ class DeviceMemory:
             return
         self._next = now + self._every_secs
         try:
-            use = self._look(self._vendor)
+            if stats := self._vendor.module.memory_stats_as_nested_dict(self._device):
+                allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
+                if not self._total:
+                    free, _ = self._vendor.module.mem_get_info(self._device)
+                    self._total = free + reserved["current"]
+                self._page.set_device(DeviceUse(self._total, allocated["current"], allocated["peak"]))
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None
-            return
-        if use is not None:
-            self._page.set_device(use)
-
-    def _look(self, vendor: Vendor) -> DeviceUse | None:
-        stats = vendor.module.memory_stats_as_nested_dict(self._device)
-        if not stats:
-            return None
-        allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
-        if not self._total:
-            free, _ = vendor.module.mem_get_info(self._device)
-            self._total = free + reserved["current"]
-        return DeviceUse(total=self._total, allocated=allocated["current"], peak_allocated=allocated["peak"])
-
-
-class Woven:
-    """What executes the instructions of a pipeline, as a tracer sees it."""
-
-    def __init__(self) -> None:
-        self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self._records: list[InstructionRecord] = []
-        self._marks: list[tuple[Any, Any]] = []
-        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
-        self._began = 0.0
-
-    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
-        """Instructions timed since the last call, and when the last schedule began."""
-        records, self._records = self._records, []
-        return tuple(records), self._began
-
-    def take_marks(self) -> list[tuple[Any, Any]]:
-        """What :attr:`mark` returned before and after each instruction since the last call."""
-        marks, self._marks = self._marks, []
-        return marks
 
 
 class Tracer:
-    """Collects the traces of one rank. Used by the training thread."""
+    """Collects the traces of one rank; what executes the instructions of a pipeline notes them here. Used by
+    the training thread."""
 
     def __init__(self) -> None:
         self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
         self.profiler: Profiler | None = None
-        self.weaver: Woven | None = None
+        self.woven = False  # whether the instructions of a pipeline are noted
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
+        self.records: list[InstructionRecord] = []  # of this step
+        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
+        self.began = 0.0  # the last schedule
 
     @property
     def active(self) -> bool:
@@ -229,7 +143,7 @@ class Tracer:
         config = session.config.profile
         if not config.steps:
             return
-        if self.weaver is None:
+        if not self.woven:
             name = session.engine.name
             logger.warning("%s cannot be profiled; only a pipeline engine can", name)
             return
@@ -239,7 +153,7 @@ class Tracer:
         # On a device calls return before their work is done; its own clock is read, without waiting.
         vendor = vendor_of(session.engine.device)
         clock = None if vendor is None else DeviceClock(vendor)
-        self.weaver.mark = None if clock is None else clock.mark
+        self.mark = None if clock is None else clock.mark
         self.profiler = Profiler(
             config,
             clock,
@@ -250,23 +164,21 @@ class Tracer:
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
 
-    def add(self, step: int, rank: int, stage_id: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
+    def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
         """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
         training waited for copies."""
-        instructions: tuple[InstructionRecord, ...] = ()
-        began, marks = 0.0, []
-        if self.weaver is not None:
-            (instructions, began), marks = self.weaver.take_records(), self.weaver.take_marks()
+        records, self.records = self.records, []
+        marks, self.marks = self.marks, []
         copied = []
         while chunks:  # the thread that copies adds more
             copied.append(chunks.popleft())
         trace = StepTrace(
             step=step,
-            rank=rank,
-            stage_id=stage_id,
-            begin_secs=began,
+            rank=session.control.rank,
+            stage_id=session.coordinate.pp,
+            begin_secs=self.began,
             end_secs=time.perf_counter(),
-            instructions=instructions,
+            instructions=tuple(records),
             chunks=tuple(copied),
             fence_secs=fence_secs,
         )
@@ -274,8 +186,8 @@ class Tracer:
             self.traces.append(trace)
         if self.profiler is not None:
             self.profiler.add(trace, marks)
-            if self.weaver is not None and not self.profiler.measuring:
-                self.weaver.mark = None
+            if not self.profiler.measuring:
+                self.mark = None
 
 
 class Session:
@@ -300,21 +212,21 @@ class Session:
     def __init__(self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None) -> None:
         self.engine = engine
         self.coordinate, degrees = engine.place()
-        self.control = open_control(config)
+        self.control = ControlGroup(
+            config.commit_timeout_secs,
+            node=Place.here().node,
+            secret=secret_of_environment(),
+            transport=config.transport,
+        )
         self.config = config = name_job(config, self.control)
         log.set_place(self.job_id, str(self.coordinate), engine.global_steps)
         self.topology, self.places = gather_topology(self.control, self.coordinate, degrees)
-        identity = Identity.of_engine(
-            engine, config, at=self.coordinate, degrees=degrees, control=self.control
-        )
         # Whoever goes on with another engine, should this one be refused, may have the memory.
         with ExitStack() as undo:
             undo.callback(self.control.leave)
             if engine.data is not None:
                 undo.callback(engine.data.close)
-            self.memory = JobMemory(
-                config, identity, node=self.node, writes=self.is_first_on_node, control=self.control
-            )
+            self.memory = JobMemory(self)
             undo.callback(self.memory.close)
             self.progress = open_page(
                 self.memory.job_dir.path,
@@ -329,29 +241,20 @@ class Session:
             undo.callback(self.state.close)
             check_start(self)
             undo.pop_all()
-        note_session(config.memory_dir / self.job_id, self)
 
     def _put_together(self, client_state: ClientState | None) -> None:
         """Everything that needs the job's memory. Collective."""
         self.worker: SnapshotWorker | None = None
-        self._reports: Reports | None = None
         self.faults = FaultPlan(
             self.config.faults,
             self.coordinate,
             self.memory.incarnation,
             kill_node=lambda: kill_this_node(self.memory.job_dir.path),
         )
-        self.stats = SnapshotStats()
+        self.stats, self.complaints = SnapshotStats(), Complaints()
         self.events = EventLog(self.control.rank)
         self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
-        self.copying = Copying(
-            self.config,
-            self.engine.device,
-            stage_id=self.coordinate.pp,
-            stages=self.topology.degrees.pp,
-            micro_batches=self.engine.micro_batches,
-            ranks_here=self.ranks_here,
-        )
+        self.copying = Copying(self)
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
@@ -359,18 +262,17 @@ class Session:
         if chosen := self.config.chooses:
             self.config = choose_protection(self)
         self.protection = Protection(self, chosen=chosen)
-        self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
+        self.fence = OptimizerFence(self)
         self.state = EngineState(self, client_state)
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
-        watched = self.engine if self.is_rank_zero else None
-        self.monitoring = Monitoring(watched, self.stats, memory.job_dir.path)
-        self.stopping = Stopping(self.config.grace_secs, Preemption())
+        self.monitoring = Monitoring(self)
+        self.stopping = Stopping(self.config.grace_secs)
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
-        self._closed = False
+        self.closed = False
         self.first_request: SnapshotRequest | None = None
         """Of this life; what has become of it is noted there."""
 
@@ -400,18 +302,9 @@ class Session:
         return self.topology.local_ranks(self.node)[0] == self.control.rank
 
     @property
-    def schedule(self) -> HasSchedule | None:
-        """The plan by which bytes are copied now; None before one was made."""
-        return self.copying.pacer.plan
-
-    @property
     def tolerance(self) -> int:
         """Node losses that every sharding group survives, from the real placement (P4)."""
         return self.protection.record.tolerance
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     # -- what the script may change ------------------------------------------------------------------
 
@@ -423,7 +316,7 @@ class Session:
         """Switch the protection of the versions to come, at one version boundary on all ranks. One rank that
         asks is enough; ``reft protect`` does the same from outside. Raises ConfigError: there is no such
         scheme."""
-        self.protection.order(scheme)
+        write_order([self.memory.job_dir.path], scheme)
 
     # -- start and end -----------------------------------------------------------------------------
 
@@ -432,59 +325,43 @@ class Session:
         self.memory.record_identity()
         self.rates = Rates(self, from_memory=bool(frozen))
         self.control.end_pairs()  # of the load, with all of the sharding group
-        control = self.control.for_worker(self.memory.job_dir.secret)
+        job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
+        control = self.control.for_worker(job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
-            arenas=self._arenas(frozen),
+            arenas=ArenaSet(
+                SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+                ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+                frozen=frozen,
+                limit_bytes=limit // ranks if limit is not None else None,
+                engine=self.copying.engine,
+                remake=self._remake_memory,
+            ),
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
-                recompute=self.state.recomputing.recipe,
+                recompute=None if self.state.gradients is None else self.state.gradients.recipe,
                 verify=self.config.verify,
             ),
             switch=self.protection.switch(control),
             copier=self.copying.copier(),
             pacer=self.copying.pacer,
-            watchers=self._watchers(),
+            watchers=Watchers(
+                self.stats,
+                self.faults,
+                self._committed,
+                self._skipped,
+                self.complaints,
+                self.rates.wanted_persist_interval,
+                self.rates.wanted_interval,
+            ),
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)
         # Without versions there are no votes to stop by.
-        if self.copying.takes_versions and (lacks := self.stopping.preemption.install()):
+        if self.copying.takes_versions and (lacks := self.stopping.install()):
             warn(self, lacks)
-
-    def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
-        job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
-        ranks = self.ranks_here
-        return ArenaSet(
-            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-            ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
-            frozen=frozen,
-            limit_bytes=limit // ranks if limit is not None else None,
-            engine=self.copying.engine,
-            remake=self._remake_memory,
-        )
-
-    def _watchers(self) -> Watchers:
-        record = self.memory.record if self.is_rank_zero else None
-        complaints = Complaints()
-        self._reports = reports = Reports(
-            stats=self.stats,
-            events=self.events,
-            daemon=self.daemon,
-            record=record,
-            at=self.coordinate,
-            unprotected=lambda: self.protection.lost,
-            rates=self.rates,
-            complaints=complaints,
-        )
-        watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped, complaints)
-        if self.rates.memory is not None:
-            watchers.wanted_interval = self.rates.memory.wanted_interval
-        if self.rates.storage is not None:
-            watchers.wanted_persist_interval = self.rates.storage.wanted_interval
-        return watchers
 
     def _remake_memory(self) -> None:
         self.memory.remake()
@@ -493,20 +370,46 @@ class Session:
     def close(self, timeout_secs: float | None = None) -> None:
         """Finish what is under way, within the grace unless another time is given, and release everything.
         The memory stays."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.progress.close()
-        self.stopping.preemption.uninstall()
+        self.stopping.uninstall()
         if self.worker is not None:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
         self.state.close()
         self.daemon.close()
-        if self._reports is not None:
-            self._reports.close()
+        self.memory.record.close()
         self.memory.close()
         self.control.leave()
         self.events.write("closed", **self.stats.to_json())
+
+    # -- what is told of versions, by the worker thread ------------------------------------------------
+
+    def _committed(self, label: Label) -> None:
+        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
+        for the answers of the daemon and of the rendezvous store: the next vote must not."""
+        stats = self.stats.to_json()
+        due, told_of_rates = False, dict[str, Any]()
+        try:
+            due, told_of_rates = self.rates.committed(label)
+        except Exception as error:
+            self.complaints.tell("the rates of versions cannot be computed", error)
+        self.complaints.attempt(
+            "the daemon cannot be informed of a commit",
+            lambda: self.daemon.notify_commit(
+                label, self.coordinate, stats | told_of_rates, unprotected=self.protection.lost, due=due
+            ),
+        )
+        # With the counters: a rank that is killed leaves no "closed" event.
+        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
+        self.events.write("commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **told)
+        if self.is_rank_zero:
+            self.memory.record.committed(label, self.complaints)
+
+    def _skipped(self, step: int, cause: str) -> None:
+        self.daemon.notify_skip(step, cause, self.stats.to_json())
+        self.events.write("skip", step=step, cause=cause)
 
     # -- every step --------------------------------------------------------------------------------
 
@@ -519,13 +422,13 @@ class Session:
         captured is not raised here: its version is voted down (P6). Called behind the optimizer step where
         the schedule was woven, else behind the whole step; the second call for the same step does nothing."""
         step = self.engine.global_steps
-        if step == self._last_step or self.worker is None or self._closed:
+        if step == self._last_step or self.worker is None or self.closed:
             return
         now = time.perf_counter()
         step_secs, self._boundary_secs = now - self._boundary_secs, now
         self._last_step = step
         log.set_step(step)
-        if self.tracer.weaver is None:
+        if not self.tracer.woven:
             self.copying.pacer.end_step("step", ())
         self.rates.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
@@ -541,14 +444,10 @@ class Session:
         self.boundary()
         self.progress.end_step(self._last_step)
         self.device_memory.after_step()
-        self.monitoring.after_step(self._last_step, self.tolerance)
+        self.monitoring.after_step(self._last_step)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:
-            self.tracer.add(
-                *(self._last_step, self.control.rank, self.coordinate.pp),
-                chunks=self.worker.copier.records,
-                fence_secs=waited_secs,
-            )
+            self.tracer.add(self, self._last_step, self.worker.copier.records, waited_secs)
         self.stopping.stop_if_due(self, self._last_step)
 
     def submit(self, *, must: bool) -> SnapshotRequest:

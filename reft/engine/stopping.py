@@ -22,28 +22,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPEAT_SECS = 2.0
+_STOP_NEXT_SECS = 1.0
+"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
+_LONG_STEP_SECS = 0.5
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
+measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+_VOTE_SECS = 5.0
+_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
+_CLOSE_SECS = 1.0
+_ALONE_SHARE = 0.5
+"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
 
 
-class Preemption:
-    """Notes the request to stop. The next votes carry it to all ranks, so that all stop after the same
-    step. Batch systems signal every process of a job and the launcher passes its own on, so repeats
-    within two seconds mean the same; a later one acts at once, as if reft were not there."""
+class Stopping:
+    """Notes the request to stop, and decides after which step one rank does. The next votes carry the request
+    to all ranks, so that all stop after the same step.
 
-    def __init__(self) -> None:
-        self.requested = False
+    Batch systems signal every process of a job and the launcher passes its own on, so repeats within two
+    seconds mean the same; a later one acts at once, as if reft were not there.
+
+    ``at_next_step``: where all ranks stop, the job ends where the next step would begin. The program prints
+    the line of the last step before, and saves where that is due."""
+
+    def __init__(self, grace_secs: float) -> None:
+        self._grace_secs = grace_secs
+        self.requested = self.at_next_step = False
         self._signal = signal.SIGTERM
         self._since_secs = 0.0
         self._previous: dict[signal.Signals, Any] = {}
+        self._stop: Callable[[Session, int], None] | None = None
+        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
 
-    @property
-    def exit_code(self) -> int:
-        """128 + the signal's number, as a shell reports it."""
-        return 128 + int(self._signal)
-
-    @property
-    def waited_secs(self) -> float:
-        """Time since the request; 0 if there was none."""
-        return time.monotonic() - self._since_secs if self.requested else 0.0
+    # -- the request ---------------------------------------------------------------------------------
 
     def install(self) -> str | None:
         """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it cannot."""
@@ -63,41 +73,19 @@ class Preemption:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            if time.monotonic() - self._since_secs < _REPEAT_SECS:
-                return
+        if not self.requested:
+            self._since_secs, self.requested = time.monotonic(), True
+            self._signal = signal.Signals(number)
+        elif self.waited_secs >= _REPEAT_SECS:
             self.uninstall()
             signal.raise_signal(number)
-            return
-        self._since_secs = time.monotonic()
-        self.requested = True
-        self._signal = signal.Signals(number)
 
+    @property
+    def waited_secs(self) -> float:
+        """Time since the request; 0 if there was none."""
+        return time.monotonic() - self._since_secs if self.requested else 0.0
 
-_STOP_NEXT_SECS = 1.0
-"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
-_LONG_STEP_SECS = 0.5
-"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
-measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
-_VOTE_SECS = 5.0
-_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
-
-_CLOSE_SECS = 1.0
-_ALONE_SHARE = 0.5
-"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
-
-
-class Stopping:
-    """Decides after which step one rank stops. ``at_next_step``: where all ranks stop, the job ends where the
-    next step would begin. The program prints the line of the last step before, and saves where that is
-    due."""
-
-    def __init__(self, grace_secs: float, preemption: Preemption) -> None:
-        self.preemption = preemption
-        self._grace_secs = grace_secs
-        self.at_next_step = False
-        self._stop: Callable[[Session, int], None] | None = None
-        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
+    # -- the end -------------------------------------------------------------------------------------
 
     @property
     def together(self) -> bool:
@@ -110,7 +98,7 @@ class Stopping:
         if 0 < self._replayed_step <= step:
             self._stop = stop_replay
             return True
-        if self.preemption.requested or votes.halt is not None:
+        if self.requested or votes.halt is not None:
             # The vote that carries this is over when training gets there: all ranks know by then.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
@@ -120,8 +108,8 @@ class Stopping:
         # P6: this rank was told to stop, and no vote will say in time after which step all do.
         elif (
             votes.stop_step is None
-            and self.preemption.requested
-            and (self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
+            and self.requested
+            and (self.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
         ):
             self._stop = stop_alone
         return self._stop is not None
@@ -134,7 +122,11 @@ class Stopping:
     def end_if_stopped(self, session: Session) -> None:
         """Called where a step begins; exits if the job has stopped behind the step before."""
         if self.at_next_step and self._stop is not None:
-            _end(session)
+            self.end(session)
+
+    def end(self, session: Session, *timeout_secs: float) -> None:
+        session.close(*timeout_secs)
+        raise SystemExit(128 + int(self._signal))  # as a shell reports it
 
 
 def stop_together(session: Session, step: int) -> None:
@@ -146,7 +138,7 @@ def stop_together(session: Session, step: int) -> None:
         *(step, "committed in memory" if committed else "NOT committed", persisted),
     )
     if not session.stopping.at_next_step:
-        _end(session)
+        session.stopping.end(session)
 
 
 def stop_replay(session: Session, step: int) -> None:
@@ -172,9 +164,18 @@ def stop_for_corruption(session: Session, step: int) -> None:
     )
 
 
-def _end(session: Session, *timeout_secs: float) -> None:
-    session.close(*timeout_secs)
-    raise SystemExit(session.stopping.preemption.exit_code)
+def stop_alone(session: Session, step: int) -> None:
+    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
+    alike."""
+    left = session.config.grace_secs - session.stopping.waited_secs - _CLOSE_SECS
+    committed, persisted = _take_last_version(session, step, max(0.0, left))
+    why = "grace_secs is too short for another step" if committed else "the other ranks do not answer"
+    outcome = f"Committed in memory{persisted}"
+    if not committed:
+        outcome = f"Last committed: step {session.stats.committed_step}"
+    logger.warning("stopping on request after step %d, without a vote: %s. %s", step, why, outcome)
+    session.stopping.end(session, _CLOSE_SECS)
 
 
 def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
@@ -189,24 +190,3 @@ def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, 
         persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
     session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
     return request.committed, "" if persisted is None else f", persisted: {persisted}"
-
-
-def stop_alone(session: Session, step: int) -> None:
-    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
-    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
-    alike."""
-    left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
-    committed, persisted = _take_last_version(session, step, max(0.0, left))
-    if committed:
-        logger.warning(
-            "stopping on request after step %d, without a vote: grace_secs is too short for another step. "
-            "Committed in memory%s",
-            *(step, persisted),
-        )
-    else:
-        logger.warning(
-            "stopping on request after step %d, without a vote: the other ranks do not answer. Last "
-            "committed: step %s",
-            *(step, session.stats.committed_step),
-        )
-    _end(session, _CLOSE_SECS)

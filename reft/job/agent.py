@@ -101,6 +101,11 @@ class Agent:
         self.all_ended_well = False
         self.told_to_stop = False
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first node of the job."""
+        return self.agreement is not None and self._group_rank == 0
+
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> dict[int, ProcessFailure] | None:

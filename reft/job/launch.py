@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
@@ -50,6 +51,7 @@ from reft.node.observe import CommitWatch
 from reft.node.progress import STACKS_SUFFIX
 from reft.node.report import ENDED_WELL
 from reft.protect.builds import tell_of_abandoned_builds
+from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
 
@@ -374,7 +376,17 @@ class Launcher:
         if self._daemon is not None:
             # To write the newest version it has what the trainers left of the grace.
             left_secs = max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
-            self._daemon.end(left_secs if self._end is End.UNFINISHED else 0.0)
+            persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
+            stops = self._end is End.UNFINISHED and self._signals.received is not None
+            exports = persist.export_at_end is not None and (stops or self._end is End.WELL)
+            if exports and not stops:
+                left_secs = persist.timeout_secs
+            self._daemon.end(left_secs if exports or self._end is End.UNFINISHED else 0.0)
+            if exports and self._agent is not None and self._agent.leads:
+                assert persist.dir is not None
+                stored = job_directory(persist.dir, self._options.job_id)
+                words = ["persist", "--from", stored, "--out", persist.export_at_end]
+                subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:

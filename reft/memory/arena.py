@@ -17,7 +17,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -512,11 +512,16 @@ def is_decoded(name: str) -> bool:
     return name.startswith(_DECODED)
 
 
-def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
+def scan(
+    job_dir: Path,
+    secret: bytes | None,
+    job_id: str | None = None,
+    is_wanted: Callable[[Path], bool] = lambda path: True,
+) -> list[tuple[Path, Arena | str]]:
     """Open every arena of a job directory for reading: per arena file, in name order, the open arena or the
     reason why it cannot be read. The caller closes the arenas."""
     found: list[tuple[Path, Arena | str]] = []
-    for path in sorted(job_dir.glob(f"*{ARENA_SUFFIX}")):
+    for path in filter(is_wanted, sorted(job_dir.glob(f"*{ARENA_SUFFIX}"))):
         try:
             found.append((path, Arena.open(path, secret, job_id=job_id)))
         except FileNotFoundError:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reft.memory.free_memory import bounds
 from reft.memory.jobdir import JobDir
@@ -48,15 +48,11 @@ class Speed:
     per_sec: float
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Of a node's host: used at the fullest, and in all; what limits it, ``of``, may be a control group.
-    ``runs_out``: how it is running out, for people; "" where it is not."""
+class Memory(NamedTuple):
+    """Of a node's host, what is fullest; ``runs_out``: how it is running out, for people; "": it is not."""
 
     node: str
-    used_bytes: int
-    total_bytes: int
-    of: str = "the host"
+    use: MemoryUse
     runs_out: str = ""
 
 
@@ -117,13 +113,11 @@ def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
     """Of every node that tells of its memory; of this one where none does."""
-    told = {r.node: (r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory}
+    told = [(r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory]
     if not told:
         here = tuple(MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path))
-        told = {JobDir.open(path).node: (here, "")}
-    for node, (uses, said) in told.items():
-        if (use := fullest(uses)) is not None:
-            yield Memory(node, use.peak_bytes, use.limit_bytes, use.name, said)
+        told = [(JobDir.open(path).node, here, "")]
+    return [Memory(node, use, said) for node, uses, said in told if (use := fullest(uses)) is not None]
 
 
 def _speeds(rounds: Sequence[Round]) -> list[Speed]:
@@ -189,16 +183,16 @@ def _about_losses(seen: Situation) -> Iterable[Advice]:
 
 
 def _about_memory(seen: Situation) -> Iterable[Advice]:
-    for memory in seen.memory:
-        said, wanted = memory.runs_out, None
-        if not said and (part := memory.used_bytes / memory.total_bytes) >= _MEMORY_RISK:
-            wanted = ceil(_MEMORY_ROOM * memory.used_bytes / 2**20) * 2**20
+    for node, use, runs_out in seen.memory:
+        said, wanted = runs_out, None
+        if not said and (part := use.peak_bytes / use.limit_bytes) >= _MEMORY_RISK:
+            wanted = ceil(_MEMORY_ROOM * use.peak_bytes / 2**20) * 2**20
             said = (
-                f"{part:.0%} of the memory of {memory.of} was in use; give it {wanted / 2**30:.1f} GiB "
+                f"{part:.0%} of the memory of {use.name} was in use; give it {wanted / 2**30:.1f} GiB "
                 f"before it runs out"
             )
         if said:
-            yield Advice(Action.MEMORY, (memory.node,), len(seen.nodes), said, wanted)
+            yield Advice(Action.MEMORY, (node,), len(seen.nodes), said, wanted)
 
 
 def gain_of_workers(before: Speed, after: Speed) -> float:

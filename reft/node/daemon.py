@@ -36,7 +36,7 @@ from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.memory.joblock import holder
 from reft.naming import Label
-from reft.node.client import PURPOSE, SOCKET_NAME, ShortPath
+from reft.node.client import PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.metrics import MetricsServer
 from reft.node.observe import CommitWatch
@@ -49,9 +49,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 END_SIGNAL = signal.SIGUSR1  # by which its launcher ends it
 _POLL_SECS = 1.0
-_STATUS_SECS = 0.2
+_STATUS_SECS = 0.2  # between two looks at what stands still, and two versions of the status
 _IDLE_CONNECTION_SECS = 3600.0
-_WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 60.0  # between two signs of progress of what is being written to storage
 _SAME_START_SECS = 2.0  # Start times are computed from the boot time, which the clock's corrections move
@@ -64,18 +63,19 @@ class NodeStatus:
 
     def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
         self._path = job_dir / STATUS_FILE
-        self._facts = dict(facts)
         self._lock = threading.RLock()
         self._written: dict[str, Any] | None = None
         self._cannot_write = ""
-        self._trainers: dict[str, dict[str, Any]] = {}
-        self._quiet: tuple[list[str], list[str]] = ([], [])
-        self._commits = 0
         self._skipped: Counter[str] = Counter()
-        self._stale_cause: str | None = None
+        self._trainers: dict[str, dict[str, Any]] = {}
+        self._known = {**facts, "stale_since_step": None, "stale_cause": None, "quiet": [], "suspected": []}
+        self._commits = 0
         self.last_committed: Label | None = None
-        self.stale_since_step: int | None = None
         self.persist = persist
+
+    def update(self, **facts: Any) -> None:
+        with self._lock:
+            self._known.update(facts)
 
     def committed(self, label: Label) -> None:
         """A version is committed on this node; an older one than known changes nothing."""
@@ -84,28 +84,23 @@ class NodeStatus:
                 return
             self.last_committed = label
             self._commits += 1
-            if self.stale_since_step is not None and label.step >= self.stale_since_step:
-                self.stale_since_step = self._stale_cause = None
+            if (since := self._known["stale_since_step"]) is not None and label.step >= since:
+                self.update(stale_since_step=None, stale_cause=None)
 
     def skip(self, step: int, cause: str) -> None:
         """The version of ``step`` was not taken: stale from the first such step to the next commit."""
         with self._lock:
             self._skipped[cause] += 1
-            if self.stale_since_step is None:
-                self.stale_since_step = step
-            self._stale_cause = cause
+            since = self._known["stale_since_step"]
+            self.update(stale_since_step=step if since is None else since, stale_cause=cause)
 
     def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
         """Trainers that have done nothing for longer than a step may take, and for longer than they may at
         what they do."""
-        with self._lock:
-            # How long is said when it begins: the file is not written anew while that goes on.
-            if (len(quiet), len(suspected)) != tuple(map(len, self._quiet)):
-                self._quiet = quiet, suspected
-
-    def update(self, **facts: Any) -> None:
-        with self._lock:
-            self._facts.update(facts)
+        before = self._known["quiet"], self._known["suspected"]
+        # How long is said when it begins: the file is not written anew while that goes on.
+        if (len(quiet), len(suspected)) != tuple(map(len, before)):
+            self.update(quiet=quiet, suspected=suspected)
 
     def trainer(self, local_rank: int, stats: Mapping[str, Any]) -> None:
         with self._lock:
@@ -114,15 +109,11 @@ class NodeStatus:
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
             return {
-                **self._facts,
+                **self._known,
                 "last_committed": label_json(self.last_committed),
                 "commits": self._commits,
                 "skipped": dict(self._skipped),
-                "stale_since_step": self.stale_since_step,
-                "stale_cause": self._stale_cause,
-                "trainers": {rank: dict(t) for rank, t in self._trainers.items()},
-                "quiet": list(self._quiet[0]),
-                "suspected": list(self._quiet[1]),
+                "trainers": dict(self._trainers),
                 "persist": self.persist.to_json(),
             }
 
@@ -198,15 +189,31 @@ class Daemon:
             text = (self._job_dir.path / CONFIG_FILE).read_text()
             self._follow(ReftConfig.model_validate_json(text))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
-        threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
+        looked_at, told = time.monotonic(), set[str]()
         while not self._ended.wait(_STATUS_SECS):
             # First: another launcher, and its daemon, may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
-                self._kill_orphans()
+                for pid, create_time in self._workers.items():
+                    now = _create_time(pid)
+                    # Its children may live on in its group; the number of an ended one is not given away
+                    # while they do.
+                    if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
+                        with contextlib.suppress(OSError):
+                            os.killpg(pid, signal.SIGKILL)
                 self.persister.close()
                 return 0
+            now = time.monotonic()
+            elapsed, looked_at = now - looked_at, now
+            # Each by itself: one that fails does not hide the others.
+            for look in (self._look_at_trainers, self.rouse_launcher, self.look_at_storage):
+                try:
+                    look(elapsed)
+                except Exception as error:
+                    if (cause := repr(error)) not in told:
+                        told.add(cause)
+                        logger.exception("hang detection failed this time")
             self._listen_again()
             self.status.update(web=self.metrics.url)
             self.status.write_if_changed()
@@ -261,7 +268,7 @@ class Daemon:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
         try:
-            with ShortPath(path) as name:
+            with short_path(path) as name:
                 listener.bind(name)
             listener.listen(64)
         except BaseException:
@@ -296,21 +303,6 @@ class Daemon:
                     self.persister.offer(newest)
 
     # -- what stands still -------------------------------------------------------------------------
-
-    def _watch_for_hangs(self) -> None:
-        """Look at trainers, launcher and storage, each by itself: one that fails does not hide the others."""
-        before = time.monotonic()
-        told: set[str] = set()
-        while not self._ended.wait(_WATCH_SECS):
-            now = time.monotonic()
-            elapsed, before = now - before, now
-            for look in (self._look_at_trainers, self.rouse_launcher, self.look_at_storage):
-                try:
-                    look(elapsed)
-                except Exception as error:
-                    if (cause := repr(error)) not in told:
-                        told.add(cause)
-                        logger.exception("hang detection failed this time")
 
     def _look_at_trainers(self, elapsed_secs: float) -> None:
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
@@ -357,18 +349,15 @@ class Daemon:
         if operation is None:
             return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
         try:
-            self._refuse_the_older(message)
+            theirs = int(message.get("incarnation", 0))
+            if 0 < theirs < self._ordered:
+                raise FencedError(
+                    f"this node's trainers are of start {self._ordered} of the job; messages of start "
+                    f"{theirs} are refused, as it was replaced"
+                )
             return {"ok": True, "result": operation(message)}
         except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
-
-    def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
-        theirs = int(message.get("incarnation", 0))
-        if 0 < theirs < self._ordered:
-            raise FencedError(
-                f"this node's trainers are of start {self._ordered} of the job; messages of start {theirs} "
-                "are refused, as it was replaced"
-            )
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
@@ -395,20 +384,20 @@ class Daemon:
         label = Label(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
         self.status.committed(label)
-        self.persister.offer(
-            label, unprotected=bool(message.get("unprotected")), due=bool(message.get("due"))
-        )
+        said = {key: bool(message.get(key)) for key in ("unprotected", "due")}
+        self.persister.offer(label, **said)
         self._look.set()
-        self._note_stats(message)
+        self.status.trainer(int(message["local_rank"]), message["stats"])
         persist = self.status.persist
+        persisted, overtaken = (
+            None if known is None else [known.incarnation, known.step]
+            for known in (persist.last, persist.overtaken)
+        )
         failing = persist.stale_since_step is not None
-        return {"persisted": _words(persist.last), "failing": failing, "overtaken": _words(persist.overtaken)}
+        return {"persisted": persisted, "failing": failing, "overtaken": overtaken}
 
     def _skipped(self, message: Mapping[str, Any]) -> None:
         self.status.skip(int(message["step"]), str(message["cause"]))
-        self._note_stats(message)
-
-    def _note_stats(self, message: Mapping[str, Any]) -> None:
         self.status.trainer(int(message["local_rank"]), message["stats"])
 
     def _persist(self, message: Mapping[str, Any]) -> str:
@@ -421,19 +410,6 @@ class Daemon:
         if newest is None or not self.persister.wants(newest):
             return None
         return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
-
-    def _kill_orphans(self) -> None:
-        for pid, create_time in self._workers.items():
-            now = _create_time(pid)
-            # Its children may live on in its group; the number of an ended one is not given away
-            # while they do.
-            if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
-
-
-def _words(label: Label | None) -> list[int] | None:
-    return None if label is None else [label.incarnation, label.step]
 
 
 def _create_time(pid: int) -> float:

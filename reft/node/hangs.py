@@ -14,16 +14,13 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from reft.node.progress import Phase, Seen
+from reft.node.progress import Part, Phase, Seen, part_of
 
 LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 _MOST_BETWEEN_LOOKS_SECS = 2.0
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
-"""Beginnings of the names of instructions in which a rank may wait for another one."""
-_COMPUTING = ("BackwardPass",)
 _LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at times
 
 
@@ -48,8 +45,8 @@ class Waiting:
 
     @property
     def communicates(self) -> bool:
-        name = self.seen.instruction
-        return name.startswith(_WAITING) and name not in _COMPUTING
+        """It is in an instruction in which a rank may wait for another one."""
+        return part_of(self.seen.instruction) not in (Part.COMPUTE, Part.OTHER)
 
     def __str__(self) -> str:
         seen = self.seen
@@ -120,10 +117,15 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     if not any(w.suspected for w in waiting):
         return None
     outside = [w for w in waiting if not w.communicates]
+    waited_for = any(w.suspected and w.communicates for w in waiting)
     for found, why in (
         ([w for w in waiting if w.suspected and w.seen.state == STOPPED], "stopped"),
         ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
-        ([w for w in outside if w.suspected and _holds_up(w, waiting)], "in no communication"),
+        # What the script does between two steps, on all ranks, may last while nobody waits for it.
+        (
+            [w for w in outside if w.suspected and (waited_for or w.seen.phase is not Phase.BETWEEN)],
+            "in no communication",
+        ),
     ):
         if found:
             return _accuse(found, why)
@@ -134,11 +136,6 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     if oldest < newest:
         return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
     return Verdict((), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})")
-
-
-def _holds_up(culprit: Waiting, waiting: Iterable[Waiting]) -> bool:
-    """Whether somebody waits for it: what the script does between two steps, on all ranks, may last."""
-    return culprit.seen.phase is not Phase.BETWEEN or any(w.suspected and w.communicates for w in waiting)
 
 
 def _accuse(found: Sequence[Waiting], why: str) -> Verdict:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,6 @@ class Round:
     # when the launcher saw that a trainer of the round before had failed; None: none had
     failed_unix_secs: float | None = None
     ended: str | None = None  # what the launcher said when the job ended in this round
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _ROUND = TypeAdapter(Round)

@@ -66,19 +66,14 @@ class RunsOut:
 
     def __str__(self) -> str:
         near = "" if self.step is None else f", near step {self.step}"
+        units = (("h", 3600.0), ("min", 60.0), ("s", 0.0))
+        unit, secs = next((name, secs or 1.0) for name, secs in units if self.in_secs >= 2 * secs)
         return (
             f"the memory of {self.name} is running out: {self.used_bytes / _GIB:.2f} of "
             f"{self.limit_bytes / _GIB:.2f} GiB are in use, {self.bytes_per_sec / 2**20:.3g} MiB more each "
-            f"second since step {self.since_step}; it is full in {_time(self.in_secs)}{near}. "
-            f"{self.who or 'No process of the job is known to grow'}"
+            f"second since step {self.since_step}; it is full in about {self.in_secs / secs:.0f} "
+            f"{unit}{near}. {self.who or 'No process of the job is known to grow'}"
         )
-
-
-def _time(secs: float) -> str:
-    for unit, length in (("h", 3600.0), ("min", 60.0)):
-        if secs >= 2 * length:
-            return f"about {secs / length:.0f} {unit}"
-    return f"about {secs:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -133,9 +128,17 @@ class MemoryTrend:
         began, seen, per_sec = self._growth
         last = self._recent[-1]
         left = max(0.0, (limit_bytes - last.used_bytes) / per_sec)
+        grown = {name: used - began.parts.get(name, 0) for name, used in seen.parts.items()}
+        most, whole, who = (
+            max(grown, key=lambda n: grown[n], default=""),
+            seen.used_bytes - began.used_bytes,
+            "",
+        )
+        if most and grown[most] > _EVEN * whole:
+            who = f"{most} takes {min(1.0, grown[most] / whole):.0%} of it"
         return RunsOut(
             name=name,
-            who=_grown_most(began, seen),
+            who=who,
             used_bytes=last.used_bytes,
             limit_bytes=limit_bytes,
             bytes_per_sec=per_sec,
@@ -195,15 +198,6 @@ def _cut(points: Sequence[Point], parts: int) -> Iterator[Sequence[Point]]:
         yield points[part * len(points) // parts : (part + 1) * len(points) // parts]
 
 
-def _grown_most(first: Point, last: Point) -> str:
-    grown = {name: used - first.parts.get(name, 0) for name, used in last.parts.items()}
-    name = max(grown, key=lambda n: grown[n], default="")
-    whole = last.used_bytes - first.used_bytes
-    if not name or grown[name] <= _EVEN * whole:
-        return ""
-    return f"{name} takes {min(1.0, grown[name] / whole):.0%} of it"
-
-
 # -- looking --------------------------------------------------------------------------------------------
 
 
@@ -235,37 +229,46 @@ class MemoryWatch:
         step = max(p.step for p in living)
         parts = dict(self._parts(living))
         uses, running_out = [], []
-        for use in self._uses(living):
+        proc = Path("/proc") / str(living[0].pid)
+        found = [
+            MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(self._path, proc)
+        ]
+        for page in living:
+            if (d := page.device) is not None:
+                name = f"the device of rank {page.rank}"
+                found.append(MemoryUse(name, d.allocated, d.peak_allocated, d.total, device=True))
+        for use in found:
             trend = self._trends.setdefault(use.name, MemoryTrend())
             # Tensors that are made and freed within a step are in the peak alone.
             used = use.peak_bytes if use.device else use.used_bytes
             trend.see(Point(now, step, used, {} if use.device else parts), use.limit_bytes)
             uses.append(replace(use, peak_bytes=max(use.peak_bytes, trend.peak_bytes)))
-            if found := trend.runs_out(use.name, use.limit_bytes, steps_per_sec=steps_per_sec):
-                running_out.append(found)
+            if said := trend.runs_out(use.name, use.limit_bytes, steps_per_sec=steps_per_sec):
+                running_out.append(said)
         self.uses = tuple(uses)
         self.runs_out = tuple(sorted(running_out, key=lambda r: r.in_secs))
-
-    def _uses(self, pages: Sequence[Seen]) -> Iterator[MemoryUse]:
-        for bound in bounds(self._path, Path("/proc") / str(pages[0].pid)):
-            yield MemoryUse(bound.name, bound.used_bytes, bound.used_bytes, bound.limit_bytes)
-        for page in pages:
-            if (d := page.device) is not None:
-                name = f"the device of rank {page.rank}"
-                yield MemoryUse(name, d.allocated, d.peak_allocated, d.total, device=True)
 
     def _parts(self, pages: Iterable[Seen]) -> Iterator[tuple[str, int]]:
         """Who takes memory of the host: bytes by name. Pages of tmpfs are counted with the job's memory, not
         with the processes that map them."""
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
-            for child in _children(page.pid):
+            children = Path(f"/proc/{page.pid}/task/{page.pid}/children")  # such as a loader's workers
+            pids: list[int] = []
+            with suppress(OSError, ValueError):
+                pids = [int(child) for child in children.read_text().split()]
+            for child in pids[:_MOST_CHILDREN]:
                 yield f"a child of rank {page.rank} (pid {child})", private_bytes(child)
         daemon = (read_json(self._path / DAEMON_FILE) or {}).get("pid")
         if isinstance(daemon, int):
             yield f"reft's daemon (pid {daemon})", private_bytes(daemon)
         yield f"reft's launcher (pid {os.getpid()})", private_bytes(os.getpid())
-        yield f"the job's memory in {self._path.parent}", _file_bytes(self._path)
+        blocks = 0
+        with suppress(OSError):
+            for entry in os.scandir(self._path):
+                with suppress(OSError):
+                    blocks += entry.stat(follow_symlinks=False).st_blocks
+        yield f"the job's memory in {self._path.parent}", 512 * blocks
 
 
 def private_bytes(pid: int) -> int:
@@ -274,22 +277,6 @@ def private_bytes(pid: int) -> int:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
         return max(0, int(fields[1]) - int(fields[2])) * _PAGE
     return 0
-
-
-def _children(pid: int) -> list[int]:
-    """Those of its main thread, such as a loader's workers."""
-    with suppress(OSError, ValueError):
-        return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][:_MOST_CHILDREN]
-    return []
-
-
-def _file_bytes(directory: Path) -> int:
-    total = 0
-    with suppress(OSError):
-        for entry in os.scandir(directory):
-            with suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
-    return total
 
 
 def fullest(uses: Iterable[MemoryUse]) -> MemoryUse | None:

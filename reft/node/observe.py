@@ -9,17 +9,18 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from reft.errors import ArenaError, ReftError
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
 from reft.naming import Label
-from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
+from reft.node.history import Round, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
@@ -36,65 +37,51 @@ _MOST_SECS = 60.0
 """Between two looks at the accounts: what is longer was spent asleep, and nobody knows on what."""
 
 
-@dataclass(frozen=True)
-class _Arena:
-    """An arena at the last look: which file, what its header copies began with, what was committed in it."""
+class _Seen(NamedTuple):
+    """An arena at the last look: which file, what the two copies of its header began with, and it."""
 
-    identity: tuple[int, int, int]
+    mark: tuple[object, ...]
     offsets: tuple[int, int]
-    marks: tuple[bytes, bytes]
     header: ArenaHeader | None
-
-    @property
-    def committed(self) -> Label | None:
-        header = self.header
-        return header.label if header is not None and header.state is ArenaState.COMMITTED else None
 
 
 class CommitWatch:
-    """Which versions are committed in a node's arenas, asked again after every commit; by several threads, if
-    need be. An arena is read anew only if its header changed: block table and MAC may be hundreds of
-    kilobytes. Nothing stays mapped between two looks, so that memory that is given up is free at once (P9).
-    """
+    """Which versions are in a node's arenas, asked again after every commit; by several threads, if need be.
+    An arena is read anew only if its header changed: block table and MAC may be hundreds of kilobytes.
+    Nothing stays mapped between two looks, so that memory that is given up is free at once (P9)."""
 
     def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir
-        self._seen: dict[Path, _Arena] = {}
+        self._seen: dict[Path, _Seen] = {}
 
     def newest(self) -> Label | None:
         """The newest version that is committed in any arena. Raises OSError."""
-        paths = sorted(self._job_dir.path.glob(f"*{ARENA_SUFFIX}"))
-        self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
-        return max((s.committed for s in self._seen.values() if s.committed is not None), default=None)
+        committed = (h.label for h in self.headers() if h.state is ArenaState.COMMITTED)
+        return max(committed, default=None)
 
     def headers(self) -> list[ArenaHeader]:
-        """Of every arena at the last look, without its block table."""
+        """Of every arena, without its block table. Raises OSError."""
+        paths = sorted(self._job_dir.path.glob(f"*{ARENA_SUFFIX}"))
+        self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
         return [seen.header for seen in self._seen.values() if seen.header is not None]
 
-    def _look(self, path: Path) -> _Arena | None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        try:
-            info = os.fstat(fd)
-            identity = (info.st_dev, info.st_ino, info.st_size)
+    def _look(self, path: Path) -> _Seen | None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(ArenaError, OSError), open(os.open(path, flags), "rb", buffering=0) as file:
             known = self._seen.get(path)
-            if known is not None and (known.identity, known.marks) == (identity, _marks(fd, known.offsets)):
+            if known is not None and known.mark == _mark(file.fileno(), known.offsets):
                 return known
             with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
-                # The marks first: a header that changes meanwhile is read again next time.
-                marks = _marks(fd, arena.header_offsets)
-                return _Arena(identity, arena.header_offsets, marks, arena.head())
-        except (ArenaError, OSError):
-            return None
-        finally:
-            os.close(fd)
+                # The mark first: a header that changes meanwhile is read again next time.
+                mark = _mark(file.fileno(), arena.header_offsets)
+                return _Seen(mark, arena.header_offsets, arena.head())
+        return None
 
 
-def _marks(fd: int, offsets: tuple[int, int]) -> tuple[bytes, bytes]:
-    """What every record of a header begins with: sequence number, hash and MAC."""
-    return os.pread(fd, PREFIX_BYTES, offsets[0]), os.pread(fd, PREFIX_BYTES, offsets[1])
+def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
+    """The file, and what every record of a header begins with: sequence number, hash and MAC."""
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino, info.st_size, *(os.pread(fd, PREFIX_BYTES, at) for at in offsets)
 
 
 @dataclass(frozen=True)
@@ -156,33 +143,28 @@ class Accounts:
         if page is not None and page.pid != self._pid:
             if self._pid or counts.newest_step is not None:
                 rounds = read_history(self._path)
-                resumed = (rounds[-1].resumed_step or 0) if rounds else 0
-                counts = counts.went_back(resumed, self._step_secs)
+                counts.went_back((rounds[-1].resumed_step or 0) if rounds else 0, self._step_secs)
             self._pid, self._stalls = page.pid, 0
         if (timed := read_times(self._path)) and timed[0].steps:
             self._step_secs = median(s.whole for s in timed[0].steps)
         if page is None:
-            counts = counts.waited(elapsed)
+            counts.waited(elapsed)
         else:
             per_sample = max(max(0, p.flops_per_token) * p.tokens_per_sample for p in pages)
-            counts = counts.trained(
+            # Of each version that was taken since the last look the median that training waited for it.
+            status = read_json(self._path / STATUS_FILE) or {}
+            stats = ((status.get("trainers") or {}).get("0") or {}).get("stats") or {}
+            before, self._stalls = self._stalls, int(stats.get("taken") or 0)
+            stalled = max(0, self._stalls - before) * float(stats.get("stall_secs_median") or 0.0)
+            counts.trained(
                 elapsed,
                 page.step,
                 samples=page.samples_per_step,
                 flops=float(page.samples_per_step * per_sample),
-                stall_secs=self._stalled(),
+                stall_secs=stalled,
                 straggler_secs=max((s.cost_secs for s in slow), default=0.0),
             )
-        self._counts = counts
-        return counts
-
-    def _stalled(self) -> float:
-        """Seconds that training waited for versions since the last look: of each version the median."""
-        status = read_json(self._path / STATUS_FILE) or {}
-        stats = ((status.get("trainers") or {}).get("0") or {}).get("stats") or {}
-        taken = int(stats.get("taken") or 0)
-        before, self._stalls = self._stalls, taken
-        return max(0, taken - before) * float(stats.get("stall_secs_median") or 0.0)
+        return replace(counts)
 
 
 class NodeObserver:
@@ -199,24 +181,29 @@ class NodeObserver:
         self._arenas: CommitWatch | None = None
         self._times: dict[Signal, float] = {}
         self._signal: Signal | None = None
-        self._snapped: tuple[int, int] = (0, 0)
-        self._completed: tuple[int, int] = (0, 0)
-        self._history: tuple[tuple[int, int], list[Round]] = ((0, 0), [])
+        self._snapped = self._completed = (0, 0)
 
     def look(self, doing: Doing) -> NodeReport:
         """What can be told of the node now. ``number`` is left to whoever sends it."""
         pages = read_pages(self._path)
-        heads = self._heads()
+        heads: list[ArenaHeader] = []
+        with suppress(OSError, ReftError):
+            self._arenas = self._arenas or CommitWatch(JobDir.open(self._path))
+            heads = self._arenas.headers()
         status = read_json(self._path / STATUS_FILE) or {}
         record = read_record(self._path)
-        restarts = restarts_among(self._rounds())
+        restarts = restarts_among(read_history(self._path))
         # Trainers that have ended take their pages along: the last step that was seen stays.
         self._step = step = max((p.step for p in pages), default=self._step)
         self._note_versions(heads)
         steps_per_sec = self._speed.look(pages[0]) if pages else None
         self._memory.look(pages, steps_per_sec)
-        why = doing.failed or _not_well(status, step)
-        self._enter(self._signal_now(doing, bool(pages), why), doing)
+        since, why = status.get("stale_since_step"), doing.failed
+        if not why and since is not None and step is not None and step - since >= _STALE_STEPS:
+            why = _stale(status)
+        why = why or next(iter(status.get("suspected") or ()), "")
+        self._times[Signal.HEALTHY] = doing.since_unix_secs or self._times.get(Signal.HEALTHY) or time.time()
+        self._signal = self._signal_now(doing, bool(pages), why)
         return NodeReport(
             node=self._node,
             domain=self._domain,
@@ -239,27 +226,6 @@ class NodeObserver:
             ranks=tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
         )
 
-    def _heads(self) -> list[ArenaHeader]:
-        try:
-            if self._arenas is None:
-                self._arenas = CommitWatch(JobDir.open(self._path))
-            self._arenas.newest()
-            return self._arenas.headers()
-        except (OSError, ReftError):
-            self._arenas = None
-            return []
-
-    def _rounds(self) -> list[Round]:
-        """The history, read again where it has grown."""
-        try:
-            info = (self._path / HISTORY_FILE).stat()
-        except OSError:
-            return []
-        mark = (info.st_mtime_ns, info.st_size)
-        if mark != self._history[0]:
-            self._history = mark, read_history(self._path)
-        return self._history[1]
-
     def _note_versions(self, heads: list[ArenaHeader]) -> None:
         """When the newest version was begun, and when the newest one of all ranks here was whole."""
         began, whole = max(map(_key, heads), default=(0, 0)), _completed(heads)
@@ -276,19 +242,14 @@ class NodeObserver:
 
     def _signal_now(self, doing: Doing, has_trainers: bool, why: str) -> Signal:
         if why:
+            if self._signal is not Signal.UNHEALTHY:
+                self._times[Signal.UNHEALTHY] = time.time()
             return Signal.UNHEALTHY
         # What an earlier start of the trainers has left is no news of this one.
         newest = max(self._times.get(s, 0.0) for s in (Signal.SNAP, Signal.COMPLETED))
         if not has_trainers or newest <= doing.since_unix_secs:
             return Signal.HEALTHY
         return Signal.SNAP if self._snapped > self._completed else Signal.COMPLETED
-
-    def _enter(self, signal: Signal, doing: Doing) -> None:
-        if signal is Signal.UNHEALTHY and self._signal is not signal:
-            self._times[signal] = time.time()
-        started = doing.since_unix_secs or self._times.get(Signal.HEALTHY) or time.time()
-        self._times[Signal.HEALTHY] = started
-        self._signal = signal
 
     def _warnings(
         self, doing: Doing, status: dict[str, Any], record: ProtectionRecord | None
@@ -358,14 +319,6 @@ def _recovery(row: Round) -> Round:
     failures, lost = ([cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost))
     source = cut(row.resumed_from)
     return replace(row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source)
-
-
-def _not_well(status: dict[str, Any], step: int | None) -> str:
-    """Why the node's software is not well, by what its daemon last wrote."""
-    since = status.get("stale_since_step")
-    if since is not None and step is not None and step - since >= _STALE_STEPS:
-        return _stale(status)
-    return next(iter(status.get("suspected") or ()), "")
 
 
 def _stale(status: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """What a trainer does, on a page of shared memory: its node's daemon and launcher read it without its help.
 
 The page lies in the job's memory, one per trainer. A trainer writes numbers of eight bytes each, which are
-never seen half written: a few memory accesses per instruction, no system call. After the page comes a ring of
-what its last steps consisted of: computing, waiting, the quickest transfer. Readers copy both.
+never seen half written: a few memory accesses per instruction, no system call. At its end is a ring of what
+the last steps consisted of: computing, waiting, the quickest transfer. Readers copy the page.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import logging
 import mmap
 import os
 import signal
-import struct
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ctypes import Array, Structure, c_char, c_double, c_int64, sizeof
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -31,12 +30,9 @@ PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 """Of the page of a trainer, and of the file for its stacks; before them its local rank."""
 STEPS = 64
 """Whose records a page keeps."""
-_RECORD_WORDS = 16
 _NEVER = 2**62
-_PAGE_BYTES = 4096
-_FILE_BYTES = _PAGE_BYTES + STEPS * _RECORD_WORDS * 8
-_MAGIC = 0x72656674_70616733
-_NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
+_MAGIC = 0x72656674_70616734
+_NAME_BYTES, _MOST_NAMES = 32, 96
 _PER_SEC = 10**9
 
 
@@ -54,12 +50,8 @@ class Phase(IntEnum):
     ENDED = 8
 
 
-_IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
-_HANG_FACTOR, _SIGNAL, _PLACE, _SAMPLES, _FLOPS, _TOKENS = range(8, 14)
-_LONGEST, _DEVICE, _HANG_TIMEOUT, _WORDS = 14, 17, 20, 21
-_PLACE_BITS = 20
-_LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
-"""Where the longest time is that one took; the records of steps hold the steps'."""
+_MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
+"""Whose longest time is on the page; the records of steps hold the steps'."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +85,13 @@ class Seen:
     device: DeviceUse | None = None  # its memory; None: it has none
     flops_per_token: int = 0  # of the whole model; 0: not known, below 0: it has experts
     tokens_per_sample: int = 0  # 0: not known
+
+
+_NUMBERS = (
+    *("rank", "pid", "step", "position", "nanos", "stack_signal"),
+    *("samples_per_step", "flops_per_token", "tokens_per_sample"),
+)
+"""Of :class:`Seen`, that are on a page as they are."""
 
 
 class Part(IntEnum):
@@ -160,18 +159,40 @@ class RankSteps:
     steps: tuple[StepTimes, ...]
 
 
+class _Record(Structure):
+    """As :class:`StepTimes`, in nanoseconds; a reader takes one whose ends are equal."""
+
+    _fields_ = [(name, c_int64) for name in (*StepTimes._fields, "end")]
+
+
+class _Page(Structure):
+    _fields_ = [
+        ("magic", c_int64),
+        ("phase", c_int64),
+        ("instruction", c_int64),
+        *((name, c_int64) for name in _NUMBERS),
+        ("hang_factor", c_double),
+        ("hang_timeout_secs", c_double),
+        ("place", c_int64 * 3),
+        ("device", c_int64 * 3),
+        ("longest", c_int64 * (1 + max(Phase))),
+        ("names", c_char * _NAME_BYTES * _MOST_NAMES),
+        ("steps", _Record * STEPS),
+    ]
+
+
 class StepClock:
     """Adds up the parts of the step that runs. Used by the training thread.
 
     A call that sends or receives returns when both sides were there and the bytes have passed. Which part of
     it was waiting one rank cannot tell; its neighbour can: for each message one of the two came last and
     waited for nothing, so that the smaller of both times is the transfer. Hence the quickest of a step is
-    noted, by link. ``ring``: the records' memory, as words.
+    noted, by link.
     """
 
-    def __init__(self, ring: memoryview) -> None:
+    def __init__(self, ring: Array[_Record]) -> None:
         self._ring = ring
-        self._at = 0
+        self.at = 0  # since when the present part lasts, in nanoseconds; what is none of the step is added
         self._part = Part.OTHER
         self._spent = [0] * len(Part)
         self._least = [_NEVER, _NEVER]
@@ -183,8 +204,10 @@ class StepClock:
     def begin(self, now: int) -> None:
         """A step begins. ``now``: nanoseconds of the monotonic clock."""
         if self._delays is None:
-            self._delays = _open_delays()
-        self._at, self._part = now, Part.OTHER
+            self._delays, flags = 0, os.O_RDONLY | os.O_CLOEXEC
+            with suppress(OSError):
+                self._delays = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", flags)
+        self.at, self._part = now, Part.OTHER
         self._spent = [0] * len(Part)
         self._least = [_NEVER, _NEVER]
         self._transfers = self._delayed = 0
@@ -196,8 +219,8 @@ class StepClock:
             # Before the time is taken: no delay is counted that lies outside of what was timed.
             self._delayed += self._delay() - self._delay_at
         now = time.monotonic_ns()
-        secs = now - self._at
-        self._at = now
+        secs = now - self.at
+        self.at = now
         self._spent[before] += secs
         if before in (Part.PREVIOUS, Part.NEXT):
             self._transfers += 1
@@ -208,26 +231,19 @@ class StepClock:
                 self._delay_at = self._delay()
         return now
 
-    def leave_out(self, nanos: int) -> None:
-        """So much of what runs is none of the step's."""
-        self._at += nanos
-
-    def go_on(self, now: int) -> None:
-        """The step goes on, which had paused at :data:`Part.OTHER`: what lies between is none of it."""
-        self._at = now
-
     def end(self, step: int, began: int) -> None:
         """The step has ended, which began at ``began``: write its record."""
-        whole = self.enter(Part.OTHER) - began
-        at = self._count % STEPS * _RECORD_WORDS
+        whole, spent = self.enter(Part.OTHER) - began, self._spent
+        record = self._ring[self._count % STEPS]
         self._count += 1
-        spent, ring = self._spent, self._ring
-        linked, compute = spent[Part.PREVIOUS] + spent[Part.NEXT], max(0, spent[Part.COMPUTE] - self._delayed)
-        ring[at] = step  # a reader takes a record whose ends are equal
-        ring[at + 1 : at + 4] = _words(whole, compute, self._delayed)
-        ring[at + 4 : at + 7] = _words(linked, spent[Part.COLLECTIVE], spent[Part.OPTIMIZER])
-        ring[at + 7 : at + 10] = _words(*self._least, self._transfers)
-        ring[at + _RECORD_WORDS - 1] = step
+        record.step = step
+        record.whole = whole
+        record.compute, record.busy = max(0, spent[Part.COMPUTE] - self._delayed), self._delayed
+        record.linked = spent[Part.PREVIOUS] + spent[Part.NEXT]
+        record.collective, record.optimizer = spent[Part.COLLECTIVE], spent[Part.OPTIMIZER]
+        record.previous, record.next = self._least
+        record.transfers = self._transfers
+        record.end = step
 
     def _delay(self) -> int:
         """Nanoseconds that this thread has waited for a core in its life; 0 where the kernel does not say."""
@@ -246,16 +262,6 @@ class StepClock:
         self._delays = 0
 
 
-def _words(*numbers: int) -> memoryview:
-    return memoryview(array("q", numbers))
-
-
-def _open_delays() -> int:
-    with suppress(OSError):
-        return os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    return 0
-
-
 class ProgressPage:
     """A trainer's page, for writing. Where it cannot be made, which is said, it is not watched (P6)."""
 
@@ -263,37 +269,35 @@ class ProgressPage:
         self, job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
     ) -> None:
         self._path = job_dir / f"{local_rank}{PROGRESS_SUFFIX}"
-        self._page = _make(self._path)
-        self._words = memoryview(self._page).cast("q")
+        self._page = page = _Page.from_buffer(_make(self._path))
         self._names: dict[str, int] = {}
         self._position = 0
         self._began = time.monotonic_ns()
         self._made_first = False
         self._parts_nanos: int | None = None
-        self._clock = StepClock(memoryview(self._page)[_PAGE_BYTES:].cast("q"))
+        self._clock = StepClock(page.steps)
         self._parts = [Part.OTHER] * _MOST_NAMES
-        words = self._words
-        words[_PID], words[_RANK] = os.getpid(), rank
-        words[_HANG_FACTOR], words[_HANG_TIMEOUT] = int(hang_factor * 1000), int(hang_timeout_secs * 1000)
-        words[_PHASE], words[_NANOS] = Phase.LOADING, self._began
-        words[_IS] = _MAGIC
+        page.pid, page.rank = os.getpid(), rank
+        page.hang_factor, page.hang_timeout_secs = hang_factor, hang_timeout_secs
+        page.place = (-1, -1, -1)
+        page.phase, page.nanos = Phase.LOADING, self._began
+        page.magic = _MAGIC
 
     # -- every instruction -------------------------------------------------------------------------
 
     def instruction(self, number: int) -> None:
         """An instruction begins; ``number`` is what :meth:`number_of` gave for its name."""
-        words = self._words
+        page = self._page
         self._position = position = self._position + 1
-        words[_POSITION] = position
-        words[_INSTRUCTION] = number
-        words[_NANOS] = self._clock.enter(self._parts[number])
+        page.position = position
+        page.instruction = number
+        page.nanos = self._clock.enter(self._parts[number])
 
     def number_of(self, name: str) -> int:
         """The number for a name; 0 where the page has no room for another."""
         if name not in self._names and len(self._names) + 1 < _MOST_NAMES:
             number = len(self._names) + 1
-            at = _NAMES_AT + number * _NAME_BYTES
-            self._page[at : at + _NAME_BYTES] = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+            self._page.names[number].value = name.encode()[: _NAME_BYTES - 1]
             self._names[name] = number
             self._parts[number] = part_of(name)
         return self._names.get(name, 0)
@@ -302,36 +306,36 @@ class ProgressPage:
 
     @property
     def phase(self) -> Phase:
-        return Phase(self._words[_PHASE])
+        return Phase(self._page.phase)
 
     def begin_step(self) -> None:
         """A step begins, or its next micro-batch, if it has not begun."""
-        if self._words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
+        if self._page.phase in (Phase.STEP, Phase.FIRST_STEP):
             return
         self._enter(Phase.STEP if self._made_first else Phase.FIRST_STEP)
         if self._parts_nanos is None:
             self._position = 0
             self._clock.begin(self._began)
         else:
-            self._clock.go_on(self._began)
+            self._clock.at = self._began  # what lies between is none of the step
             self._began -= self._parts_nanos
 
     def end_step(self, step: int) -> None:
         """The step, or one of its micro-batches, has returned. ``step``: the last one that was made."""
-        words = self._words
-        if words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
-            if step == words[_STEP]:
+        page = self._page
+        if page.phase in (Phase.STEP, Phase.FIRST_STEP):
+            if step == page.step:
                 self._parts_nanos = self._clock.enter(Part.OTHER) - self._began
             else:
                 if self._made_first:
                     self._clock.end(step, self._began)
                 self._made_first, self._parts_nanos = True, None
-        words[_STEP] = step
+        page.step = step
         self._enter(Phase.BETWEEN)
 
     def set_step(self, step: int) -> None:
         """The last step that was made, where none was made here: it was restored."""
-        self._words[_STEP], self._parts_nanos = step, None
+        self._page.step, self._parts_nanos = step, None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -343,39 +347,38 @@ class ProgressPage:
         finally:
             self._enter(before)
             self._began = began + self._began - entered  # what it took is not the step's
-            self._clock.leave_out(time.monotonic_ns() - entered)
+            self._clock.at += time.monotonic_ns() - entered
 
     def _enter(self, phase: Phase) -> None:
-        words, now = self._words, time.monotonic_ns()
-        longest = _LONGEST_OF.get(Phase(words[_PHASE]))
-        if longest is not None:
-            words[longest] = max(words[longest], now - self._began)
+        page, now = self._page, time.monotonic_ns()
+        if page.phase in _MEASURED:
+            page.longest[page.phase] = max(page.longest[page.phase], now - self._began)
         self._began = now
-        words[_PHASE] = phase
-        words[_INSTRUCTION] = 0
-        words[_NANOS] = now
+        page.phase = phase
+        page.instruction = 0
+        page.nanos = now
 
     def set_stack_signal(self, number: int) -> None:
-        self._words[_SIGNAL] = number
+        self._page.stack_signal = number
 
     def set_place(self, place: tuple[int, int, int]) -> None:
-        pp, dp, tp = place
-        self._words[_PLACE] = 1 + (((pp << _PLACE_BITS) + dp) << _PLACE_BITS) + tp
+        """Its pipeline stage, replica and tensor slice."""
+        self._page.place = place
 
     def set_samples(self, per_step: int) -> None:
         """Samples that the whole job trains on in a step."""
-        self._words[_SAMPLES] = per_step
+        self._page.samples_per_step = per_step
 
     def set_flops(self, per_token: int) -> None:
         """Operations that the whole model takes for a token."""
-        self._words[_FLOPS] = per_token
+        self._page.flops_per_token = per_token
 
     def set_tokens(self, per_sample: int) -> None:
         """Tokens of a sample."""
-        self._words[_TOKENS] = per_sample
+        self._page.tokens_per_sample = per_sample
 
     def set_device(self, use: DeviceUse) -> None:
-        self._words[_DEVICE:_HANG_TIMEOUT] = _words(*astuple(use))
+        self._page.device = astuple(use)
 
     def close(self) -> None:
         self._enter(Phase.ENDED)
@@ -389,13 +392,13 @@ def _make(path: Path) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Written to: a full tmpfs is an error here, not a SIGBUS later.
-            os.posix_fallocate(fd, 0, _FILE_BYTES)
-            return mmap.mmap(fd, _FILE_BYTES)
+            os.posix_fallocate(fd, 0, sizeof(_Page))
+            return mmap.mmap(fd, sizeof(_Page))
         finally:
             os.close(fd)
     except OSError as error:
         logger.warning("%s cannot be made (%s): this trainer trains without hang detection", path, error)
-        return mmap.mmap(-1, _FILE_BYTES)
+        return mmap.mmap(-1, sizeof(_Page))
 
 
 # -- who reads -----------------------------------------------------------------------------------------
@@ -411,67 +414,51 @@ def read_times(job_dir: Path) -> list[RankSteps]:
     return _each(job_dir, _timed)
 
 
-def _each(job_dir: Path, told: Callable[[Path, bytes, tuple[int, ...]], _T | None]) -> list[_T]:
+def _each(job_dir: Path, told: Callable[[Path, _Page], _T | None]) -> list[_T]:
     found = []
     for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")):
-        with suppress(OSError, ValueError, struct.error):
-            found.append(told(path, *_words_of(path)))
+        with suppress(OSError, ValueError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                page = _Page.from_buffer_copy(os.pread(fd, sizeof(_Page), 0))
+            finally:
+                os.close(fd)
+            if page.magic == _MAGIC:
+                found.append(told(path, page))
     return [one for one in found if one is not None]
 
 
-def _words_of(path: Path) -> tuple[bytes, tuple[int, ...]]:
-    """A page's bytes and numbers. Raises OSError, ValueError, struct.error: it is none."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        page = os.pread(fd, _FILE_BYTES, 0)
-    finally:
-        os.close(fd)
-    words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
-    if words[_IS] != _MAGIC:
-        raise ValueError(f"{path} is no page of a trainer")
-    return page, words
-
-
-def _seen(path: Path, page: bytes, words: tuple[int, ...]) -> Seen:
-    phase = Phase(words[_PHASE])
-    at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
-    device = DeviceUse(*words[_DEVICE:_HANG_TIMEOUT])
+def _seen(path: Path, page: _Page) -> Seen:
+    phase = Phase(page.phase)
+    device = DeviceUse(*page.device)
     return Seen(
         local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
-        rank=words[_RANK],
-        pid=words[_PID],
         phase=phase,
-        step=words[_STEP],
-        position=words[_POSITION],
-        instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
-        nanos=words[_NANOS],
-        hang_factor=words[_HANG_FACTOR] / 1000,
-        hang_timeout_secs=words[_HANG_TIMEOUT] / 1000,
-        step_secs=max((s.whole for s in _records(page[_PAGE_BYTES:])), default=0.0),
-        phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
-        stack_signal=words[_SIGNAL],
-        state=process_state(words[_PID]),
-        samples_per_step=words[_SAMPLES],
-        flops_per_token=words[_FLOPS],
-        tokens_per_sample=words[_TOKENS],
+        instruction=page.names[page.instruction % _MOST_NAMES].value.decode(errors="replace"),
+        hang_factor=page.hang_factor,
+        hang_timeout_secs=page.hang_timeout_secs,
+        step_secs=max((s.whole for s in _records(page)), default=0.0),
+        phase_secs=page.longest[phase] / _PER_SEC,
+        state=process_state(page.pid),
         device=device if device.total > 0 else None,
+        **{name: getattr(page, name) for name in _NUMBERS},
     )
 
 
-def _timed(_: Path, page: bytes, words: tuple[int, ...]) -> RankSteps | None:
-    if words[_PLACE] <= 0:
+def _timed(_: Path, page: _Page) -> RankSteps | None:
+    pp, dp, tp = page.place
+    if min(pp, dp, tp) < 0:
         return None
-    place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
-    at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
-    return RankSteps(words[_RANK], words[_PID], at, tuple(sorted(_records(page[_PAGE_BYTES:]))))
+    return RankSteps(page.rank, page.pid, (pp, dp, tp), tuple(sorted(_records(page))))
 
 
-def _records(ring: bytes) -> Iterator[StepTimes]:
+def _records(page: _Page) -> Iterator[StepTimes]:
     """One that is being written is left out."""
-    for words in struct.iter_unpack(f"={_RECORD_WORDS}q", ring):
-        if words[0] > 0 and words[0] == words[-1]:
-            secs = (round(n / _PER_SEC, 6) if n < _NEVER else 0.0 for n in words[1:9])
-            yield StepTimes._make((words[0], *secs, words[9]))
+    for record in page.steps:
+        if record.step > 0 and record.step == record.end:
+            secs = (getattr(record, name) / _PER_SEC for name in StepTimes._fields[1:-1])
+            least = (round(s, 6) if s < _NEVER / _PER_SEC else 0.0 for s in secs)
+            yield StepTimes._make((record.step, *least, record.transfers))
 
 
 def process_state(pid: int) -> str:
@@ -485,7 +472,6 @@ def process_state(pid: int) -> str:
 
 _STACK_SIGNAL = signal.SIGRTMAX - 2
 """One that nobody uses; its handler is C, and writes where Python's would not be run."""
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _pages: WeakSet[ProgressPage] = WeakSet()
 
 
@@ -504,23 +490,15 @@ def open_page(
     return page
 
 
-def at_instruction(page: ProgressPage, name: str) -> _Wrapper:
-    """A wrapper of an engine's method that is an instruction by itself."""
+def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
+    """Goes around an engine's method that is an instruction by itself."""
     number = page.number_of(name)
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            page.instruction(number)
-            return original(*args, **kwargs)
+    def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        page.instruction(number)
+        return original(*args, **kwargs)
 
-        return noted
-
-    return wrapper
-
-
-def at_phase(page: ProgressPage, phase: Phase) -> _Wrapper:
-    """A wrapper of an engine's method with limits of its own."""
-    return page.during(phase)
+    return noted
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def read_order(job_dir: Path) -> Order | None:
 
 
 def write_record(job_dir: Path, record: ProtectionRecord) -> None:
-    write_json(job_dir / RECORD_FILE, asdict(record))
+    write_json(job_dir / RECORD_FILE, record.to_json())
 
 
 def read_record(job_dir: Path) -> ProtectionRecord | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
-from reft.naming import Label
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.progress import RankSteps
@@ -71,7 +70,7 @@ _Text = Annotated[str, BeforeValidator(cut)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """How much of a job's time was training that counts, since it began and over all its restarts, and what
     the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
@@ -113,10 +112,12 @@ class Counts:
         """Over the whole time, losses included; None where the engine does not tell its batch."""
         return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
 
-    def waited(self, secs: float) -> Counts:
-        name = "starting_secs" if self.newest_step is None else "recovering_secs"
-        changes = {name: getattr(self, name) + secs}
-        return replace(self, elapsed_secs=self.elapsed_secs + secs, **changes)
+    def waited(self, secs: float) -> None:
+        self.elapsed_secs += secs
+        if self.newest_step is None:
+            self.starting_secs += secs
+        else:
+            self.recovering_secs += secs
 
     def trained(
         self,
@@ -127,30 +128,24 @@ class Counts:
         flops: float = 0.0,
         stall_secs: float = 0.0,
         straggler_secs: float = 0.0,
-    ) -> Counts:
+    ) -> None:
         """Training went on for so long, up to ``step``."""
         made = 0 if self.newest_step is None else max(0, step - self.newest_step)
-        return replace(
-            self,
-            elapsed_secs=self.elapsed_secs + secs,
-            first_step=step if self.first_step is None else self.first_step,
-            newest_step=max(step, step if self.newest_step is None else self.newest_step),
-            last_step=step,
-            samples=self.samples + made * samples,
-            flops=self.flops + made * flops,
-            snapshot_secs=self.snapshot_secs + stall_secs,
-            straggler_secs=self.straggler_secs + made * straggler_secs,
-        )
+        self.elapsed_secs += secs
+        self.first_step = step if self.first_step is None else self.first_step
+        self.newest_step = max(step, step if self.newest_step is None else self.newest_step)
+        self.last_step = step
+        self.samples += made * samples
+        self.flops += made * flops
+        self.snapshot_secs += stall_secs
+        self.straggler_secs += made * straggler_secs
 
-    def went_back(self, resumed_step: int, step_secs: float) -> Counts:
+    def went_back(self, resumed_step: int, step_secs: float) -> None:
         """The job goes on from ``resumed_step``: what it had made beyond that, it makes again."""
         again = max(0, (self.last_step or 0) - resumed_step)
-        return replace(
-            self,
-            last_step=resumed_step,
-            repeated_steps=self.repeated_steps + again,
-            repeated_secs=self.repeated_secs + again * step_secs,
-        )
+        self.last_step = resumed_step
+        self.repeated_steps += again
+        self.repeated_secs += again * step_secs
 
 
 @dataclass(frozen=True)
@@ -264,23 +259,17 @@ def updated_row(
 
 def place(rows: Iterable[Row]) -> tuple[Degrees | None, dict[Coordinate, Row]]:
     """The placement by what is in memory: who held the newest version of each rank, gone or not."""
-    newest: dict[Coordinate, tuple[Label, Row]] = {}
-    degrees, last = None, Label(-1, -1)
-    for row in rows:
-        for shard in row.report.shards:
-            at, label = Coordinate(*shard.at), Label(*shard.label)
-            if at not in newest or label > newest[at][0]:
-                newest[at] = label, row
-            if label > last:
-                degrees, last = Degrees(*shard.degrees), label
-    if degrees is None:
+    held = [(shard, row) for row in rows for shard in row.report.shards]
+    if not held:
         return None, {}
-    inside = {
-        at: row
-        for at, (_, row) in newest.items()
-        if at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
-    }
-    return degrees, inside
+    degrees = Degrees(*max(held, key=lambda pair: pair[0].label)[0].degrees)
+    newest: dict[Coordinate, tuple[tuple[int, int], Row]] = {}
+    for shard, row in held:
+        at = Coordinate(*shard.at)
+        inside = at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
+        if inside and (at not in newest or shard.label > newest[at][0]):
+            newest[at] = shard.label, row
+    return degrees, {at: row for at, (_, row) in newest.items()}
 
 
 def newest_start(row: Row) -> int:
@@ -339,18 +328,26 @@ def summary(board: Board, now: float) -> dict[str, Any]:
     last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
     needed = {row.report.node for row in place(rows)[1].values()}
     left = tolerance_now(rows)
-    runs_out = [(n.node, r) for n in present for r in n.runs_out]
-    said = [f"{node}: {r}" for node, r in runs_out]
+    runs_out = [{"node": n.node, **asdict(r), "said": f"{n.node}: {r}"} for n in present for r in n.runs_out]
+    warnings = [*_warnings(rows, needed, left), *map(str, board.slow), *(r["said"] for r in runs_out)]
+    told: dict[str, Any] = {"newest_commit": None, "commit_age_secs": None, "commit_lag_steps": None}
+    if newest is not None:
+        incarnation, committed_step = newest.label
+        told = {
+            "newest_commit": {
+                "incarnation": incarnation,
+                "step": committed_step,
+                "unix_secs": newest.sealed_unix_secs,
+            },
+            "commit_age_secs": max(0.0, now - newest.sealed_unix_secs),
+            "commit_lag_steps": None if step is None else max(0, step - committed_step),
+        }
     return {
         "job_id": board.job_id,
         "round": max((r.round for r in present), default=0),
         "step": step,
         "steps_per_sec": median(speeds) if speeds else None,
-        "newest_commit": None
-        if newest is None
-        else {"incarnation": newest.label[0], "step": newest.label[1], "unix_secs": newest.sealed_unix_secs},
-        "commit_age_secs": None if newest is None else max(0.0, now - newest.sealed_unix_secs),
-        "commit_lag_steps": None if newest is None or step is None else max(0, step - newest.label[1]),
+        **told,
         "protection": scheme_of(rows) or None,
         "tolerance": max((r.tolerance for r in present if r.tolerance is not None), default=None),
         "tolerance_left": left,
@@ -361,10 +358,8 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         "slow": [asdict(s) for s in board.slow],
         "speeds": [asdict(s) for s in board.speeds],
         "memory": [{"node": n.node, **asdict(m)} for n in present for m in n.memory],
-        "runs_out": [
-            {"node": node, **asdict(r), "said": s} for (node, r), s in zip(runs_out, said, strict=True)
-        ],
-        "warnings": [*_warnings(rows, needed, left), *map(str, board.slow), *said],
+        "runs_out": runs_out,
+        "warnings": warnings,
         "as_of_unix_secs": board.unix_secs,
     }
 
@@ -380,14 +375,9 @@ def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
     trainers = sum(r.report.trainers for r in rows if not r.report.spare)
     tflops = per_sample * (counts.samples_per_sec or 0.0) / 1e12
     known = tflops > 0 and trainers > 0
-    return {
-        **asdict(counts),
-        "effective_ratio": counts.effective_ratio,
-        "samples_per_sec": counts.samples_per_sec,
-        "lost_secs": counts.lost_secs,
-        "tflops": tflops if known else None,
-        "tflops_per_trainer": tflops / trainers if known else None,
-    }
+    derived = {key: getattr(counts, key) for key in ("effective_ratio", "samples_per_sec", "lost_secs")}
+    speeds = {"tflops": tflops, "tflops_per_trainer": tflops / max(1, trainers)}
+    return asdict(counts) | derived | (speeds if known else dict.fromkeys(speeds))
 
 
 _OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers"}
@@ -416,13 +406,12 @@ def _node(row: Row, needed: bool) -> dict[str, Any]:
 def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> Iterable[str]:
     told: dict[str, list[str]] = {}
     for row in rows:
-        report = row.report
-        if row.signal is Signal.OFFLINE:
-            if report.node in needed:
-                yield f"{report.node} is gone: {row.why_offline()}"
-            continue
-        for said in report.warnings:
-            told.setdefault(said, []).append(report.node)
+        node = row.report.node
+        if row.signal is not Signal.OFFLINE:
+            for said in row.report.warnings:
+                told.setdefault(said, []).append(node)
+        elif node in needed:
+            yield f"{node} is gone: {row.why_offline()}"
     if left is not None and left < 0:
         yield "the versions in memory are lost with the nodes that are gone, unless one of them comes back"
     elif left == 0:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
+from typing import NamedTuple
 
 from reft.node.progress import RankSteps, StepTimes
 
@@ -119,19 +120,17 @@ class SlowTest:
             self._began = step
         self._stretch.append((slowness, secs - peers_secs, whole_secs))
         self._secs += whole_secs
-        if self.since_step is None and self._has_been_slow():
-            self.since_step = self._began
-            self._evidence = min(self._evidence, self._threshold)
-
-    def _has_been_slow(self) -> bool:
         found = [slowness for slowness, _, _ in self._stretch]
-        return (
-            self._evidence > self._threshold
+        if (
+            self.since_step is None
+            and self._evidence > self._threshold
             and len(found) >= _LEAST_STEPS
             and self._secs >= _LEAST_SECS
             and sum(s > self._shift / 2 for s in found) >= _MOST * len(found)
             and median(found) > self._shift / 2
-        )
+        ):
+            self.since_step = self._began
+            self._evidence = self._threshold
 
     @property
     def factor(self) -> float:
@@ -148,12 +147,9 @@ class SlowTest:
         return self.since_step is not None and self.cost[1] >= _LEAST_SHARE
 
 
-@dataclass
-class _Rank:
-    rank: int
+class _Rank(NamedTuple):
     node: str
-    at: Place
-    pid: int
+    told: RankSteps
     steps: dict[int, StepTimes]
 
 
@@ -167,11 +163,9 @@ class SpeedWatch:
 
     def look(self, told: Iterable[tuple[str, RankSteps]]) -> None:
         """The newest of every rank, with the name of its node."""
-        before = {at: rank.pid for at, rank in self._ranks.items()}
-        self._ranks = {
-            t.at: _Rank(t.rank, node, t.at, t.pid, {s.step: s for s in t.steps}) for node, t in told
-        }
-        if any(before.get(at, rank.pid) != rank.pid for at, rank in self._ranks.items()):
+        before = self._ranks
+        self._ranks = {t.at: _Rank(node, t, {s.step: s for s in t.steps}) for node, t in told}
+        if any(before.get(at, now).told.pid != now.told.pid for at, now in self._ranks.items()):
             # The trainers were started anew: others may be elsewhere.
             self._tests.clear()
             self._seen.clear()
@@ -190,25 +184,27 @@ class SpeedWatch:
         self, kind: Kind, group: list[_Rank], secs: Callable[[_Rank, int], float], factor: float
     ) -> None:
         """Take in the steps that all of a group have made and that are new."""
-        key = (kind, group[0].at[0], group[0].at[2])
+        (pp, _, tp) = group[0].told.at
+        key = (kind, pp, tp)
         last = self._seen.get(key, -1)
         common = _common_steps(group)
         newest = max(common, default=last)
         if newest < last:  # the job went back
             last = min(common, default=0) - 1
         for step in sorted(s for s in common if s > last):
-            found = {rank.at: secs(rank, step) for rank in group}
+            found = {rank.told.at: secs(rank, step) for rank in group}
             if min(found.values()) <= 0.0:
                 continue  # it is not measured here
             for rank in group:
-                peers = median(s for at, s in found.items() if at != rank.at)
-                test = self._tests.setdefault((kind, rank.at), SlowTest(len(self._ranks), factor))
-                test.see(step, found[rank.at], peers, rank.steps[step].whole)
+                at = rank.told.at
+                peers = median(s for peer, s in found.items() if peer != at)
+                test = self._tests.setdefault((kind, at), SlowTest(len(self._ranks), factor))
+                test.see(step, found[at], peers, rank.steps[step].whole)
         self._seen[key] = newest
 
     def _link_secs(self, rank: _Rank, step: int) -> float:
         """Of all transfers with the next stage: the quickest one, as both ends saw it, for each."""
-        pp, dp, tp = rank.at
+        pp, dp, tp = rank.told.at
         following = self._ranks.get((pp + 1, dp, tp))
         if following is None or step not in following.steps:
             return 0.0
@@ -238,7 +234,7 @@ class SpeedWatch:
             at = min(slow)
             peers = sorted(a for a in self._ranks if a[:2] == at[:2])
             places = peers if len(peers) > 1 and slow.issuperset(peers) else [at]
-            ranks = ", ".join(str(self._ranks[a].rank) for a in places)
+            ranks = ", ".join(str(self._ranks[a].told.rank) for a in places)
             one = len(places) == 1
             name = f"rank {ranks} ({self._ranks[at].node})" if one else f"one of ranks {ranks}"
             yield self._of(Kind.RANK, name, places, "it computes" if one else "they compute together")
@@ -249,7 +245,7 @@ class SpeedWatch:
             pp, dp, tp = at
             ends = [a for a in (at, (pp + 1, dp, tp)) if a in self._ranks]
             if kind is Kind.LINK and test.is_slow and len(ends) == 2:
-                name = " - ".join(f"rank {self._ranks[a].rank} ({self._ranks[a].node})" for a in ends)
+                name = " - ".join(f"rank {self._ranks[a].told.rank} ({self._ranks[a].node})" for a in ends)
                 yield self._of(Kind.LINK, name, ends, "its transfers take", test)
 
     def _of(
@@ -260,7 +256,7 @@ class SpeedWatch:
         return Straggler(
             kind=kind,
             name=name,
-            ranks=tuple(sorted(self._ranks[at].rank for at in places)),
+            ranks=tuple(sorted(self._ranks[at].told.rank for at in places)),
             nodes=tuple(sorted({self._ranks[at].node for at in places})),
             since_step=min(t.since_step or 0 for t in tests),
             factor=median(t.factor for t in tests),
@@ -270,41 +266,31 @@ class SpeedWatch:
         )
 
     def speeds(self) -> tuple[RankSpeed, ...]:
-        """Of what the last steps consisted: of all ranks, or of those that compute longest, by rank."""
-        found = [speed for group in self._groups() for speed in self._speeds(group)]
+        """Of what the last steps consisted: of all ranks, or of those that compute longest, by rank. What all
+        peers took of a collective is its transfer; what one took beyond that it has waited."""
+        found = []
+        for group in self._groups():
+            if not (common := _common_steps(group)):
+                continue
+            collective = fmean(min(r.steps[s].collective for r in group) for s in common)
+            optimizer = fmean(min(r.steps[s].optimizer for r in group) for s in common)
+            for rank in group:
+                mine = [rank.steps[s] for s in common]
+                whole, compute, busy, linked = (
+                    fmean(getattr(s, name) for s in mine) for name in ("whole", "compute", "busy", "linked")
+                )
+                transfer = collective + min(linked, fmean(self._transfer_secs(rank, s) for s in common))
+                waited = linked + fmean(s.collective for s in mine) - transfer
+                waited += max(0.0, fmean(s.optimizer for s in mine) - optimizer)
+                other = max(0.0, whole - compute - busy - transfer - waited)
+                parts = (whole, compute, busy, transfer, max(0.0, waited), other)
+                found.append(RankSpeed(rank.told.rank, rank.node, rank.told.at, *parts))
         shown = sorted(found, key=lambda s: -s.compute_secs)[:MOST_SHOWN]
         return tuple(sorted(shown, key=lambda s: s.rank))
 
-    def _speeds(self, group: list[_Rank]) -> Iterator[RankSpeed]:
-        """What all peers took of a collective is its transfer; what one took beyond that it has waited."""
-        common = _common_steps(group)
-        if not common:
-            return
-        collective = fmean(min(r.steps[s].collective for r in group) for s in common)
-        optimizer = fmean(min(r.steps[s].optimizer for r in group) for s in common)
-        for rank in group:
-            mine = [rank.steps[s] for s in common]
-            whole, compute, busy, linked = (
-                fmean(getattr(s, name) for s in mine) for name in ("whole", "compute", "busy", "linked")
-            )
-            transfer = collective + min(linked, fmean(self._transfer_secs(rank, s) for s in common))
-            waited = linked + fmean(s.collective for s in mine) - transfer
-            waited += max(0.0, fmean(s.optimizer for s in mine) - optimizer)
-            yield RankSpeed(
-                rank=rank.rank,
-                node=rank.node,
-                at=rank.at,
-                step_secs=whole,
-                compute_secs=compute,
-                busy_secs=busy,
-                transfer_secs=transfer,
-                wait_secs=max(0.0, waited),
-                other_secs=max(0.0, whole - compute - busy - transfer - waited),
-            )
-
     def _transfer_secs(self, rank: _Rank, step: int) -> float:
         """Of a rank's transfers with the neighbouring stages, without waiting."""
-        pp, dp, tp = rank.at
+        pp, dp, tp = rank.told.at
         mine = rank.steps[step]
         sides = []
         for own, other, of in ((mine.next, pp + 1, "previous"), (mine.previous, pp - 1, "next")):

@@ -10,10 +10,9 @@ nodes; if none does, the one that survives most, and :attr:`Choice.needed` says 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Protocol
 
 from reft.config import AOR
 from reft.errors import ConfigError
@@ -71,12 +70,8 @@ class Fit:
         return self.left_over_secs <= 0
 
 
-class Pace(Protocol):
-    """Knows what copying costs the step."""
-
-    def fit(self, loads: Mapping[int, Load]) -> Fit:
-        """Predict the step with the busiest rank of every stage, by stage."""
-        ...
+Pace = Callable[[Mapping[int, Load]], Fit]
+"""What copying costs the step: a prediction from the busiest rank of every stage, by stage."""
 
 
 @dataclass(frozen=True)
@@ -228,52 +223,51 @@ def _candidates(
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        elif together > 1 and scheme not in also and _tests(scheme, size, spread) > _MOST_TESTS:
+        # Copies alone and parities alone need no test of :func:`reft.protect.placement.fatal_nodes`.
+        elif (
+            together > 1
+            and scheme.copies
+            and scheme.parities
+            and scheme not in also
+            and size * comb(spread, min(total, spread // 2)) > _MOST_TESTS
+        ):
             excluded.append((str(scheme), TOO_MANY_TESTS))
         else:
             found.append(scheme)
     return found, excluded
 
 
-def _tests(scheme: Scheme, size: int, nodes: int) -> int:
-    """How much :func:`reft.protect.placement.fatal_nodes` has to test, at most, where members share nodes:
-    copies alone and parities alone need no test."""
-    if not (scheme.copies and scheme.parities):
-        return 0
-    return size * comb(nodes, min(scheme.copies + scheme.parities, nodes // 2))
-
-
 def _evaluate(
     situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, recompute: bool
 ) -> Iterator[Alternative]:
+    topology, limits = situation.topology, situation.memory_bytes
+    dp, most = topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
     for scheme in schemes:
-        lost = fatal(situation.topology, scheme.copies, scheme.parities)
+        lost = fatal(topology, scheme.copies, scheme.parities)
         protected = scheme.copies + scheme.parities > 0
-        secs = _partition_secs(situation, scheme)
+        peers, rates = min(scheme.copies + scheme.parities, dp - 1), situation.rates
+        secs = rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         # Either way partitions lie at as many peers as the scheme survives losses.
         for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
-            loads, node, memory = _loads(situation, scheme, way or OwnedBy.PEER)
+            of_ranks, busiest = rank_loads(situation, scheme, way or OwnedBy.PEER), dict[int, Load]()
+            for rank, load in sorted(of_ranks.items()):
+                pp = topology.coordinates[rank].pp
+                busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
+            memory = node_bytes(topology, of_ranks)
+            node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
             yield Alternative(
                 scheme=scheme,
                 owned_by=way,
-                loads=loads,
+                loads=busiest,
                 node=node,
-                memory_bytes=memory,
-                limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
+                memory_bytes=memory[node],
+                limit_bytes=None if limits is None else limits[node],
                 fatal=lost,
-                fit=pace.fit(loads) if pace is not None else None,
+                fit=pace(busiest) if pace is not None else None,
                 available=recompute or cheaper if way is OwnedBy.AOR else way is None or not recompute,
                 partition_secs=secs,
             )
-
-
-def _partition_secs(situation: Situation, scheme: Scheme) -> tuple[float, float] | None:
-    """Of the rank that owns most."""
-    peers = min(scheme.copies + scheme.parities, situation.topology.degrees.dp - 1)
-    most = max(sections.owned_bytes for sections in situation.sections)
-    rates = situation.rates
-    return rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
 
 
 def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[int, Load]:
@@ -298,18 +292,6 @@ def node_bytes(topology: Topology, loads: Mapping[int, Load]) -> dict[str, int]:
     for rank, load in loads.items():
         memory[topology.nodes[rank]] += load.memory_bytes
     return memory
-
-
-def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:
-    """The busiest rank of each stage; the fullest node and what it has to reserve."""
-    topology, busiest = situation.topology, dict[int, Load]()
-    loads = rank_loads(situation, scheme, owned_by)
-    for rank, load in sorted(loads.items()):
-        pp = topology.coordinates[rank].pp
-        busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
-    memory, limits = node_bytes(topology, loads), situation.memory_bytes
-    node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
-    return busiest, node, memory[node]
 
 
 # ---- words ----

@@ -70,21 +70,13 @@ def memory_losses_per_sec(
 # -- how long an interval -------------------------------------------------------------------------------
 
 
-def daly_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """sqrt(2 c M) (1 + sqrt(c / 2M) / 3 + (c / 2M) / 9) - c, and M from c = 2M on: Daly 2006, equation 37."""
-    ratio = cost_secs / (2 * mtbf_secs)
-    if ratio >= 1:
-        return mtbf_secs
-    return sqrt(2 * cost_secs * mtbf_secs) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost_secs
-
-
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
     """The interval, in seconds of training, with the largest :func:`effective_part`:
     1 - t/M = exp(-(t + c)/M)."""
     if not cost_secs > 0 or not mtbf_secs > 0:
         raise ConfigError(f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0")
-    if cost_secs < _SHORT * mtbf_secs:  # where 1 - t/M has no digits left, Daly's error is beyond a float's
-        return daly_interval_secs(cost_secs, mtbf_secs)
+    if cost_secs < _SHORT * mtbf_secs:  # where 1 - t/M has no digits left: Young's, whose error is less
+        return sqrt(2 * cost_secs * mtbf_secs)
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
@@ -142,7 +134,12 @@ def storage_interval(costs: StorageCosts, mtbf_secs: float, goals: Goals | None 
     the overhead, and what writing takes over both."""
     goals = goals or Goals()
     step = costs.step_secs
-    steps, because = _best_steps(costs, mtbf_secs), Because.FAILURES
+    steps, because = inf, Because.FAILURES
+    if mtbf_secs < inf:
+        exact = best_interval_secs(costs.cost_secs, mtbf_secs) / step if costs.cost_secs > 0 else 1.0
+        # Whole steps on either side of the optimum: the better one.
+        around = sorted({max(1, int(exact)), max(1, ceil(exact))})
+        steps = max(around, key=lambda k: effective_part(k * step, costs.cost_secs, mtbf_secs))
     bound = inf if goals.most_lost_steps is None else max(1, goals.most_lost_steps // 2)
     for limit, reason in ((goals.survival_secs / step, Because.SURVIVAL), (bound, Because.BOUND)):
         if limit < steps:
@@ -165,21 +162,6 @@ def whole_interval(steps: int, version_steps: int) -> int:
 
 _MOST_EXPONENT = 700.0
 _MOST_STEPS = 10**9
-
-
-def _best_steps(costs: StorageCosts, mtbf_secs: float) -> float:
-    """Whole steps on either side of the optimum: the better one."""
-    if mtbf_secs == inf:
-        return inf
-    if costs.cost_secs <= 0:
-        return 1
-    exact = best_interval_secs(costs.cost_secs, mtbf_secs) / costs.step_secs
-    around = {max(1, int(exact)), max(1, ceil(exact))}
-
-    def effective(steps: int) -> float:
-        return effective_part(steps * costs.step_secs, costs.cost_secs, mtbf_secs)
-
-    return max(sorted(around), key=effective)
 
 
 def _up(value: float) -> int:

@@ -25,11 +25,10 @@ longer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +50,7 @@ from reft.profile.result import (
     activity_of,
 )
 from reft.profile.traces import RankTraces
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 from reft.snapshot.scheduling.windows import WindowKind
 
 _LEAST_STEPS = 5
@@ -63,19 +62,6 @@ LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
 
 Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
-
-
-@dataclass(frozen=True, slots=True)
-class JobFacts:
-    """What the traces do not say: the job, the time, the clock ("host" or "device"), and a bandwidth that was
-    measured apart, for where the traces have no chunks."""
-
-    job_id: str
-    world_size: int
-    degrees: tuple[int, int, int]
-    created_unix_secs: float
-    clock: str = "host"
-    bandwidth_bytes_per_sec: float | None = None
 
 
 class _Step(NamedTuple):
@@ -90,9 +76,18 @@ class _Step(NamedTuple):
         return sum(s.secs for s in self.segments if s.activity is activity)
 
 
-def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
+def analyse(
+    ranks: Sequence[RankTraces],
+    job_id: str,
+    degrees: tuple[int, int, int],
+    *,
+    created_unix_secs: float = 0.0,
+    clock: str = "host",
+    bandwidth_bytes_per_sec: float | None = None,
+) -> ProfileResult:
     """Work out the profile of a job; a ProfileError where there is no step that all ranks have traced, or no
-    complete rank."""
+    complete rank. ``degrees``: pp, dp, tp. ``clock``: "host" or "device". ``bandwidth_bytes_per_sec``: as
+    measured apart, for where the traces have no chunks."""
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):
@@ -102,25 +97,35 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
             f"steps"
         )
     aligned = [rank.aligned(steps) for rank in ranks]
-    waits = _find_waits(aligned)
-    bandwidth, source = _bandwidth(aligned, facts)
+    ready, matched_share = _find_waits(aligned)
+    # Of copies that had the device to themselves, if there were any; else of all; else as measured.
+    bandwidth = bandwidth_bytes_per_sec
+    source = "unknown" if bandwidth is None else "a copy after the profiled steps"
+    chunks = [
+        c for r in aligned for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes
+    ]
+    if chunks:
+        alone = [c for c in chunks if c.tier == 1]
+        source = "chunks copied in idle time" if alone else "all chunks"
+        copied = alone or chunks
+        bandwidth = sum(c.nbytes for c in copied) / sum(c.end_secs - c.begin_secs for c in copied)
     complete = sorted((r for r in aligned if r.complete), key=lambda r: (r.pipeline, r.pp))
-    cut = {rank.rank: list(_cut(rank, waits)) for rank in complete}
+    cut = {rank.rank: list(_cut(rank, ready)) for rank in complete}
     by_stage = defaultdict(list)
     for rank in complete:
         by_stage[rank.pp].append(rank)
     return ProfileResult(
-        job_id=facts.job_id,
-        created_unix_secs=facts.created_unix_secs,
-        world_size=facts.world_size,
-        degrees=facts.degrees,
+        job_id=job_id,
+        created_unix_secs=created_unix_secs,
+        world_size=prod(degrees),
+        degrees=degrees,
         steps=steps,
         step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
         method=Method(
-            clock=facts.clock,
-            matched_share=waits.matched_share,
+            clock=clock,
+            matched_share=matched_share,
             clock_error_secs=max(r.offset.error_secs for r in aligned),
         ),
         stages=tuple(
@@ -131,155 +136,121 @@ def analyse(ranks: Sequence[RankTraces], facts: JobFacts) -> ProfileResult:
     )
 
 
-def _bandwidth(ranks: Sequence[RankTraces], facts: JobFacts) -> tuple[float | None, str]:
-    """Of copies that had the device to themselves, if there were any; else of all; else as measured."""
-    chunks = [c for r in ranks for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes]
-    alone = [c for c in chunks if c.tier == 1]
-    for kind, source in ((alone, "chunks copied in idle time"), (chunks, "all chunks")):
-        if kind:
-            return sum(c.nbytes for c in kind) / sum(c.end_secs - c.begin_secs for c in kind), source
-    known = facts.bandwidth_bytes_per_sec is not None
-    return facts.bandwidth_bytes_per_sec, "a copy after the profiled steps" if known else "unknown"
-
-
 # -- where the waits end ----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Waits:
-    """When the partners of each call were there too; seconds of point-to-point calls that were split by a
-    partner's record, and by the fastest observation."""
-
-    ready_secs: dict[Place, float] = field(default_factory=dict)
-    matched_secs: float = 0.0
-    unmatched_secs: float = 0.0
-
-    @property
-    def matched_share(self) -> float:
-        total = self.matched_secs + self.unmatched_secs
-        return self.matched_secs / total if total else 1.0
+_Call = tuple[Place, int | None, InstructionRecord]  # place, micro batch, the call that carries it out
+Ready = dict[Place, float]  # when the partners of a call were there too
 
 
-def _find_waits(ranks: Sequence[RankTraces]) -> _Waits:
-    """All ranks have the same steps in the same order."""
-    waits = _Waits()
-    _split_transfers(ranks, waits)
+def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
+    """Where the waits end, and which share of the point-to-point time was split by a partner's record. All
+    ranks have the same steps in the same order."""
+    ready, matched_share = _split_transfers([r for r in ranks if r.complete], 1 + max(r.pp for r in ranks))
     groups, pipelines = defaultdict(list), defaultdict(list)
     for rank in ranks:
         groups[rank.pp, rank.tp].append(rank)
         pipelines[rank.pipeline].append(rank)
     for group in groups.values():
-        _wait_for_last(group, "ReduceGrads", waits)
+        _wait_for_last(group, "ReduceGrads", ready)
     for group in pipelines.values():
-        _wait_for_last(group, "AggregateTotalLoss", waits)
+        _wait_for_last(group, "AggregateTotalLoss", ready)
     for name in ("ReduceTiedGrads", "OptimizerStep"):
         for group in ([*pipelines.values()] if len(pipelines) > 1 else []) + [list(ranks)]:
             if _meets(group, name):
-                _wait_for_last(group, name, waits)
-    return waits
+                _wait_for_last(group, name, ready)
+    return ready, matched_share
 
 
-class _Meeting(NamedTuple):
-    """A send or receive that a call carries out, the partner's call, and the error of comparing the two."""
-
-    name: str
-    call: InstructionRecord
-    error_secs: float
-
-
-def _split_transfers(ranks: Sequence[RankTraces], waits: _Waits) -> None:
+def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
     """The calls that move data between two ranks."""
-    complete = [r for r in ranks if r.complete]
-    fastest = {r.rank: _fastest(r.traces) for r in complete}
-    met = _meetings(complete, 1 + max(r.pp for r in ranks), fastest)
     calls = {
         (r.rank, number, index): (record, kind)
-        for r in complete
+        for r in ranks
         for number, trace in enumerate(r.traces)
         for index, record, kind in _transfers(trace.instructions)
     }
+    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # seconds of each kind on a rank, over all steps
+    for (rank, _, _), (record, kind) in calls.items():
+        secs = record.end_secs - record.begin_secs
+        fastest[rank, kind] = min(secs, fastest.get((rank, kind), secs))
+    met = _meetings(ranks, stages, fastest)
     # Kinds of sends that wait for nobody: one of them was over before its receiver came.
     buffered = {
-        (place[0], m.name)
+        (place[0], name)
         for place, (record, _) in calls.items()
-        for m in met.get(place, ())
-        if m.name.startswith("Send") and m.call.begin_secs - record.end_secs > m.error_secs + _RESOLUTION_SECS
+        for name, partner, error in met.get(place, ())
+        if name.startswith("Send") and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
     }
+    ready, matched_secs, all_secs = Ready(), 0.0, 0.0
     for place, (record, kind) in calls.items():
         secs, error = record.end_secs - record.begin_secs, 0.0
+        all_secs += secs
         if meetings := met.get(place):
-            waits.matched_secs += secs
-            begins = [m.call.begin_secs for m in meetings if (place[0], m.name) not in buffered]
-            ready = max(begins, default=record.begin_secs)
-            error = max(m.error_secs for m in meetings)
+            matched_secs += secs
+            begins = [p.begin_secs for name, p, _ in meetings if (place[0], name) not in buffered]
+            there, error = max(begins, default=record.begin_secs), max(m[2] for m in meetings)
         else:
-            waits.unmatched_secs += secs
-            ready = record.end_secs - fastest[place[0]][kind]
-        if ready > record.begin_secs + error:
-            waits.ready_secs[place] = min(ready, record.end_secs)
+            there = record.end_secs - fastest[place[0], kind]
+        if there > record.begin_secs + error:
+            ready[place] = min(there, record.end_secs)
+    return ready, matched_secs / all_secs if all_secs else 1.0
 
 
 def _meetings(
-    ranks: Sequence[RankTraces], stages: int, fastest: dict[int, dict[tuple[str, ...], float]]
-) -> dict[Place, list[_Meeting]]:
-    """Pairs all sends of a kind in a step with their receives."""
+    ranks: Sequence[RankTraces], stages: int, fastest: Mapping[tuple[int, tuple[str, ...]], float]
+) -> Mapping[Place, Sequence[tuple[str, InstructionRecord, float]]]:
+    """Of every call the sends and receives that it carries out: name, the partner's call, and the error of
+    comparing the two."""
     at = {(r.pp, r.pipeline): r for r in ranks}
-    found: dict[Place, list[_Meeting]] = defaultdict(list)
-    steps = range(len(ranks[0].traces))
+    least: dict[int, float] = {}
+    for (rank, _), secs in fastest.items():
+        least[rank] = min(secs, least.get(rank, secs))
+    found = defaultdict[Place, list[tuple[str, InstructionRecord, float]]](list)
     for pipeline, (what, towards), number in product(
-        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), steps
+        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
     ):
-        pairs: list[tuple[RankTraces, _Call, RankTraces, _Call, float]] = []
+        pairs: list[tuple[_Call, _Call, float]] = []
         for stage in range(stages):
             sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
             if sender is None or receiver is None or sender is receiver:
                 continue
-            sent = _calls_for("Send" + what, sender.traces[number])
-            received = _calls_for("Recv" + what, receiver.traces[number])
-            if not _agree(sent, received):
+            sent, received = _named(f"Send{what}", sender, number), _named(f"Recv{what}", receiver, number)
+            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sent, received, strict=False))
+            if len(sent) != len(received) or not same:
                 # The schedule sends both ways (DualPipeV): order does not tell who meets, on any stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
-            transfers = (*fastest[sender.rank].values(), *fastest[receiver.rank].values())
-            if error <= min(transfers, default=0.0):
-                pairs += [(sender, s, receiver, r, error) for s, r in zip(sent, received, strict=True)]
-        for sender, s, receiver, r, error in pairs:
-            sending, receiving = (
-                x.traces[number].instructions[i] for x, (_, i) in ((sender, s), (receiver, r))
-            )
-            found[sender.rank, number, s[1]].append(_Meeting("Send" + what, receiving, error))
-            found[receiver.rank, number, r[1]].append(_Meeting("Recv" + what, sending, error))
+            if error <= min(least.get(sender.rank, 0.0), least.get(receiver.rank, 0.0)):
+                pairs += [(s, r, error) for s, r in zip(sent, received, strict=True)]
+        for (send_at, _, sending), (receive_at, _, receiving), error in pairs:
+            found[send_at].append((f"Send{what}", receiving, error))
+            found[receive_at].append((f"Recv{what}", sending, error))
     return found
 
 
-_Call = tuple[int | None, int]  # (micro batch, index of the call that carries it out)
-
-
-def _calls_for(name: str, trace: StepTrace) -> list[_Call]:
+def _named(name: str, rank: RankTraces, number: int) -> list[_Call]:
     """Of all instructions of a name, in order. Where transfers are only queued, the call is the commit that
     follows."""
-    commits = [n for n, r in enumerate(trace.instructions) if r.name.startswith("CommitP2P")]
-    found = []
-    for index, record in enumerate(trace.instructions):
-        if record.name == name:
-            after = bisect_right(commits, index)
-            if not commits or after < len(commits):
-                found.append((record.micro_batch, commits[after] if commits else index))
-    return found
-
-
-def _agree(sent: Sequence[_Call], received: Sequence[_Call]) -> bool:
-    return len(sent) == len(received) and all(
-        a == b or a is None or b is None for (a, _), (b, _) in zip(sent, received, strict=True)
-    )
+    found: list[_Call] = []
+    following: tuple[int, InstructionRecord] | None = None
+    instructions = rank.traces[number].instructions
+    commits = any(i.name.startswith("CommitP2P") for i in instructions)
+    for index, record in reversed([*enumerate(instructions)]):
+        if record.name.startswith("CommitP2P"):
+            following = index, record
+        elif record.name == name and (following or not commits):
+            at, call = following or (index, record)
+            found.append(((rank.rank, number, at), record.micro_batch, call))
+    return found[::-1]
 
 
 def _transfers(
     instructions: Sequence[InstructionRecord],
 ) -> Iterator[tuple[int, InstructionRecord, tuple[str, ...]]]:
-    """(index, call, kind) of the calls that move data; all calls of one kind move the same bytes. A commit
-    moves what was queued since the last one."""
+    """(index, call, kind) of the calls that move data; all calls of one kind move the same bytes. Where
+    transfers are only queued (DualPipeV), a commit moves what was queued since the last one."""
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
     queued: list[str] = []
     for index, record in enumerate(instructions):
@@ -293,17 +264,7 @@ def _transfers(
                 yield index, record, (record.name,)
 
 
-def _fastest(traces: Sequence[StepTrace]) -> dict[tuple[str, ...], float]:
-    """Seconds of the fastest call of each kind, over all steps."""
-    fastest: dict[tuple[str, ...], float] = {}
-    for trace in traces:
-        for _, record, kind in _transfers(trace.instructions):
-            secs = record.end_secs - record.begin_secs
-            fastest[kind] = min(secs, fastest.get(kind, secs))
-    return fastest
-
-
-def _wait_for_last(group: Sequence[RankTraces], name: str, waits: _Waits) -> None:
+def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
     """Split the calls in which a group of ranks meets: reductions, and some optimizer steps."""
     error = _worst_error(group)
     for calls in _calls(group, name):
@@ -311,8 +272,8 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, waits: _Waits) -> Non
         for place, record in calls.items():
             # Who ended before the last came did not wait for it.
             if error < last - record.begin_secs and last <= record.end_secs + error + _RESOLUTION_SECS:
-                ready = min(last, record.end_secs)
-                waits.ready_secs[place] = max(ready, waits.ready_secs.get(place, ready))
+                there = min(last, record.end_secs)
+                ready[place] = max(there, ready.get(place, there))
 
 
 def _worst_error(group: Sequence[RankTraces]) -> float:
@@ -353,30 +314,26 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
 # -- segments -----------------------------------------------------------------------------------------
 
 
-def _cut(rank: RankTraces, waits: _Waits) -> Iterator[_Step]:
+def _cut(rank: RankTraces, ready: Ready) -> Iterator[_Step]:
     """A step lasts to the begin of the next; where that was not traced, to its end."""
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
         end = after.begin_secs if after is not None and after.step == trace.step + 1 else trace.end_secs
         origin = trace.instructions[0].begin_secs if trace.instructions else trace.begin_secs
-        ready = {
-            i: waits.ready_secs[rank.rank, number, i]
-            for i in range(len(trace.instructions))
-            if (rank.rank, number, i) in waits.ready_secs
-        }
-        yield _Step(trace, origin, end - trace.begin_secs, tuple(_segments(trace, ready)))
+        waits = [ready.get((rank.rank, number, i)) for i in range(len(trace.instructions))]
+        yield _Step(trace, origin, end - trace.begin_secs, tuple(_segments(trace, waits)))
 
 
-def _segments(trace: StepTrace, ready: dict[int, float]) -> Iterator[Segment]:
+def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
     """The instructions of a step, cut at the ends of waits; empty pieces are left out."""
-    for index, record in enumerate(trace.instructions):
+    for index, (record, ready) in enumerate(zip(trace.instructions, waits, strict=True)):
         activity, following = activity_of(record.name), trace.instructions[index + 1 : index + 2]
         optimizer = activity is Activity.OPTIMIZER
         at = record.begin_secs
         for kind, until in (
             # The fence is the first thing an optimizer step does.
             (Activity.FENCE, at + trace.fence_secs if optimizer else at),
-            (Activity.WAIT, ready.get(index, at)),
+            (Activity.WAIT, at if ready is None else ready),
             (activity, record.end_secs),
         ):
             if min(until, record.end_secs) > at:
@@ -485,25 +442,19 @@ def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
     for step in steps:
         for chunk in step.trace.chunks:
             nbytes[chunk.tier] += chunk.nbytes
-            for place, secs in _beside(chunk, step.segments):
-                beside[place] += secs
+            left = chunk.end_secs - chunk.begin_secs
+            for segment in step.segments:
+                both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
+                if both > 0:
+                    beside[_PLACES.get(segment.activity, Beside.OTHER)] += both
+                    left -= both
+            beside[Beside.OTHER] += max(0.0, left)  # between instructions
     return SnapshotUse(
         bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
         secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
         fence_secs=Spread.of(step.trace.fence_secs for step in steps),
         capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
     )
-
-
-def _beside(chunk: ChunkRecord, segments: Iterable[Segment]) -> Iterator[tuple[Beside, float]]:
-    """Seconds of a chunk by what the device did; between instructions: other."""
-    left = chunk.end_secs - chunk.begin_secs
-    for segment in segments:
-        both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
-        if both > 0:
-            yield _PLACES.get(segment.activity, Beside.OTHER), both
-            left -= both
-    yield Beside.OTHER, max(0.0, left)
 
 
 def _timelines(ranks: Sequence[RankTraces], cut: dict[int, list[_Step]]) -> tuple[StepTimeline, ...]:

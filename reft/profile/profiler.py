@@ -25,7 +25,7 @@ from reft.device import vendor_at_hand
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.profile import traces as wire
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.clock import DeviceClock, Mark
 from reft.profile.result import PROFILE_FILE, ProfileResult
 from reft.snapshot.scheduling.trace import StepTrace
@@ -100,36 +100,30 @@ class Profiler:
                     for rank, before, now in zip(gathered, self._offsets, after, strict=True)
                 ]
                 degrees = self._degrees
-                facts = JobFacts(
-                    job_id=self._job_id,
-                    world_size=dist.get_world_size(),
-                    degrees=(degrees.pp, degrees.dp, degrees.tp),
+                result = analyse(
+                    ranks,
+                    self._job_id,
+                    (degrees.pp, degrees.dp, degrees.tp),
                     created_unix_secs=time.time(),
                     clock="host" if self.clock is None else "device",
                     bandwidth_bytes_per_sec=probe_bandwidth(),
                 )
-                write(analyse(ranks, facts), self._config.dir)
+                write(result, self._config.dir)
         finally:
             # Nobody goes on to its end, which may take rank 0 along, before the files are there.
             dist.barrier(self._group)
         note_taken(self._config.dir, dist.get_rank())
 
     def _mine(self) -> wire.RankTraces:
-        at = self._at
+        at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
-        traces = [
-            trace if self.clock is None else with_times(trace, self.clock, marks)
-            for trace, marks in self._steps
-        ]
+        traces = wire.assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
         return wire.RankTraces(
-            rank=dist.get_rank(),
-            pp=at.pp,
-            dp=at.dp,
-            tp=at.tp,
+            *(dist.get_rank(), at.pp, at.dp, at.tp),
             offset=wire.ClockOffset(),
             snapshot_bytes=self._snapshot_bytes(),
             complete=complete,
-            traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.assign_chunks(traces)),
+            traces=traces if complete else tuple(map(wire.only_group_calls, traces)),
         )
 
 

@@ -7,7 +7,7 @@ of timelines are on the clock of rank 0, from the begin of the first profiled st
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -256,8 +256,7 @@ class ProfileResult:
         for w in (w for w in measured if w.usable):
             start = max(ended, w.start_secs)
             ended = max(start, w.stop_secs)
-            window = Window(kind=w.kind, start_secs=start, stop_secs=ended, position=w.position)
-            found.append(window)
+            found.append(Window(w.kind, start, ended, w.position))
         return tuple(found)
 
     def median_timeline(self) -> StepTimeline:
@@ -268,14 +267,13 @@ class ProfileResult:
         return {"format": FORMAT, **_adapter().dump_python(self, mode="json")}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProfileResult:
+    def from_json(cls, data: Any) -> ProfileResult:
         """The inverse of :meth:`to_json`; a ProfileError where it is not a profile, or not of this format."""
-        fields = dict(data)
-        found = fields.pop("format", None)
+        found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise ProfileError(f"found format {found!r}, expected {FORMAT!r}: not a profile of this version")
         try:
-            return _adapter().validate_python(fields)
+            return _adapter().validate_python({key: data[key] for key in data if key != "format"})
         except ValidationError as error:
             raise ProfileError(f"not a complete profile: {error}") from error
 
@@ -287,14 +285,10 @@ class ProfileResult:
     def load(cls, path: Path) -> ProfileResult:
         """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no profile."""
         try:
-            data = json.loads(path.read_text())
-        except OSError as error:
-            raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(f"cannot read the profile {path}: {error}") from error
-        if not isinstance(data, dict):
-            raise ProfileError(f"{path} holds a {type(data).__name__}, expected the object of a profile")
-        return cls.from_json(data)
+            return cls.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ProfileError(f"cannot read the profile {path}: {why}") from error
 
 
 @cache

@@ -24,6 +24,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from reft.control.collectives import allgather_bytes, network_errors
 from reft.control.wire import authenticate, check_authentic
@@ -75,18 +76,17 @@ class RankTraces:
 
     def aligned(self, steps: Sequence[int]) -> RankTraces:
         """These steps alone, on the clock of rank 0."""
+
+        def moved(record: Any, **parts: Any) -> Any:
+            begin, end = record.begin_secs + self.offset.secs, record.end_secs + self.offset.secs
+            return replace(record, begin_secs=begin, end_secs=end, **parts)
+
         by_step = {trace.step: trace for trace in self.traces}
-        traces = tuple(_shifted(by_step[step], self.offset.secs) for step in steps)
+        traces = tuple(
+            moved(t, instructions=tuple(map(moved, t.instructions)), chunks=tuple(map(moved, t.chunks)))
+            for t in (by_step[step] for step in steps)
+        )
         return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
-
-
-def _shifted(trace: StepTrace, secs: float) -> StepTrace:
-    def moved(record: Any) -> Any:
-        return replace(record, begin_secs=record.begin_secs + secs, end_secs=record.end_secs + secs)
-
-    instructions, chunks = map(moved, trace.instructions), map(moved, trace.chunks)
-    moved_trace: StepTrace = replace(moved(trace), instructions=tuple(instructions), chunks=tuple(chunks))
-    return moved_trace
 
 
 def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
@@ -133,10 +133,8 @@ def encode(rank: RankTraces) -> bytes:
 def decode(data: bytes) -> RankTraces:
     """The inverse of :func:`encode`; a ProfileError where the bytes are something else."""
     try:
-        fields = msgpack.unpackb(data)
-        traces = tuple(map(StepTrace.from_json, fields.pop("traces")))
-        return RankTraces(**fields | {"offset": ClockOffset(**fields["offset"]), "traces": traces})
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
+    except (ValueError, msgpack.UnpackException) as error:
         raise ProfileError(f"a rank sent traces that cannot be read: {error}") from error
 
 

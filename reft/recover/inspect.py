@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.errors import LayoutError
-from reft.memory.arena import Arena
+from reft.errors import LayoutError, PersistError
+from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of, live_processes
 from reft.naming import Label
@@ -22,6 +22,7 @@ from reft.protect.blocks import BlockKey
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
+from reft.storage.persisted import STORAGE_KEY, find_markers
 
 BadBlock = tuple[str, str, BlockKey]
 """(node, arena file name, block), as the recovery plan wants to have them named."""
@@ -185,25 +186,51 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
 def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
     nodes = open_job(job_dirs)
     job_id = next(iter(nodes.values())).job_id
+    alive = {node: live_processes(job.path) for node, job in nodes.items()}
+    found = {node: job.scan() for node, job in nodes.items()}
+    return _report(job_id, {node: job.path for node, job in nodes.items()}, alive, found, verify)
+
+
+def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
+    """The same of a job's directory in its persist directory. Raises PersistError: there is none of its
+    versions."""
+    infos, problems = find_markers(stored)
+    infos = [info for info in infos if info.arenas]
+    if not infos:
+        raise PersistError(
+            f"{stored} holds no version that reft wrote ({'; '.join(problems) or 'no marker was found'}); "
+            f"give the job's directory in persist.dir"
+        )
+    found = {info.tag: scan(info.path, STORAGE_KEY) for info in infos}
+    return _report(infos[-1].job_id, {i.tag: i.path for i in infos}, dict.fromkeys(found, ()), found, verify)
+
+
+def _report(
+    job_id: str,
+    directories: Mapping[str, Path],
+    alive_because: Mapping[str, tuple[str, ...]],
+    scanned: Mapping[str, Sequence[tuple[Path, Arena | str]]],
+    verify: bool,
+) -> JobReport:
     arenas: list[ArenaReport] = []
     problems: list[str] = []
     with ExitStack() as stack:
-        for node, job in nodes.items():
-            for path, found in job.scan():
+        for node, of_node in scanned.items():
+            for path, found in of_node:
                 if isinstance(found, str):
                     problems.append(f"node {node}: {found}")
                 else:
                     arenas.append(_report_arena(node, path, stack.enter_context(found), verify))
     inventories = [
         Inventory(n, tuple(ArenaRecord(n, a.path.name, a.header) for a in arenas if a.node == n and a.header))
-        for n in nodes
+        for n in scanned
     ]
     bad = [(a.node, a.path.name, key) for a in arenas for key in a.bad_blocks or ()]
     restores, why = _judge(inventories, job_id, bad)
     return JobReport(
         job_id=job_id,
-        directories={node: job.path for node, job in nodes.items()},
-        alive_because={node: live_processes(job.path) for node, job in nodes.items()},
+        directories=directories,
+        alive_because=alive_because,
         versions=tuple(_report_versions(arenas, inventories, job_id, bad)),
         restores=restores,
         why=why,

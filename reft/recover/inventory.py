@@ -12,7 +12,7 @@ import logging
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,12 +90,14 @@ class Inventory:
         return "\n".join(lines + [f"  {problem}" for problem in self.problems])
 
 
-def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
+def take_inventory(
+    job_dir: Path, node: str, secret: bytes | None, is_wanted: Callable[[Path], bool] = lambda path: True
+) -> Inventory:
     """List the arenas in a node's job directory. Unreadable ones become ``problems``, never errors.
     ``job_dir``: the node's directory of the job; a missing one is an empty inventory."""
     arenas: list[ArenaRecord] = []
     problems: list[str] = []
-    for path, found in scan(job_dir, secret):
+    for path, found in scan(job_dir, secret, is_wanted=is_wanted):
         if isinstance(found, str):
             problems.append(found)
             continue

@@ -3,8 +3,10 @@ Pure.
 
 What is one and the same element is told by names: a parameter has one name in all layouts (DeepSpeed's
 ``PipelineModule`` numbers layers over all stages), and with it its master and the optimizer's state for
-it. Of a parameter that tensor slices share, each holds an equal part of one dimension. ZeRO's partitions are
-equal parts of a group's parameters laid end to end, padded with zeros. Offsets and counts are in elements.
+it. Of a parameter that tensor slices share, each holds an equal part of one dimension; where that has several
+matrices one behind the other (a gate and what is gated; queries, keys and values), of each of them. ZeRO's
+partitions are equal parts of a group's parameters laid end to end, padded with zeros. Offsets and counts are
+in elements.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -30,6 +33,8 @@ class Parameter(NamedTuple):
     name: str  # in the model
     shape: tuple[int, ...]  # of this rank's part
     split: int | None  # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
+    # lengths in that dimension of the matrices that are shared each by itself; empty: there is one
+    blocks: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -58,7 +63,10 @@ class Held:
     def decode(cls, body: bytes) -> Held:
         parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
         return cls(
-            tuple(Parameter(name, tuple(shape), split) for name, shape, split in parameters),
+            # An older reft did not tell of blocks.
+            tuple(
+                Parameter(n, tuple(shape), split, *map(tuple, more)) for n, shape, split, *more in parameters
+            ),
             tuple(map(tuple, groups)),
             tuple(map(tuple, kinds)),
             flat,
@@ -161,23 +169,29 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
 
 
 def _slices(
-    extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: int, slice_at: int
+    extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: _Split, slice_at: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """``(old slice, first element in it, count, elements of the extent before)`` of what the new slice
     ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
-    if split == WHOLE or old == new:
+    dimension, whole = split
+    if dimension == WHOLE or old == new:
         yield slice_at, extent.start, extent.numel, 0
         return
-    was, width = old[split], new[split]
-    inner = prod(new[split + 1 :])
+    total, was, width = sum(whole), old[dimension], new[dimension]
+    # Where each matrix begins in a slice of either side; its end is where the next one begins.
+    old_begins = [at * was // total for at in accumulate(whole, initial=0)]
+    new_begins = [at * width // total for at in accumulate(whole, initial=0)]
+    inner = prod(new[dimension + 1 :])
     position, end = extent.start, extent.start + extent.numel
     while position < end:
         row, inside = divmod(position, inner)
         outer, column = divmod(row, width)
-        tp, there = divmod(slice_at * width + column, was)
-        # As far as this row of the new slice goes on, and the old slice too.
-        count = min(end - position, min(width - column, was - there) * inner - inside)
-        yield tp, (outer * was + there) * inner + inside, count, position - extent.start
+        n = bisect_right(new_begins, column) - 1
+        part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
+        tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
+        # As far as this row of the new slice goes on in the matrix, and the old slice too.
+        count = min(end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside)
+        yield tp, (outer * was + old_begins[n] + there) * inner + inside, count, position - extent.start
         position += count
 
 
@@ -228,32 +242,45 @@ class _Index:
 # --- what is refused ---------------------------------------------------------------------------------
 
 
-def _splits(old: Layout, new: Layout) -> dict[str, int]:
-    """The dimension that slices share, of every parameter; :data:`WHOLE` where none is, or it is the same
-    on both sides."""
-    said: dict[str, set[int]] = defaultdict(set)
+_Split = tuple[int, tuple[int, ...]]
+"""The dimension that slices share, or :data:`WHOLE`, and the lengths of its matrices, with all slices."""
+
+
+def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
+    """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both sides."""
+    said: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():
             for part in held.parameters:
-                said[part.name].update(() if part.split is None else (part.split,))
+                if part.split is not None:
+                    said[part.name].add((part.split, _matrices(part, layout.degrees.tp)))
+                else:
+                    said.setdefault(part.name, set())
     if old.degrees.tp == new.degrees.tp:
-        return dict.fromkeys(said, WHOLE)
+        return dict.fromkeys(said, (WHOLE, ()))
     if several := [name for name, splits in said.items() if len(splits) > 1]:
         raise LayoutError(
-            f"slices share different dimensions of {listing(several)} in {old.degrees} and {new.degrees}; "
-            f"give every parameter the same partition_dim in both"
+            f"slices share different dimensions, or parts of them, of {listing(several)} in {old.degrees} "
+            f"and {new.degrees}; give every parameter the same partition_dim and partition_blocks in both"
         )
     if unknown := [name for name, splits in said.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
             f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
             "parameter.partition_dim = the dimension that the slices share equally, or -1 where each slice "
-            "has the whole"
+            "has the whole; and parameter.partition_blocks = the lengths in it of the matrices that the "
+            "slice has one behind the other, (its length,) where there is one"
         )
     return {name: splits.pop() for name, splits in said.items()}
 
 
-def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
+def _matrices(part: Parameter, slices: int) -> tuple[int, ...]:
+    if part.split is None or not 0 <= part.split < len(part.shape):
+        return ()
+    return tuple(length * slices for length in part.blocks or (part.shape[part.split],))
+
+
+def _check_same(old: Layout, new: Layout, splits: Mapping[str, _Split]) -> None:
     was, now = _whole(old, splits), _whole(new, splits)
     for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
         if alone := sorted(here.keys() - there.keys()):
@@ -281,7 +308,7 @@ def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
 _Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
 
 
-def _whole(layout: Layout, splits: Mapping[str, int]) -> dict[str, _Whole]:
+def _whole(layout: Layout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
     """Shape with all slices, group and kinds of every parameter."""
     found: dict[str, _Whole] = {}
     for (pp, tp), held in sorted(layout.held.items()):
@@ -289,7 +316,7 @@ def _whole(layout: Layout, splits: Mapping[str, int]) -> dict[str, _Whole]:
         for part in held.parameters:
             group = groups.get(part.name)
             kinds = () if group is None else tuple(sorted(held.kinds[group]))
-            shape = _whole_shape(part.shape, splits[part.name], layout.degrees.tp)
+            shape = _whole_shape(part.shape, splits[part.name][0], layout.degrees.tp)
             told = (shape, group, kinds)
             if found.setdefault(part.name, told) != told:
                 raise LayoutError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ class Participant:
     secret: bytes
     faults: FaultPlan | None = None
     window_bytes: int = DEFAULT_WINDOW_BYTES  # receive buffers; room for blocks that wait to be decoded
+    # whether ``job_dir`` is a version on storage, which all nodes see: each then reads a part of its files
+    stored: bool = False
 
     @property
     def at(self) -> Coordinate:
@@ -55,7 +58,14 @@ class Participant:
         return self.topology.local_ranks(self.node)[0] == self.control.rank
 
     def inventory(self) -> Inventory:
-        return take_inventory(self.job_dir, self.node, self.secret)
+        is_wanted = self._is_read_here if self.stored else lambda path: True
+        return take_inventory(self.job_dir, self.node, self.secret, is_wanted)
+
+    def _is_read_here(self, path: Path) -> bool:
+        """Own arenas are read by the node that needs them most; those of another layout are dealt out."""
+        homes = {str(c): n for c, n in zip(self.topology.coordinates, self.topology.nodes, strict=True)}
+        nodes = sorted(set(self.topology.nodes))
+        return homes.get(path.stem, nodes[zlib.crc32(path.stem.encode()) % len(nodes)]) == self.node
 
     def opened(
         self, inventory: Inventory, *, wait: bool = True

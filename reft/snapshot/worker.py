@@ -582,7 +582,9 @@ class SnapshotWorker:
 
     def _judge(self, verdict: Ballot, label: Label) -> None:
         """What the ranks have seen of a version that they could all copy. Collective if peers differ."""
-        verify, restarts = self._verify, self.watchers.stats.committed > 0
+        verify, restarts, peers = self._verify, self.watchers.stats.committed > 0, self.copier.peers
+        if peers is not None:
+            peers.sealed(label.step)
         self._in_a_row = self._in_a_row + 1 if verdict.not_finite else 0
         if verdict.not_finite and self._in_a_row == verify.suspects:
             what = f"weights or optimizer state held NaN or infinity in {self._in_a_row} versions in a row"
@@ -594,8 +596,8 @@ class SnapshotWorker:
             if verify.on_difference != "report":
                 what = found or "data-parallel peers of another stage hold different values"
                 self.votes.halt = Halt(what, restarts and verify.on_difference == "rollback")
-        elif self.copier.peers is not None and verdict.ok:
-            self.copier.peers.again = frozenset()
+        elif peers is not None and verdict.ok:
+            peers.again = frozenset()
 
     def _whose(self) -> str:
         """Which blocks differ in this rank's group, and where: in words; empty if none does. Collective."""
@@ -746,7 +748,7 @@ class SnapshotWorker:
         agreed = resume_from([Standing.from_ints(values) for values in gathered])
         self.votes.resync(agreed.stop_step)
         if self.copier.peers is not None:
-            self.copier.peers.again = frozenset()
+            self.copier.peers.meet()
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version

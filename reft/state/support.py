@@ -162,7 +162,7 @@ def why_not_loadable(engine: Any) -> str | None:
     """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
     where it does not. A job should know when it starts (P12). Some releases load partitions for a wrapper
     that has none (``AttributeError: dp_process_group``), others give ``BF16_Optimizer``, which expects a list
-    of partitions, one state dict (``KeyError: 0``); :mod:`reft.engine.checks.releases` lists them."""
+    of partitions, one state dict (``KeyError: 0``); :mod:`reft.engine.checks.preflight` lists them."""
     if not engine.bfloat16_enabled():
         return None
     load = inspect.unwrap(type(engine).load_checkpoint)

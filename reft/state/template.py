@@ -14,6 +14,7 @@ import enum
 import functools
 import importlib
 import operator
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -222,7 +223,9 @@ class Rebuilder:
         place = (section, offset, extent)
         if place not in self._storages:
             view = self._read(Section(section), offset, extent)
-            self._storages[place] = torch.frombuffer(view, dtype=torch.uint8)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                self._storages[place] = torch.frombuffer(view, dtype=torch.uint8)
         flat = self._storages[place].view(dtype)
         return self._finish(flat.as_strided(shape, stride), form)
 

@@ -1,15 +1,14 @@
-"""Writing a version from the memory of its nodes into a DeepSpeed checkpoint, without the trainers.
+"""Writing a version from the memory of its nodes into a checkpoint on storage, without the trainers.
 
 Every node runs :func:`persist_label` for the same version; they meet in one working directory on the
 shared file system (:mod:`reft.storage.staging`) and nowhere else:
 
-1. each node pins its arenas and writes the *own* blocks of its coordinates, comparing every block with
-   the checksum taken when it was copied; then the arenas are free again;
-2. when the parts of a sharding group are there, the nodes that hold its coordinates turn them into
-   DeepSpeed's files, in a process of low priority (:mod:`reft.storage.assemble`);
-3. when all files are there, the node of coordinate (0, 0, 0) gives the directory its name and switches
+1. each node pins its arenas and copies the *own* blocks of its coordinates into arenas there, comparing
+   every block with the checksum taken when it was copied; then its memory is free again;
+2. when all parts are there, the node of coordinate (0, 0, 0) gives the directory its name and switches
    ``latest`` (:mod:`reft.storage.publish`).
 
+``reft persist`` exports DeepSpeed's own files in the same way, alone (:mod:`reft.storage.export`).
 Whatever fails, fails alone: an error is raised for the caller to count, training and the checkpoints
 that are already there are not touched (P6).
 """
@@ -21,27 +20,25 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from reft.backoff import Backoff
 from reft.config import FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena
+from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir, recorded_fingerprint
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.storage import fence
-from reft.storage.assemble import Assembler, read_part
 from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
 from reft.storage.publish import publish, refuse_stale, remove_debris
-from reft.storage.staging import LEADER, Part, SourceBlock, WorkDir, read_record, stage_image, write_record
+from reft.storage.staging import LEADER, SourceBlock, WorkDir, read_record, write_arena, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +48,17 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    phase: str  # ``staging``, ``staged``, ``assembled``, ``renaming``, ``renamed``, ``latest``
-    nbytes: int = 0  # bytes of images written so far
-    total_bytes: int = 0  # bytes of images this node writes
+    phase: str  # ``writing``, ``written``, ``renaming``, ``renamed``, ``latest``
+    nbytes: int = 0  # bytes of blocks written so far
+    total_bytes: int = 0  # bytes of blocks this node writes
 
     def __str__(self) -> str:
-        if self.phase != "staging":
+        if self.phase != "writing":
             return self.phase
-        return f"staging: {self.nbytes / 2**20:.1f} of {self.total_bytes / 2**20:.1f} MiB"
+        return f"writing: {self.nbytes / 2**20:.1f} of {self.total_bytes / 2**20:.1f} MiB"
+
+
+Files = Mapping[str, FileRecord]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PersistOptions:
     timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
     stop: threading.Event = field(default_factory=threading.Event)  # set to give up
     progress: Callable[[PersistProgress], None] = lambda progress: None  # told what happens
-    assembler: Assembler | None = None  # makes the files; None starts a process for this version only
+    export: Export | None = None  # writes DeepSpeed's files of a coordinate; None: arenas are written
 
 
 class GivenUpElsewhereError(PersistError):
@@ -86,9 +86,9 @@ class VersionSource:
     job_id: str  # job whose state it is
     label: Label
     degrees: Degrees  # parallel degrees of the job
-    layouts: Mapping[Coordinate, str]  # layout hash of every coordinate in ``blocks``
-    # own blocks of every coordinate that is written here: its shard of the replicated image, its owned and
-    # its host image, whole
+    # of every coordinate that is written here what it is, and its own blocks: its shard of the replicated
+    # image, its owned and its host image, whole
+    headers: Mapping[Coordinate, ArenaHeader]
     blocks: Mapping[Coordinate, Sequence[SourceBlock]]
     secret: bytes  # authenticates the records that the writing processes exchange
     node: str  # this node, for messages
@@ -100,6 +100,10 @@ class VersionSource:
         return LEADER in self.blocks
 
 
+Export = Callable[[VersionSource, WorkDir, Coordinate, Callable[[int], None]], Files]
+"""Writes the files of a coordinate into a working directory, telling of bytes as they are written."""
+
+
 def persist_label(
     job_dir: JobDir,
     label: Label,
@@ -107,12 +111,11 @@ def persist_label(
     *,
     stop: threading.Event | None = None,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
-    assembler: Assembler | None = None,
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
     To be called on every node of the job for the same version. The arenas that hold it are pinned only while
-    they are read. ``assembler``: makes the files; None starts a process for this version only."""
+    they are read."""
     if config.persist.dir is None:
         raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
     options = PersistOptions(
@@ -121,7 +124,6 @@ def persist_label(
         timeout_secs=config.persist.timeout_secs,
         stop=stop or threading.Event(),
         progress=progress,
-        assembler=assembler,
     )
     with ExitStack() as pins:
         try:
@@ -199,7 +201,7 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
         job_id=job_dir.job_id,
         label=label,
         degrees=next(header.degrees for _, header in held.values()),
-        layouts={c: header.layout for c, (_, header) in held.items()},
+        headers={c: header for c, (_, header) in held.items()},
         blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
         secret=job_dir.secret,
         node=job_dir.node,
@@ -209,18 +211,7 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
 
 
 def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
-    return [
-        SourceBlock(
-            key=entry.key,
-            start_bytes=entry.start_bytes,
-            image_bytes=entry.image_bytes,
-            checksum=entry.checksum,
-            data=arena.read_block(entry),
-            origin=str(arena.path),
-        )
-        for entry in header.entries
-        if entry.owner
-    ]
+    return [SourceBlock(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner]
 
 
 # --- the protocol ----------------------------------------------------------------------------------
@@ -271,15 +262,10 @@ class _Writing:
         self.start = max(source.writer, source.label.incarnation)  # of the job
 
     def write(self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]) -> PersistedInfo:
-        groups = sorted({(c.pp, c.tp) for c in self.source.blocks})
-        dps = range(self.source.degrees.dp)
         try:
             self._open()
-            self._stage(reach)
+            self._write_parts(reach)
             unpin()
-            self._wait_for(self.work.part, [Coordinate(pp, d, tp) for pp, tp in groups for d in dps], "part")
-            self._assemble()
-            self.options.progress(PersistProgress("assembled"))
             return self._finish() if self.source.leads else self._wait_for_name()
         except BaseException as error:
             self._give_up(error)
@@ -292,9 +278,10 @@ class _Writing:
             remove_debris(self.work)
         self.work.failed(self.source.node).unlink(missing_ok=True)
 
-    def _stage(self, reach: Callable[[Coordinate], None]) -> None:
+    def _write_parts(self, reach: Callable[[Coordinate], None]) -> None:
         work, source, options = self.work, self.source, self.options
-        total = sum(len(b.data) for blocks in source.blocks.values() for b in blocks)
+        total = sum(b.entry.nbytes for blocks in source.blocks.values() for b in blocks)
+        export = options.export or _write_arena
         written = 0
 
         def on_block(nbytes: int) -> None:
@@ -302,40 +289,34 @@ class _Writing:
             written += nbytes
             if options.stop.is_set():
                 raise PersistError(f"{work.label}: writing was stopped")
-            options.progress(PersistProgress("staging", written, total))
+            options.progress(PersistProgress("writing", written, total))
 
         for coordinate, blocks in source.blocks.items():
-            halfway = _halfway(blocks, partial(reach, coordinate))
-            part = Part(
-                coordinate=coordinate,
-                degrees=source.degrees,
-                label=source.label,
-                layout=source.layouts[coordinate],
-                blocks=stage_image(work.image(coordinate), halfway, on_block),
-                image_bytes=_image_bytes(blocks),
-            )
-            write_record(work.part(coordinate), part.to_json(), source.secret)
-        options.progress(PersistProgress("staged", written, total))
+            half = written + sum(b.entry.nbytes for b in blocks) // 2
+            reached = False
 
-    def _assemble(self) -> None:
-        with ExitStack() as stack:
-            assembler = self.options.assembler or stack.enter_context(closing(Assembler()))
-            try:
-                assembler.assemble(
-                    *(self.work, list(self.source.blocks), self.source.secret),
-                    idle_secs=self.options.timeout_secs,
-                    stop=self.options.stop,
-                )
-            except PersistError as error:
-                raise PersistError(f"{self.work.label}: {error}") from error
+            def tell(nbytes: int, coordinate: Coordinate = coordinate, half: int = half) -> None:
+                nonlocal reached
+                on_block(nbytes)
+                if not reached and written >= half:
+                    reached = True
+                    reach(coordinate)
+
+            files = export(source, work, coordinate, tell)
+            part = {
+                "label": [source.label.incarnation, source.label.step],
+                "layout": source.headers[coordinate].layout,
+                "files": {name: [record.nbytes, record.checksum] for name, record in files.items()},
+            }
+            write_record(work.part(coordinate), part, source.secret)
+        options.progress(PersistProgress("written", written, total))
 
     def _finish(self) -> PersistedInfo:
         work, source = self.work, self.source
         everyone = source.degrees.coordinates()
-        self._wait_for(work.part, everyone, "part")
-        self._wait_for(work.done, everyone, "checkpoint files")
-        found = [read_record(work.done(c), source.secret) for c in everyone]
-        records = [(name, r) for content in found if content for name, r in content["files"].items()]
+        self._wait_for_parts(everyone)
+        parts = {c: self._read_part(c) for c in everyone}
+        records = [(name, r) for part in parts.values() for name, r in part["files"].items()]
         twice = [name for name, count in Counter(name for name, _ in records).items() if count > 1]
         if twice:
             raise PersistError(
@@ -349,13 +330,23 @@ class _Writing:
             label=source.label,
             degrees=source.degrees,
             created_unix_secs=time.time(),
-            layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
+            layouts={str(c): part["layout"] for c, part in parts.items()},
             files={name: FileRecord(*record) for name, record in records},
             fingerprint=source.fingerprint,
+            arenas=self.options.export is None,
         )
         reached = lambda phase: self.options.progress(PersistProgress(phase))  # noqa: E731
         publish(work, info, self.options.keep, reached, writer=source.writer)
         return info
+
+    def _read_part(self, coordinate: Coordinate) -> dict[str, Any]:
+        path, label = self.work.part(coordinate), self.source.label
+        part = read_record(path, self.source.secret)
+        if part is None:
+            raise PersistError(f"{path}: is gone; the checkpoint was given up by another node")
+        if part.get("label") != [label.incarnation, label.step]:
+            raise PersistError(f"{path}: is of {part.get('label')}; expected {label}")
+        return part
 
     def _give_up(self, error: BaseException) -> None:
         """Leave no debris, and tell the others why: they need not wait for what will not come."""
@@ -365,8 +356,8 @@ class _Writing:
             return
         # What a node has said of its memory stays for those that come later.
         for coordinate in source.blocks:
-            # The record first: where it is, the others read the image.
-            for path in (work.part(coordinate), work.image(coordinate)):
+            # The record first: where it is, the leader takes the file.
+            for path in (work.part(coordinate), work.root / arena_file(coordinate)):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
         if not isinstance(error, GivenUpElsewhereError):
@@ -378,24 +369,19 @@ class _Writing:
     def _wait_for_name(self) -> PersistedInfo:
         found: list[PersistedInfo] = []
 
+        everyone = self.source.degrees.coordinates()
+
         def missing() -> list[str]:
             present = published(self.work)
             found.extend([present] if present is not None else [])
-            return [] if found else [f"the node of {LEADER} to name the checkpoint"]
+            late = [f"the part of {c}" for c in everyone if not self.work.part(c).exists()]
+            return [] if found else [*late, f"the node of {LEADER} to name the checkpoint"]
 
         self._poll(missing, naming=True)
         return found[-1]
 
-    def _wait_for(
-        self, path: Callable[[Coordinate], Path], coordinates: Sequence[Coordinate], what: str
-    ) -> None:
-        missing = list(coordinates)
-
-        def look() -> list[str]:
-            missing[:] = [c for c in missing if not path(c).exists()]
-            return [f"the {what} of {c}" for c in missing]
-
-        self._poll(look)
+    def _wait_for_parts(self, coordinates: Sequence[Coordinate]) -> None:
+        self._poll(lambda: [f"the part of {c}" for c in coordinates if not self.work.part(c).exists()])
 
     def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
         poll = Backoff(*_POLL_SECS)
@@ -430,22 +416,16 @@ class _Writing:
                 raise OvertakenElsewhereError(f"{work.label}: overtaken by {other.label}, which others write")
 
 
-def _halfway(blocks: Sequence[SourceBlock], reach: Callable[[], None]) -> Iterable[SourceBlock]:
-    for i, block in enumerate(blocks):
-        if i == len(blocks) // 2:
-            reach()
-        yield block
+def arena_file(coordinate: Coordinate) -> str:
+    return f"{coordinate}{ARENA_SUFFIX}"
 
 
-def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
-    sizes: dict[Section, int] = {}
-    for block in blocks:
-        if sizes.setdefault(block.key.section, block.image_bytes) != block.image_bytes:
-            raise PersistError(
-                f"{block.origin}: blocks of the {block.key.section} section name images of "
-                f"{block.image_bytes} and {sizes[block.key.section]} bytes; the arena's table is wrong"
-            )
-    return sizes
+def _write_arena(
+    source: VersionSource, work: WorkDir, coordinate: Coordinate, on_block: Callable[[int], None]
+) -> Files:
+    name = arena_file(coordinate)
+    header, blocks = source.headers[coordinate], source.blocks[coordinate]
+    return {name: write_arena(work.root / name, header, blocks, on_block)}
 
 
 def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes) -> None:

@@ -1,10 +1,10 @@
 """Checkpoints that reft wrote into a persist directory, as they are found again.
 
 A persist directory holds one directory per job (P7), and that is what ``load_checkpoint`` takes as
-``load_dir``: ``latest``, and a tag directory for each checkpoint. A persisted checkpoint is an ordinary
-DeepSpeed tag directory with reft's host files and one marker, ``reft.json``, beside DeepSpeed's own
-files. The directory gets its final name only when it is complete and on storage, so the marker is there
-exactly if everything else is.
+``load_dir``: ``latest``, and a tag directory for each checkpoint, with the arenas of all coordinates and one
+marker, ``reft.json``. What ``reft persist`` exports, and what reft wrote in format 1, has DeepSpeed's own
+files instead, and reft's host files beside them. The directory gets its final name only when it is complete
+and on storage, so the marker is there exactly if everything else is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 import xxhash
 
-from reft.errors import PersistError
+from reft.errors import ArenaError, PersistError
 from reft.grid import Degrees
+from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.storage import fence
 
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
-MARKER_FORMAT = 1
+MARKER_FORMAT = 2
+STORAGE_KEY = b"reft on storage"
+"""In the place of a job's secret, which may be lost with its memory: digests there are against accidents."""
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
 
@@ -54,6 +57,7 @@ class PersistedInfo:
     files: Mapping[str, FileRecord] = field(default_factory=dict)  # every file but the marker
     # what makes the job the one that it is, encoded; None where it was not known
     fingerprint: str | None = None
+    arenas: bool = False  # whether it holds arenas; else DeepSpeed's files, as all of format 1 do
 
     @property
     def path(self) -> Path:
@@ -70,7 +74,7 @@ class PersistedInfo:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": MARKER_FORMAT,
+            "format": MARKER_FORMAT if self.arenas else 1,
             "job_id": self.job_id,
             "tag": self.tag,
             "incarnation": self.label.incarnation,
@@ -120,6 +124,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
             layouts=content["layouts"],
             files={_file(name): FileRecord(int(v[0]), int(v[1])) for name, v in content["files"].items()},
             fingerprint=content.get("fingerprint"),
+            arenas=content["format"] > 1,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
@@ -216,6 +221,21 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool
                 problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
+    return problems
+
+
+def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
+    """Compare all blocks of a checkpoint's arenas with their checksums (P5); a line for each that differs."""
+    problems = []
+    for name in names:
+        try:
+            with Arena.open(checkpoint / name, STORAGE_KEY) as arena:
+                header = arena.header()
+                bad = [e.key for e in header.entries if not arena.verify(e)] if header else []
+        except (ArenaError, OSError) as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{name}: {k.section} block {k.index} of member {k.member}: checksum" for k in bad]
     return problems
 
 

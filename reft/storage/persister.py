@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from reft.errors import FencedError, OvertakenError, PersistError, ReftError
 from reft.memory.arena import ArenaState, headers
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.storage.assemble import Assembler
 from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label
 
 logger = logging.getLogger(__name__)
@@ -77,8 +75,6 @@ class Persister:
         self._backoff = Backoff(*_RETRY_SECS)
         self._closing = False
         self._stop = threading.Event()
-        self._assembler = Assembler()
-        self._warm = False
         self._newest: Label | None = None
         self._told: Label | None = None  # the version whose lag was warned of
         self._unprotected: tuple[Label | None, bool] = (None, False)
@@ -201,21 +197,11 @@ class Persister:
     # -- the writing thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with closing(self._assembler):
-            self._write_what_is_due()
-
-    def _write_what_is_due(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due is not None or self._is_cold()
-                )
+                self._changed.wait_for(lambda: self._closing or self._asked or self._due is not None)
                 if self._closing:
                     return
-                if self._is_cold():
-                    self._warm_up()
-                if not self._asked and self._due is None:
-                    continue
                 asked = min(self._asked) if self._asked else None
                 label = asked or self._due
                 config = self.config
@@ -227,25 +213,10 @@ class Persister:
             with self._changed:
                 self._changed.notify_all()
 
-    def _is_cold(self) -> bool:
-        """There is something to write to, but no process yet that has imported what it takes."""
-        return not self._warm and self.config is not None and self.config.persist.dir is not None
-
-    def _warm_up(self) -> None:
-        # By this thread: the process dies with the one that started it.
-        self._warm = True
-        try:
-            self._assembler.start()
-        except OSError as error:
-            logger.warning("the process that makes checkpoint files cannot be started yet: %s", error)
-
     def _attempt(self, label: Label, config: ReftConfig) -> None:
         try:
             path = self._persist(
-                *(self._job_dir, label, config),
-                stop=self._stop,
-                progress=self._tell_progress,
-                assembler=self._assembler,
+                *(self._job_dir, label, config), stop=self._stop, progress=self._tell_progress
             )
         except (ReftError, OSError) as error:
             self._failed(label, error)

@@ -158,7 +158,9 @@ def prune(info: PersistedInfo, keep: int) -> None:
     to. Only directories with reft's marker are touched, and never the one that ``latest`` names."""
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
-    line, behind = [i for i in mine if i.label not in passed], [i for i in mine if i.label in passed]
+    line = [i for i in mine if i.label not in passed]
+    # What was set aside when another took its name is not what it would fall back to.
+    behind = [i for i in mine if i.label in passed and not i.tag.startswith(".")]
     spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
     for old in mine:
         if old.tag not in spared:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from reft.tools.demo.history import History
+from benchmarks.job_events import History
 from tests.machine import free_port
 from tests.prefork import Popen
 

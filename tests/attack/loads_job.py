@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import reft
-from reft.tools.demo.history import History
+from benchmarks.job_events import History
 from tests.engine.engine_job import make, seed, train
 from tests.engine.ranks import be_a_rank
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.tools.demo.cluster import LocalCluster, LocalNode, node_id
+from benchmarks.local_cluster import LocalCluster, LocalNode, node_id
 
 STORE = "store"
 _NETWORK = "10.213.7"

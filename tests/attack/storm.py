@@ -26,8 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from reft.tools.demo.cluster import LocalClusterError
-from reft.tools.demo.history import History
+from benchmarks.job_events import History
+from benchmarks.local_cluster import LocalClusterError
 from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
 from tests.attack.storm_job import BrokenPromiseError, StormJob, Verdict, judge, memory_of
 from tests.attack.storm_setups import SETUPS, StormSetup

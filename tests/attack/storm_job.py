@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.tools.demo.cluster import LocalCluster, LocalNode
-from reft.tools.demo.history import EventReader, History
+from benchmarks.job_events import EventReader, History
+from benchmarks.local_cluster import LocalCluster, LocalNode
 from tests.attack.jobs import asked
 from tests.attack.storm_setups import StormSetup
 from tests.faults.job import FaultJob, Losses, Recovery, Scratch, recoveries, wrong_losses

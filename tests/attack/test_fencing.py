@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.tools.demo.cluster import KillKind
+from benchmarks.local_cluster import KillKind
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch
 from tests.job.cluster import cluster

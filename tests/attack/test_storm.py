@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 import reft
-from reft.tools.demo.history import History
+from benchmarks.job_events import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
 from tests.attack.storm_job import Chapter, StormCluster, Verdict, judge

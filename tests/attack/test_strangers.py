@@ -16,7 +16,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from reft.tools.demo.cluster import LocalCluster
+from benchmarks.local_cluster import LocalCluster
 from tests.attack.jobs import launched, wait_for
 from tests.job.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port

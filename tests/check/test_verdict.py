@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reft.tools.check import first_pairs, judge, second_pairs
+from reft.cli.check import first_pairs, judge, second_pairs
 
 WELL = {"matmul_flops": 1e12, "memory_bytes": 1e10, "link_bytes": 2e10}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -45,7 +46,7 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
         dealt = dealt_by(loader(samples, old, 0, drop_last, cuts))
         assert dealt is not None
         assert dealt.batches == len(loader(samples, old, 0, drop_last, cuts))
-        assert dealt.at(new).batches == len(loader(samples, new, 0, drop_last, cuts))
+        assert replace(dealt, replicas=new).batches == len(loader(samples, new, 0, drop_last, cuts))
         for taken in range(dealt.batches):
             at = dealt.taken_at(taken, new)
             if at is None:
@@ -58,7 +59,7 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
             assert not set(before) & set(after) or len(after) > samples - len(before), "trained on twice"
             if not drop_last and not cuts:
                 assert set(before) | set(after) == set(range(samples))
-        assert dealt.taken_at(dealt.batches, new) == dealt.at(new).batches
+        assert dealt.taken_at(dealt.batches, new) == replace(dealt, replicas=new).batches
     assert moved > len(SIZES)
 
 

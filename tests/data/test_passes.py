@@ -116,7 +116,7 @@ def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[
     seed(1)
     found = []
     for one, batch in itertools.islice(passes(watch, loader), batches):
-        found.append(([*numbers(batch), train()], encode(one.position().encode()), capture_rng()))
+        found.append(([*numbers(batch), train()], encode(dict(vars(one.position()))), capture_rng()))
     return found
 
 

@@ -79,6 +79,22 @@ def test_a_loader_with_its_own_iter_is_refused_where_it_shall_be_resumable() -> 
         reft.resumable(HandsOn(samples, BATCH))
 
 
+class Nested:
+    """Says whether a loader of its own is torch's."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        return type(iter(DataLoader(range(1)))).__module__.startswith("torch.")  # type: ignore[arg-type]
+
+
+@pytest.mark.process
+def test_p10_what_a_worker_process_reads_is_not_watched(begin: Any) -> None:
+    begin()
+    assert [batch.tolist() for batch in DataLoader(Nested(), num_workers=1)] == [[True]]  # type: ignore[arg-type]
+
+
 # -- a pipeline's loader that was begun before the engine was made ----------------------------------------
 
 

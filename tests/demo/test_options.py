@@ -5,32 +5,26 @@ from __future__ import annotations
 import pytest
 
 from reft.errors import ConfigError
-from reft.tools.demo.cluster import KillKind
-from reft.tools.demo.command import deepspeed_config, parse
-from reft.tools.demo.job import Kill
+from reft.tools.demo.command import Kill, deepspeed_config, parse
 
 
 def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():
     options = parse([])
-    assert (options.nodes, options.pp, options.dp) == (4, 2, 2)
-    assert (options.kills, options.kill_kind) == ((Kill(9, 1),), KillKind.NODE)
+    assert (options.pp, options.dp, options.kills) == (2, 2, (Kill(9, 1),))
     assert parse(["--steps", "1"]).kills == parse(["--kill", "none"]).kills == ()
-    assert parse(["--pp", "1", "--dp", "6", "--nodes", "3"]).nodes == 3
     assert parse(["--kill", "14:0,9:1,9:3"]).kills == (Kill(9, 1), Kill(9, 3), Kill(14, 0))
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--nodes 3", ("--pp 2 x --dp 2", "3 node(s)", "change")),
-        ("--nodes 0", ("--nodes is 0", "positive")),
         ("--kill x:1", ("'x:1'", "STEP:NODE")),
         ("--kill 24:1", ("from 1 to 23",)),
         ("--kill 3:4", ("nodes 0 to 3",)),
         ("--kill 3:1,3:1", ("once in a step", "repetition")),
         ("--steps 0", ("--steps is 0",)),
         ("--protection aec --dp 1 --pp 1", ("protection aec", "at least 2", "found 1")),
-        ("--protection arc+aec+aor --zero 1", ("protection arc+aec", "at least 3", "found 2")),
+        ("--protection arc+aec", ("protection arc+aec", "at least 3", "found 2")),
         ("--pp 8 --dp 1", ("layers", "--pp 8")),
         ("--memory-dir /no/such/dir", ("/no/such/dir", "another directory")),
     ],
@@ -43,7 +37,7 @@ def test_the_impossible_is_refused_before_anything_starts(arguments, said):
 
 
 def test_both_runs_train_the_same_and_only_one_has_the_block():
-    options = parse(["--zero", "1", "--dtype", "bf16", "--protection", "arc+aor"])
+    options = parse(["--protection", "arc:2"])
     quiet, protected = (deepspeed_config(options, protected=which) for which in (False, True))
-    assert protected.pop("reft")["protection"] == "arc+aor"
+    assert protected.pop("reft")["protection"] == "arc:2"
     assert quiet == protected

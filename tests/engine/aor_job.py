@@ -154,7 +154,7 @@ def long_run(root: Path, number: int, case: dict[str, Any], protection: str) -> 
 def dropped_gradient(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The capture of one step is lost on rank 0."""
     watched = Watched(root, "dropped", case, protection="arc+aor")
-    capture = watched.session.state.recomputing.capture
+    capture = watched.session.state.gradients
 
     def drop(step: int) -> None:
         original = type(capture).take
@@ -197,7 +197,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     session, told = watched.session, Told(RECOMPUTE)
 
     def rename(old: str) -> None:
-        capture = session.state.recomputing.capture
+        capture = session.state.gradients
         assert capture is not None
         capture.images = {
             member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
@@ -222,7 +222,7 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
     watched = Watched(root, f"closed-{number}", case, protection="arc+aor")
     wrapper = watched.engine.optimizer
     inner = watched.session.state.adapter.state.optimizer
-    capture = watched.session.state.recomputing.capture
+    capture = watched.session.state.gradients
     assert capture is not None
     losses = train(watched.engine, 3)
     hooks = len(inner._optimizer_step_pre_hooks)

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.engine import session as session_module
-from reft.engine.checks.device import DeviceFindings
+from reft.engine.checks.start import DeviceFindings
 from reft.engine.deepspeed import session_of
 from reft.errors import ConfigError
 from tests.engine.ranks import be_a_rank

@@ -14,7 +14,7 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.install import install
+from reft.engine.on_import import install
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
 from tests.engine.ranks import be_a_rank, mse

@@ -84,10 +84,12 @@ def set_parameters(engine: Any, said: list[dict[str, Any]], tp: int) -> None:
     part = RANK % tp
 
     def cut(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        dimension = 0 if ".up." in name else 1 if ".down." in name else None
-        if dimension is None:
+        if ".down." in name:
+            return torch.cat(tensors, 1).chunk(tp, 1)[part].contiguous()
+        if ".up." not in name:
             return tensors[0]
-        return torch.cat(tensors, dimension).chunk(tp, dimension)[part].contiguous()
+        both = zip(*(t.chunk(2) for t in tensors), strict=True)
+        return torch.cat([torch.cat(matrix).chunk(tp)[part] for matrix in both])
 
     for name, p in engine.module.named_parameters():
         p.data.copy_(cut(name, [value for value, _ in slices[name]]))

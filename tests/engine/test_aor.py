@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.engine import why_inexact
+from reft.engine.checks.start import why_inexact
 from reft.protect.host_adam import AdamKind, AdamRecipe
 from tests.device.simulated import device_or_skip
 from tests.engine.aor_job import BF16_OPTIMIZER, CASES, EXACT, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS

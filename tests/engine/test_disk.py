@@ -14,6 +14,7 @@ from reft.grid import Coordinate, Degrees
 from reft.naming import Label
 from reft.recover.relayout import WHOLE, Held, Parameter
 from reft.storage.persisted import FileRecord
+from tests.engine.ranks import run_ranks
 
 
 def persisted(incarnation: int, step: int) -> DiskCheckpoint:
@@ -62,6 +63,24 @@ def test_every_file_is_read_by_one_rank() -> None:
     loads = [sum(f.nbytes for f in share.values()) for share in shares]
     assert max(loads) - min(loads) <= 601
     assert share_of({}, 0, 2) == {}
+
+
+@pytest.mark.integration
+def test_p3_p5_versions_on_storage_are_recovered_as_those_in_memory(tmp_path: Path) -> None:
+    """The newest, one by its tag from a job that trains, and none that is damaged: then nothing is written."""
+    for r in run_ranks(Path(__file__).with_name("stored_job.py"), tmp_path):
+        assert r["newest"] == {"step": 8, "client": r["newest"]["client"], "equal": True}
+        assert r["memory"] == 10
+        assert r["back"] == ["/global_step4", 4]
+        assert r["equal"]
+        kind, text, step = r["damaged"]
+        assert (kind, "pp0.dp1.tp0.arena: host block" in text, step) == ("PersistError", True, 10)
+        kind, text, step = r["base"]
+        assert (kind, "write them with 'reft persist --from" in text, step) == ("PersistError", True, 10)
+        assert r["older"] == 4
+        kind, text = r["all_damaged"]
+        assert kind == "UnrecoverableError"
+        assert text.count("every source is corrupt (pp0.dp1.tp0.arena on node") == 2
 
 
 def test_p6_what_cannot_be_listed_is_told_and_raises_nothing(tmp_path: Path) -> None:

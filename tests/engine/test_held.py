@@ -10,12 +10,56 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.deepspeed import tell_of_attention
 from reft.engine.deepspeed_engine import Description, check_stages, same_on_stages, splits_of
 from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.recover.relayout import Held, Layout, Parameter
 from reft.state.codec import encode
+
+
+class Attention(torch.nn.Module):
+    """One slice, by the names that Megatron-DeepSpeed gives: four heads of two, two of keys and values."""
+
+    num_attention_heads_per_partition, num_key_value_heads_per_partition = 4, 2
+    hidden_size_per_attention_head = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_key_value = torch.nn.Linear(4, 16, bias=False)
+        vars(self.query_key_value.weight)["partition_dim"] = 0
+
+
+class OneBehindTheOther(Attention):
+    def forward(self, mixed_x_layer: torch.Tensor) -> torch.Tensor:
+        each_hidden_size = mixed_x_layer.shape[-1] // 3
+        return mixed_x_layer[:, :, :each_hidden_size]
+
+
+class HeadByHead(Attention):
+    def forward(self, mixed_x_layer: torch.Tensor) -> Any:
+        return self.split_tensor(mixed_x_layer)
+
+
+class Unknown(Attention):
+    def forward(self, mixed_x_layer: torch.Tensor) -> torch.Tensor:
+        return mixed_x_layer
+
+
+@pytest.mark.parametrize(
+    ("attention", "known"),
+    [(OneBehindTheOther, (0, (8, 4, 4))), (HeadByHead, (0, (16,))), (Unknown, (None, ()))],
+)
+def test_p7_megatrons_queries_keys_and_values_are_told_by_its_code(
+    attention: type[Attention], known: Any
+) -> None:
+    model = torch.nn.Sequential(attention())
+    tell_of_attention(model)
+    assert splits_of(model) == {"0.query_key_value.weight": known}
+
+
+BOTH = r"^\d+.both.weight$"
 
 
 def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
@@ -30,36 +74,58 @@ def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("first", "second"), [("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2")]
 )
-def test_a_gated_mlp_interleaves_its_matrices_whatever_its_stride_says(first: str, second: str) -> None:
+def test_a_gated_mlp_has_two_matrices_whatever_its_stride_says(first: str, second: str) -> None:
     head = "0.mlp."
     plain, gated = splits_of(mlp(first, second, 8)), splits_of(mlp(first, second, 16))
     assert plain == {
-        f"{head}{first}.weight": 0,
-        f"{head}{first}.bias": 0,
-        f"{head}{second}.weight": 1,
-        f"{head}{second}.bias": -1,
+        f"{head}{first}.weight": (0, ()),
+        f"{head}{first}.bias": (0, ()),
+        f"{head}{second}.weight": (1, ()),
+        f"{head}{second}.bias": (-1, ()),
     }
-    unknown = {f"{head}{first}.weight", f"{head}{first}.bias"}
-    assert gated == {name: None if name in unknown else split for name, split in plain.items()}
+    two = {f"{head}{first}.weight", f"{head}{first}.bias"}
+    assert gated == {name: (0, (8, 8)) if name in two else split for name, split in plain.items()}
 
 
 @pytest.mark.parametrize(
-    "info",
+    ("declared", "known"),
+    [(None, (None, ())), ((4, 2, 2), (0, (4, 2, 2))), ((8,), (0, (8,))), ((4,), (None, ()))],
+)
+@pytest.mark.parametrize("name", ["query_key_value", "gate_up_proj"])
+def test_p7_fused_matrices_are_not_guessed(name: str, declared: Any, known: Any) -> None:
+    """A slice may have queries, keys and values head by head, or one behind the other."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 8, bias=False)})
+    weight: Any = model[name].weight
+    weight.partition_dim = 0
+    if declared is not None:
+        weight.partition_blocks = declared
+    assert splits_of(model) == {f"{name}.weight": known}
+
+
+@pytest.mark.parametrize(
+    ("info", "known"),
     [
-        {"parameter_with_2_sub_params_cat_dim_0": [r"^\d+.both.weight$"]},
-        {"parameter_with_sub_params": [{"patterns": [r"^\d+.both.weight$"], "shape": []}]},
-        {"parameter_with_sub_params": [Namespace(patterns=[r"^\d+.both.weight$"])]},
+        ({"parameter_with_2_sub_params_cat_dim_0": [BOTH]}, (0, (4, 4))),
+        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[8, 4, 4], -1]}]}, (0, (4, 2, 2))),
+        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [4, -1]}]}, (0, (2, 2, 2, 2))),
+        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[9, 4, 3], -1]}]}, (None, ())),
+        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": []}]}, (None, ())),
+        ({"parameter_with_sub_params": [Namespace(patterns=[BOTH])]}, (None, ())),
+        (
+            {"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [-1, [2, 2]], "partition_dim": 1}]},
+            (None, ()),
+        ),
     ],
 )
-def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, Any]) -> None:
+def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, Any], known: Any) -> None:
     model = torch.nn.Sequential(
         torch.nn.ModuleDict({n: torch.nn.Linear(4, 8, False) for n in ("both", "one")})
     )
     for p in model.parameters():
         p.partition_dim, p.partition_stride = 0, 1  # type: ignore[attr-defined]
-    assert splits_of(model) == {"0.both.weight": 0, "0.one.weight": 0}
+    assert splits_of(model) == {"0.both.weight": (0, ()), "0.one.weight": (0, ())}
     model.universal_checkpoint_info = lambda: info  # type: ignore[assignment]
-    assert splits_of(model) == {"0.both.weight": None, "0.one.weight": 0}
+    assert splits_of(model) == {"0.both.weight": known, "0.one.weight": (0, ())}
 
 
 @pytest.mark.parametrize("info", [None, 3, {"parameter_with_2_sub_params_cat_dim_0": ["("]}])
@@ -73,6 +139,7 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
             return info
 
     model = Model(2, 2)
+    model.weight.partition_dim = 0  # type: ignore[assignment]
     state = Namespace(params=lambda: [], optimizer=Namespace(state={}))
     adapter: Any = Namespace(
         signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False

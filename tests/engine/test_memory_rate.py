@@ -204,7 +204,7 @@ def test_the_next_start_of_the_same_needs_no_profile(tmp_path: Path) -> None:
     assert cache.known("storage") is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "half", "negative", "type", "other"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "half", "negative", "type"])
 def test_a_cache_that_cannot_be_used_is_ignored_with_one_line(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +215,6 @@ def test_a_cache_that_cannot_be_used_is_ignored_with_one_line(
         "half": cache.path.read_text()[:100],
         "negative": json.dumps(whole | {"memory": [whole["memory"][0], 0]}),
         "type": json.dumps(whole | {"memory": [{"step_secs": "soon"}, 3]}),
-        "other": json.dumps(whole | {"facts": {}}),
     }
     cache.path.write_text(changed.get(content, content))
     again = RateCache(tmp_path, FACTS)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import EXPERTS, TokensSeen, flops_per_token, own_flops_per_token
+from reft.engine.deepspeed import EXPERTS, flops_per_token, own_flops_per_token, tokens_per_sample
 from reft.grid import Coordinate
-from reft.node.progress import ProgressPage, read_pages
 from tests.engine.model_size_job import TOKENS, VOCABULARY, WIDTH
 from tests.engine.ranks import run_ranks
 
@@ -47,13 +46,7 @@ def test_a_model_with_experts_is_not_guessed() -> None:
     assert flops_per_token([7, own]) == EXPERTS
 
 
-def test_only_whole_micro_batches_of_integers_are_token_ids(tmp_path: Path) -> None:
-    page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
-    seen = TokensSeen(page, 4)
-    seen.look(
-        torch.ones(4, 9), [torch.ones(4, dtype=torch.long)], {"mask": torch.ones(2, 5, dtype=torch.long)}
-    )
-    assert read_pages(tmp_path)[0].tokens_per_sample == 0
-    seen.look(None, ({"ids": torch.ones(4, 7, dtype=torch.int32)},))
-    assert read_pages(tmp_path)[0].tokens_per_sample == 7
-    page.close()
+def test_only_whole_micro_batches_of_integers_are_token_ids() -> None:
+    ids = torch.ones(4, dtype=torch.long)
+    assert tokens_per_sample(4, [torch.ones(4, 9), ids, {"mask": torch.ones(2, 5, dtype=torch.long)}]) == 0
+    assert tokens_per_sample(4, (None, ({"ids": torch.ones(4, 7, dtype=torch.int32)},))) == 7

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reft.config import ReftConfig
-from reft.config_read import parse_block
+from reft.config import ReftConfig, parse_block
 from reft.engine.checks.start import group_timeout_secs, timeout_is_short, what_is_protected
 from reft.engine.load.memory import MemoryRestorer
 from reft.grid import Degrees
@@ -24,6 +23,7 @@ from reft.naming import Label
 from reft.node import history
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.committing.request import SnapshotRequest
+from reft.state.codec import encode
 
 LONG = 60.0
 
@@ -92,7 +92,7 @@ def restarted(job_dir: Path) -> Any:
         memory=SimpleNamespace(
             job_dir=SimpleNamespace(path=job_dir), identity=SimpleNamespace(restarted=True), record=None
         ),
-        control=SimpleNamespace(rank=1, gather_bytes=lambda data: [b'{"note": ""}']),
+        control=SimpleNamespace(rank=1, gather_bytes=lambda data: [encode(["", ""])]),
     )
 
 

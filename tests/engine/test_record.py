@@ -13,8 +13,8 @@ import pytest
 
 from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
-from reft.engine.memory import CommitNotes, JobRecord, noted_commit
-from reft.engine.session import Reports
+from reft.engine.identity import JobRecord, noted_commit
+from reft.engine.session import Session
 from reft.errors import TransferError
 from reft.grid import Coordinate
 from reft.log import EventLog
@@ -78,9 +78,9 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
 ) -> None:
     listener = listen("127.0.0.1", 0)
     store = KeyValueStore(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, timeout_secs=100 * LONG)
-    notes = CommitNotes(JobRecord(store, "job"), Complaints())
+    notes, complaints = JobRecord(store, "job"), Complaints()
     worker = threading.Thread(
-        target=lambda: [notes.committed(Label(1, step)) for step in (1, 2, 3)], daemon=True
+        target=lambda: [notes.committed(Label(1, step), complaints) for step in (1, 2, 3)], daemon=True
     )
     worker.start()
     worker.join(LONG)
@@ -95,18 +95,21 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
     heard: list[object] = []
     complaints, daemon = Complaints(), mock.Mock()
     daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
-    reports = Reports(
+    record = JobRecord(None, "job")
+    record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
+    session: Any = SimpleNamespace(
         stats=SnapshotStats(),
+        complaints=complaints,
         events=EventLog(0),
         daemon=daemon,
-        record=mock.Mock(note_commit=mock.Mock(side_effect=KeyError("the store"))),
-        at=Coordinate(0, 0, 0),
-        unprotected=lambda: False,
+        memory=SimpleNamespace(record=record),
+        coordinate=Coordinate(0, 0, 0),
+        is_rank_zero=True,
+        protection=SimpleNamespace(lost=False),
         rates=mock.Mock(committed=mock.Mock(side_effect=KeyError("a rate"))),
-        complaints=complaints,
     )
-    reports.committed(Label(1, 2))
-    reports.close()
+    Session._committed(session, Label(1, 2))
+    record.close()
     assert heard == [Label(1, 2)]
     assert [said.partition(":")[0] for said in complaints.unheard()] == [
         "the rates of versions cannot be computed",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reft.config import PersistConfig, ReftConfig
 from reft.grid import Degrees
 from reft.memory.arena import Arena
-from reft.memory.jobdir import read_secret
+from reft.memory.jobdir import JobDir, read_secret
 from reft.protect.blocks import BlockKey, Section
 from reft.recover.offline import persist_offline
+from reft.storage.persist import persist_label
+from reft.storage.persister import committed_labels
 from tests.engine.ranks import run_life
 from tests.engine.relayout_job import CASES, STEPS, TIED, TIED_CASES
 from tests.engine.test_resizing import to_universal
@@ -41,7 +45,7 @@ def lives_of(
     **block: Any,
 ) -> Lives:
     """Per life what every rank saw. ``nodes``: that keep the memory for the next life; 0: each life has nodes
-    of its own, and its newest version is persisted. ``between``: what happens between two lives.
+    of its own, and its newest version goes to storage. ``between``: what happens between two lives.
     ``block``: more of reft's."""
     found, before, was = [], "", [0, 0]
     for number, degrees in enumerate(layouts, 1):
@@ -52,9 +56,17 @@ def lives_of(
         to_universal(root, before)
         for case in () if nodes else cases:
             folders = sorted((root / case / f"memory-{until}").glob("node*"))
-            persist_offline([node / case for node in folders], root / case / "persisted")
+            stored([node / case for node in folders], root / case / "persisted")
         between()
     return found
+
+
+def stored(folders: Sequence[Path], directory: Path) -> None:
+    """The newest version of these nodes, as their daemons write it."""
+    (label,) = {max(committed_labels(JobDir.open(folder))) for folder in folders}
+    config = ReftConfig(enabled=True, persist=PersistConfig(dir=directory))
+    with ThreadPoolExecutor(len(folders)) as pool:
+        list(pool.map(lambda folder: persist_label(JobDir.open(folder), label, config), folders))
 
 
 def are_of_their_layouts(
@@ -78,6 +90,22 @@ def test_p1_a_job_goes_on_with_other_replicas_that_each_have_the_whole_state(
     are_of_their_layouts(lives, layouts, "zero0")
     for rank in lives[1]:
         assert "model.pp0.tp0: was" in rank["zero0"]["refused"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("layouts", "case"),
+    [
+        (SMALLER, "zero1"),
+        (MANY_REPLICAS[:2], "zero1"),
+        pytest.param(SMALLER, "zero0", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_p1_a_job_goes_on_in_another_layout_from_what_its_daemons_wrote(
+    tmp_path: Path, layouts: tuple[Degrees, ...], case: str
+) -> None:
+    are_of_their_layouts(lives_of(tmp_path, layouts, [case]), layouts, case)
 
 
 @pytest.mark.integration

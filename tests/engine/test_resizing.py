@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.install import refusal_of
+from reft.engine.on_import import refusal_of
 from tests.engine.ranks import run_life
 from tests.engine.resize_job import CASES, STEPS
 

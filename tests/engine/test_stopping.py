@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,9 @@ def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
     """A session that was told to stop, and whose last version is committed or given up."""
     session = mock.Mock()
     session.config.grace_secs = GRACE_SECS
-    told: Any = SimpleNamespace(requested=True, waited_secs=waited_secs, exit_code=143)
-    session.stopping = Stopping(GRACE_SECS, told)
+    session.stopping = Stopping(GRACE_SECS)
+    session.stopping.requested = True
+    session.stopping._since_secs = time.monotonic() - waited_secs
     session.worker.broken = session.worker.votes.stop_step = None
     session.submit.return_value = SimpleNamespace(committed=committed, label="the label")
     return session

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from reft.engine.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.engine.deepspeed import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.scheduling.trace import StepTrace
 from tests.engine.ranks import run_ranks
-from tests.engine.weave_job import DUAL, STEPS, VARIANTS, GPipe
+from tests.engine.weave_job import DUAL, SNAPSHOT_INSTRUCTIONS, STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
 Ranks = list[dict[str, Any]]

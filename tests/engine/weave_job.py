@@ -22,14 +22,14 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
-from reft.engine.weave import SNAPSHOT_INSTRUCTIONS
+from reft.engine.deepspeed import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot, session_of
 from reft.memory.arena import Arena, scan
 from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import block_of
 
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
+SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
 WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
 CHUNK_BYTES = 64 * 1024
 STAGED_STEPS = 40
@@ -223,7 +223,7 @@ def staged(root: Path, name: str) -> dict[str, Any]:
     while not everywhere(all_seen()) and engine.global_steps < MOST_STAGED_STEPS:
         losses += train(engine, engine.global_steps + STAGED_STEPS // 4)
     session.worker.drain(60)
-    plan = session.schedule
+    plan = session.copying.pacer.plan
     result = {
         **facts(),
         "losses": losses,
@@ -256,7 +256,7 @@ def traced(
     losses = train(engine, STEPS)
     evaluated = float(engine.eval_batch(batches(99)))
     session.worker.drain(60)
-    plan, stats = session.schedule, session.stats.to_json()
+    plan, stats = session.copying.pacer.plan, session.stats.to_json()
     kind = GPipe if schedule_kind == "gpipe" else schedule.TrainSchedule
     expected = kind(micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
     result = {

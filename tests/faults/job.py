@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import pytest
 
+from benchmarks.job_events import History, Incarnation
+from benchmarks.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from examples.llama import PRETRAIN
-from reft.tools.demo.cluster import LocalCluster, LocalClusterError, LocalNode
-from reft.tools.demo.history import History, Incarnation
 from tests.commands import newest_protection
 from tests.faults.cases import Optimizer, PlannedJob, Shape
 

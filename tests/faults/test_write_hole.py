@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.tools.demo.history import EventReader
+from benchmarks.job_events import EventReader
 from tests.commands import inspected
 from tests.faults.cases import DP3, DP4, OPTIMIZERS, Coordinate
 from tests.faults.conftest import only_when_asked_for

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reft.tools.demo.cluster import LocalCluster
+from benchmarks.local_cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

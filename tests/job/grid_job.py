@@ -26,7 +26,7 @@ from examples.llama.tensor_parallel import (
     TensorParallel,
     copy_to_ranks,
 )
-from reft.engine.install import avoid_build_at_start
+from reft.engine.on_import import avoid_build_at_start
 
 avoid_build_at_start()
 
@@ -57,7 +57,8 @@ class Block(nn.Module):
         super().__init__()
         self.tp = tp
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = ColumnParallelLinear(f"{name}.up", WIDTH, 34, 0.3, tp)
+        # Of two matrices: each slice has its part of either, one behind the other.
+        self.up = ColumnParallelLinear(f"{name}.up", WIDTH, 2 * 34, 0.3, tp)
         self.down = RowParallelLinear(f"{name}.down", 34, WIDTH, 0.3, tp)
         for parameter, dimension in zip(self.parameters(), (-1, -1, 0, 1), strict=True):
             parameter.tensor_model_parallel = dimension >= 0  # as Megatron says it
@@ -65,8 +66,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.up.weight.dtype)
-        inside = self.up(copy_to_ranks(self.norm(x), self.tp)).tanh()
-        return x + self.down(inside)
+        gate, inside = self.up(copy_to_ranks(self.norm(x), self.tp)).chunk(2, -1)
+        return x + self.down(gate.tanh() * inside)
 
 
 class Said:
@@ -110,6 +111,7 @@ def engine_of(
         "universal_checkpoint_version": 0.2,
         "tp_replicated_parameter_patterns": [r".*\.norm\..*"],
         "parameter_with_row_parallelism_patterns": [r".*\.down\.weight"],
+        "parameter_with_2_sub_params_cat_dim_0": [r".*\.up\.weight"],
         "pipeline_replicated_parameter_patterns": [
             rf"tied_modules\.ends\.{re.escape(name)}" for name in tied
         ],

@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
 from reft.memory.arena import ArenaState, arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, ShortPath, connect, request
+from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
 from reft.node.daemon import END_SIGNAL
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
@@ -46,7 +46,7 @@ def test_the_socket_is_private_the_secret_is_asked_for_and_nonsense_disturbs_nob
     for fields in ({"label": "x"}, {}, {"label": [1]}):
         with pytest.raises(DaemonError):
             request(job_dir.path, job_dir.secret, "committed", **fields)
-    with socket.socket(socket.AF_UNIX) as noisy, ShortPath(job_dir.path) as path:
+    with socket.socket(socket.AF_UNIX) as noisy, short_path(job_dir.path) as path:
         noisy.connect(path)
         noisy.sendall(os.urandom(4096))
         assert answers(job_dir)

@@ -48,7 +48,7 @@ def test_only_what_is_not_written_at_all_hangs(
     assert looked(1000) is None, "nothing is to be written"
     daemon.status.persist.update(writing=Label(1, 2))
     for nbytes in range(4):
-        daemon.persister.progress = PersistProgress("staging", nbytes, 4)
+        daemon.persister.progress = PersistProgress("writing", nbytes, 4)
         assert looked(1 + STORAGE_SECS) is None, "it is slow"
     said = "nothing has been written for 60 s: the file system hangs, or another node does not write its part"
     assert looked(1) == said

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.local_cluster import KillKind
 from reft.job.exits import EX_FENCED
-from reft.tools.demo.cluster import KillKind
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 

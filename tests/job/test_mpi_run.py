@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.job_events import History
 from examples.llama import PRETRAIN
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.mpi_run import Where, check_together
 from reft.memory.jobdir import is_running, read_json
-from reft.tools.demo.history import History
 from tests import mpi
 from tests.faults.job import MODEL, write_corpus
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.local_cluster import KillKind
 from reft.job.exits import EX_FENCED
-from reft.tools.demo.cluster import KillKind
 
 from .cluster import WatchedCluster, cluster
 

@@ -49,7 +49,7 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
         assert min(row.secs.values()) >= 0
         assert row.failed_unix_secs is not None
         assert (row.resumed_step or 0) >= row.newest_step > 0
-    assert told["rounds"] == [row.to_json() for row in (first, *later)]
+    assert told["rounds"] == [vars(row) for row in (first, *later)]
     assert status["last_recovery"] == later[-1].to_json()
     assert status["restarts"] == f"{LIVES}; the last: node0, rank 0, local rank 0: killed by SIGKILL"
     assert began == sorted(set(began)), "every life resumed from a newer version"

@@ -128,16 +128,13 @@ def test_a_failure_is_noted_for_the_agent(
 
 
 def fake_packages(directory: Path, install: str) -> str:
-    """A `deepspeed` that says when it is imported, and a `reft.engine.install` in place of the real one."""
+    """A `deepspeed` that says when it is imported, and an `install` in place of the real one."""
     fake = directory / "fakes" / "deepspeed"
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text("print('deepspeed imported')\ninitialize = 'plain'\n")
     (fake / "pipe.py").write_text("import deepspeed\nprint('pipe sees', deepspeed.initialize)\n")
     (directory / "sitecustomize.py").write_text(
-        "import sys, types\n"
-        "hook = types.ModuleType('reft.engine.install')\n"
-        f"exec({install!r}, hook.__dict__)\n"
-        "sys.modules['reft.engine.install'] = hook\n"
+        f"import reft.engine.on_import as hook\nexec({install!r}, hook.__dict__)\n"
     )
     return os.pathsep.join([str(directory / "fakes"), str(directory)])
 

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.local_cluster import LocalClusterError
 from examples.llama.indexed import IndexedWriter, token_dtype
-from reft.tools.demo.cluster import LocalClusterError
 from tests.matrix import ROOT, Row, install
 from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import DeepSpeedProgram, Program, judge, lost_node

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_patches.core import support
+from megatron_patches.core import engine as support
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
-from reft.config_read import parse_block
-from reft.engine.engine import Recomputing
+from reft.config import parse_block
+from reft.engine.engine import gradient_capture
 from reft.errors import ConfigError, UnsupportedStateError
 
 
@@ -92,7 +92,7 @@ def test_a_block_that_asks_for_more_is_refused(
 def test_recomputing_is_refused_for_optimizers_that_a_host_cannot_repeat() -> None:
     session = mock.Mock(config=parse_block({"protection": "arc+aor"}))
     with pytest.raises(UnsupportedStateError, match='write "protection": "arc"'):
-        Recomputing(session)
+        gradient_capture(session)
 
 
 def test_a_loop_that_calls_in_another_order_is_told() -> None:

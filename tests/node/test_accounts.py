@@ -18,13 +18,14 @@ from tests.clock import Clock
 def test_every_second_that_is_lost_has_its_cause() -> None:
     counts = Counts(began_unix_secs=5.0)
     assert counts.effective_ratio is None
-    counts = counts.waited(10.0)
+    counts.waited(10.0)
     of_step = {"samples": 8, "flops": 8000.0}
     for step in range(1, 62, 2):
-        counts = counts.trained(1.0, step, stall_secs=0.1, straggler_secs=0.05, **of_step)
-    counts = counts.waited(5.0).went_back(51, step_secs=0.5)
+        counts.trained(1.0, step, stall_secs=0.1, straggler_secs=0.05, **of_step)
+    counts.waited(5.0)
+    counts.went_back(51, step_secs=0.5)
     for step in range(52, 72, 2):
-        counts = counts.trained(1.0, step, **of_step)
+        counts.trained(1.0, step, **of_step)
     assert (counts.first_step, counts.newest_step, counts.repeated_steps) == (1, 70, 10)
     assert counts.samples == 69 * 8, "a step that is made twice counts once"
     assert counts.flops == 69 * 8 * 1000
@@ -38,10 +39,15 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
 
 def test_a_second_rollback_counts_from_the_last_step_made() -> None:
     """Resumed at 90 from 100, killed at 95, resumed at 94: 91 to 95 and 95 to 100 are made again."""
-    counts = Counts(began_unix_secs=5.0).trained(1.0, 1).trained(1.0, 100)
-    counts = counts.went_back(90, step_secs=0.5)
-    assert counts.went_back(90, step_secs=0.5).repeated_steps == 10, "killed before its first step"
-    counts = counts.trained(1.0, 95).went_back(94, step_secs=0.5).trained(1.0, 100)
+    counts = Counts(began_unix_secs=5.0)
+    for step in (1, 100):
+        counts.trained(1.0, step)
+    for _ in range(2):
+        counts.went_back(90, step_secs=0.5)
+        assert counts.repeated_steps == 10, "once, also where it is killed before its first step"
+    counts.trained(1.0, 95)
+    counts.went_back(94, step_secs=0.5)
+    counts.trained(1.0, 100)
     assert (counts.newest_step, counts.repeated_steps, counts.repeated_secs) == (100, 11, 5.5)
 
 

@@ -17,6 +17,7 @@ from reft.node.advice import (
     gain_of_workers,
     scale_plan,
 )
+from reft.node.memory_watch import MemoryUse
 from reft.node.stragglers import Kind, Straggler
 
 ABCD = ("a", "b", "c", "d")
@@ -25,6 +26,10 @@ GIB = 2**30
 
 def slow(name: str, nodes: tuple[str, ...], factor: float) -> Straggler:
     return Straggler(Kind.NODE, name, (), nodes, 1, factor, 0.0, 0.0, "")
+
+
+def memory(node: str, used_gib: int) -> Memory:
+    return Memory(node, MemoryUse("the host", 0, used_gib * GIB, 100 * GIB))
 
 
 SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
@@ -58,7 +63,7 @@ SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
         (Situation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
         # Memory that runs out.
         (
-            Situation(ABCD, memory=(Memory("a", 80, 100), Memory("b", 95 * GIB, 100 * GIB))),
+            Situation(ABCD, memory=(memory("a", 80), memory("b", 95))),
             [("memory", ("b",), 4)],
         ),
         # How many nodes: DLRover's threshold is a fifth.
@@ -133,7 +138,7 @@ def test_what_is_advised_becomes_a_plan(
             spares,
             slow=(slow("b", ("b",), 2.0),),
             losses={"c": 4},
-            memory=(Memory("a", 95 * GIB, 100 * GIB),),
+            memory=(memory("a", 95),),
         )
     )
     spec = scale_plan("job", 1, found, workers=4, spares=len(spares), cpu=8, memory_bytes=100 * GIB)["spec"]

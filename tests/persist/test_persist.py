@@ -3,6 +3,7 @@ what an older start still holds replaces nothing."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -51,12 +52,9 @@ def test_p3_p5_a_job_goes_on_from_its_newest_sound_checkpoint(
     run = Run(tmp_path, SCRIPT)
     shutil.copytree(persisted, run.persisted)
     for tag in ("global_step6", "global_step4")[:damaged]:
-        state = run.persisted / "contact" / tag / "mp_rank_00_model_states.pt"
-        content = bytearray(state.read_bytes())
-        content[len(content) // 2] ^= 4
-        state.write_bytes(content)
+        flip(run.persisted / "contact" / tag)
     code, log = start(run)
-    assert log.count("mp_rank_00_model_states.pt: checksum") >= damaged, log
+    assert log.count("every source is corrupt (pp0.dp0.tp0.arena") >= damaged, log
     if resumed_at is None:
         assert (code, "Traceback" in log) == (2, False), log
         assert not (run.out / "losses").exists()
@@ -65,6 +63,38 @@ def test_p3_p5_a_job_goes_on_from_its_newest_sound_checkpoint(
     assert f"resumed at step {resumed_at} from disk" in log
     assert run.losses() == undisturbed[resumed_at:]
     assert step_on_storage(run.persisted / "contact") == STEPS
+
+
+def test_p5_what_is_on_storage_is_verified_and_exported(persisted: Path, tmp_path: Path) -> None:
+    stored = Path(shutil.copytree(persisted, tmp_path / "persisted")) / "contact"
+    found = json.loads(command("inspect", "--from", stored, "--json").out)
+    assert [v["step"] for v in found["versions"] if v["recoverable"]] == [6, 4]
+    assert command("verify", "--from", stored).code == 0
+    flip(stored / "global_step6")
+    verified = command("verify", "--from", stored)
+    assert (verified.code, "host 0.0" in verified.out) == (1, True), verified
+    exported = command("persist", "--from", stored, "--out", tmp_path / "exported", "--json")
+    assert (exported.code, json.loads(exported.out)["step"]) == (0, 4), exported
+    assert list((tmp_path / "exported" / "contact" / "global_step4").glob("*_model_states.pt"))
+    missing = command("persist", "--from", tmp_path, "--out", tmp_path / "exported")
+    assert (missing.code, "no marker was found" in " ".join(missing.err.split())) == (1, True), missing
+
+
+def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
+    run = Run(tmp_path, SCRIPT)
+    persist = {"dir": str(run.persisted), "interval_steps": 2, "export_at_end": str(tmp_path / "exported")}
+    code, log = start(run, persist=persist)
+    assert code == 0, log
+    places = run.persisted / "contact", tmp_path / "exported" / "contact"
+    assert [step_on_storage(place) for place in places] == [STEPS, STEPS], log
+    assert list(places[1].glob("*/mp_rank_*"))
+
+
+def flip(checkpoint: Path) -> None:
+    (arena,) = checkpoint.glob("*.arena")
+    content = bytearray(arena.read_bytes())
+    content[-200] ^= 4
+    arena.write_bytes(content)
 
 
 def test_p3_an_older_version_in_memory_replaces_no_checkpoint(persisted: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.schedules import one_f_one_b
 from reft import cli
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.result import Activity, ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
@@ -27,7 +27,7 @@ def profiled() -> ProfileResult:
     layouting = Layouting(pp=4, dp=8, micro_batches=4)
     training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
     ranks, _ = run_steps(one_f_one_b(4, 4), Costs.of(training))
-    result = analyse(ranks, JobFacts("simulated", 4, (4, 1, 1), 0.0))
+    result = analyse(ranks, "simulated", (4, 1, 1))
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
 
 

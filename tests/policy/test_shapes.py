@@ -11,7 +11,7 @@ import pytest
 from examples.llama.model_config import load_model
 from reft.cli import EXIT_WELL, EXIT_WRONG_USE
 from reft.errors import ConfigError
-from reft.tools.planning.cluster import H100
+from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.model import SHAPES, PlannedShape, Training, load_shape, shape_of
 from tests.commands import command
 
@@ -49,15 +49,15 @@ def write(folder: Path, values: Any) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path, name: str) -> None:
     published, values = PUBLISHED[name]
-    shape, notes = load_shape(write(tmp_path / name, values), None)
+    shape, note = load_shape(write(tmp_path / name, values), None)
     assert isinstance(shape, PlannedShape)
     assert (shape.name, shape.parameters) == (name, published)
-    assert f"{published:,} parameters" in notes[0]
+    assert f"{published:,} parameters" in note
     assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
     # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
-    alone = Training(name, H100, 1, 1, 1, 1, given=shape)
+    alone = Training(name, CLUSTERS["h100"], 1, 1, 1, 1, given=shape)
     assert alone.stage_parameters(0) == published
-    stages = Training(name, H100, 1, 4, 1, 4, given=shape)
+    stages = Training(name, CLUSTERS["h100"], 1, 4, 1, 4, given=shape)
     twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
     assert sum(map(stages.stage_parameters, range(4))) == published + twice
 

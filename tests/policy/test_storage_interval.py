@@ -17,7 +17,6 @@ from reft.policy.storage_interval import (
     Goals,
     StorageCosts,
     best_interval_secs,
-    daly_interval_secs,
     effective_part,
     learned_losses_per_sec,
     memory_losses_per_sec,
@@ -43,16 +42,6 @@ def test_no_interval_is_better_than_the_best(cost: float, mtbf: float) -> None:
     top = effective_part(best, cost, mtbf)
     around = best * np.geomspace(0.01, 100.0, 400)
     assert max(effective_part(float(t), cost, mtbf) for t in around) <= top * (1 + 1e-9)
-
-
-@given(st.floats(0.01, 600.0), mtbfs)
-def test_daly_is_near_the_best_while_a_checkpoint_is_short(cost: float, mtbf: float) -> None:
-    if cost <= mtbf / 20:
-        assert daly_interval_secs(cost, mtbf) == pytest.approx(best_interval_secs(cost, mtbf), rel=0.002)
-
-
-def test_dalys_interval_ends_at_the_mtbf() -> None:
-    assert daly_interval_secs(2000.0, 1000.0) == 1000.0
 
 
 @pytest.mark.parametrize(

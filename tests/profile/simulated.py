@@ -14,13 +14,13 @@ from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.result import Simulation
 from benchmarks.simulator.schedules import Schedule, from_deepspeed
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.result import Activity, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
 
 Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds
-FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)
+FACTS = ("job", (4, 1, 1))
 FORWARD, BACKWARD, REDUCE, OPTIMIZER, LATENCY = 2e-3, 4e-3, 1e-3, 3e-3, 2e-4
 
 
@@ -118,4 +118,4 @@ def a_profile(
 ) -> ProfileResult:
     """Of six steps of a small pipeline."""
     ranks, _ = run(train_schedule(stages, 4), given or costs(stages), 6, jitter=0.02)
-    return analyse(with_chunks(ranks, chunks or {}), JobFacts("job", stages, (stages, 1, 1), 0.0))
+    return analyse(with_chunks(ranks, chunks or {}), "job", (stages, 1, 1))

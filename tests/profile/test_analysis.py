@@ -71,7 +71,7 @@ def test_true_idle_is_told_from_transfers_on_unaligned_clocks(stages, micro_batc
     unequal = Costs(forward, backward, link_latency_secs=transfer * 1e-4, blocking_sends=blocking)
     schedule = train_schedule(stages, micro_batches)
     ranks, idle = run(schedule, unequal, clock_secs=clocks)
-    result = analyse(ranks, FACTS)
+    result = analyse(ranks, *FACTS)
     assert_true_idle(ranks, idle, result, but="OptimizerStep")
     for stage in result.stages:
         transfers = sum(i.name[:4] in ("Send", "Recv") for i in schedule.streams[stage.stage_id])
@@ -88,14 +88,14 @@ def test_true_idle_is_told_from_transfers_on_unaligned_clocks(stages, micro_batc
 def test_every_wait_of_a_simulated_schedule_is_found(schedule: Schedule):
     ranks, idle = run(schedule, UNEQUAL)
     assert idle
-    assert_true_idle(ranks, idle, analyse(ranks, FACTS), but="OptimizerStep")
+    assert_true_idle(ranks, idle, analyse(ranks, *FACTS), but="OptimizerStep")
 
 
 def test_queued_transfers_are_not_overstated():
     """Four stages: both inner ones send as many as the other receives, but not to each other."""
     unequal = Costs((2e-3, 3e-3, 1e-3, 2e-3), (4e-3, 3e-3, 5e-3, 2e-3), link_latency_secs=1e-4)
     ranks, idle = run(dual_pipe_v(4, 10), unequal)
-    result = analyse(ranks, FACTS)
+    result = analyse(ranks, *FACTS)
     found = found_idle(result)
     segments = [s for t in result.timelines for rank in t.ranks for s in rank.segments]
     assert {s.name for s in segments if s.activity is Activity.WAIT} == {"CommitP2P"}
@@ -108,7 +108,7 @@ def test_windows_are_those_of_the_analytic_estimator():
     """Equal stages, free transfers. The drain, which DeepSpeed spends behind the schedule, is the optimizer's here."""
     stages, micro_batches = 4, 8
     ranks, _ = run(train_schedule(stages, micro_batches), Costs.equal(stages, FORWARD, BACKWARD), 4)
-    result = analyse(ranks, FACTS)
+    result = analyse(ranks, *FACTS)
     analytic = AnalyticEstimator(stages, micro_batches, FORWARD, BACKWARD)
     for stage in result.stages:
         expected = [w for w in analytic.windows(stage.stage_id) if w.kind is not WindowKind.DRAIN]
@@ -122,7 +122,7 @@ def test_windows_are_those_of_the_analytic_estimator():
 
 def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():
     ranks, idle = run(train_schedule(3, 6), replace(costs(3), blocking_sends=True), 8, jitter=0.2)
-    result = analyse([rank for rank in ranks if rank.pp != 1], FACTS)
+    result = analyse([rank for rank in ranks if rank.pp != 1], *FACTS)
     assert result.method.matched_share == 0
     found = {place: secs for place, secs in found_idle(result).items() if place[0] == 0}
     assert found
@@ -144,7 +144,7 @@ def test_data_parallel_peers_wait_for_the_last_in_the_reduction():
     fast, slow = one(2e-3), one(3e-3)
     fast = replace(fast, traces=(changed(fast.traces[0], "ReduceGrads", end=2e-3),))
     slow = replace(slow, rank=1, dp=1, complete=False, traces=tuple(only_group_calls(t) for t in slow.traces))
-    result = analyse([fast, slow], FACTS)
+    result = analyse([fast, slow], *FACTS)
     assert list(found_idle(result).values()) == [pytest.approx(2e-3)]
     assert result.stages[0].secs[Activity.REDUCE].p50 == pytest.approx(REDUCE)
 
@@ -160,7 +160,7 @@ def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
             return changed(t, "OptimizerStep", end=-waited)
 
         ranks = [replace(rank, traces=tuple(shortened(rank, t) for t in rank.traces)) for rank in ranks]
-    result = analyse(ranks, FACTS)
+    result = analyse(ranks, *FACTS)
     segments = [(r.stage_id, s) for t in result.timelines for r in t.ranks for s in r.segments]
     waits = [stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")]
     if not meets:
@@ -185,12 +185,12 @@ def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
 
     chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
     with_loss = replace(rank, traces=tuple(map(with_loss_of, late)))
-    stage = analyse(with_chunks([with_loss], {0: chunks}), FACTS).stages[0]
+    stage = analyse(with_chunks([with_loss], {0: chunks}), *FACTS).stages[0]
     assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
     assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(OPTIMIZER)
     assert stage.secs[Activity.CAPTURE].p50 == stage.snapshots.capture_secs.p50 == pytest.approx(5e-3)
     assert stage.snapshots.held_up_secs == pytest.approx(7e-3)
-    without = analyse([with_loss], FACTS).stages[0]
+    without = analyse([with_loss], *FACTS).stages[0]
     assert without.snapshots.held_up_secs == pytest.approx(2e-3), "there was no snapshot to begin"
 
 
@@ -199,7 +199,7 @@ def profiled_with_chunks() -> ProfileResult:
     begins = (5.0e-3, 6.0e-3)
     in_mid = [ChunkRecord(1, 2_000_000, at, at + 0.9e-3, 0, "replicated") for at in begins]
     beside = [ChunkRecord(2, 1_000_000, 12e-3, 13e-3, None, "owned")]
-    return analyse(with_chunks(ranks, {0: in_mid, 1: beside}), FACTS)
+    return analyse(with_chunks(ranks, {0: in_mid, 1: beside}), *FACTS)
 
 
 def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():

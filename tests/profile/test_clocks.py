@@ -7,14 +7,18 @@ from collections import deque
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe import schedule
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.config import Variant
 from reft.device import VENDORS
-from reft.engine.weave import Weaver
+from reft.engine.deepspeed import Weaver
+from reft.engine.session import Tracer
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
 from reft.profile.traces import ClockOffset, assign_chunks, estimate
@@ -119,24 +123,27 @@ class _Engine:
 
 
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
-    engine, wanted = _Engine(), [True]
+    engine = _Engine()
     page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
-    weaver = Weaver(
-        *(engine, _Pacer()),
-        take_snapshot=lambda: None,
-        active=lambda: True,
-        traced=lambda: wanted[0],
+    tracer = Tracer()
+    tracer.traces = deque(maxlen=1)
+    session: Any = SimpleNamespace(
         progress=page,
+        copying=SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS),
+        worker=object(),
+        tracer=tracer,
+        boundary=lambda: None,
     )
+    Weaver(engine, session)
     engine.train_batch()
-    records, _ = weaver.take_records()
-    assert (len(records), weaver.take_marks()) == (12, [])
+    assert (len(tracer.records), tracer.marks) == (12, [])
+    tracer.records.clear()
     ticks = count()
-    weaver.mark = lambda: next(ticks)
+    tracer.mark = lambda: next(ticks)
     assert engine.train_batch() == 1.5
-    records, _ = weaver.take_records()
-    assert [r.name for r in records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
-    assert weaver.take_marks() == [(2 * n, 2 * n + 1) for n in range(len(records))]
-    wanted[0] = False
+    assert [r.name for r in tracer.records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
+    assert tracer.marks == [(2 * n, 2 * n + 1) for n in range(len(tracer.records))]
+    seen = len(tracer.records)
+    tracer.traces = None
     engine.train_batch()
-    assert (weaver.take_records()[0], weaver.take_marks()) == ((), [])
+    assert (len(tracer.records), len(tracer.marks)) == (seen, seen)

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from reft import cli
 from reft.cli import profile as cli_profile
-from reft.config_read import explain, parse_block
+from reft.config import explain, parse_block
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
-from reft.profile.analysis import JobFacts, analyse
+from reft.profile.analysis import analyse
 from reft.profile.profiler import note_taken, write
 from reft.profile.result import ProfileResult
 from reft.snapshot.scheduling.trace import ChunkRecord
@@ -53,7 +53,7 @@ def test_advice_says_what_fits_and_what_does_not():
     assert any("stage 1 computes" in line and "longer than the mean stage" in line for line in slow)
     ranks, _ = run(train_schedule(2, 4), costs(2), 4)
     chunked = [replace(r, snapshot_bytes=4_000_000) for r in with_chunks(ranks, {0: IN_FILL, 1: IN_FILL})]
-    rare = advice(analyse(chunked, JobFacts("job", 2, (2, 1, 1), 0.0)))
+    rare = advice(analyse(chunked, "job", (2, 1, 1)))
     assert any("snapshots were taken of about 50 % of the measured steps" in line for line in rare)
     assert any("no recurring idle time" in line for line in advice(a_profile(stages=1)))
 

@@ -18,6 +18,7 @@ from reft.recover.relayout import WHOLE, Held, Layout, Move, Parameter, paddings
 WIDTH = 4
 TIED = "tied_modules.embed.weight"
 LAYERS = 4
+MIXED = (8, 4, 4)  # lengths of three matrices in one parameter, with all slices
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 ALL = [Degrees(pp, dp, tp) for pp, dp, tp in product((1, 2, 4), (1, 2, 3), (1, 2, 4)) if pp * dp * tp <= 8]
 OF_TWELVE = [Degrees(3, 2, 2), Degrees(2, 3, 2), Degrees(3, 1, 4)]
@@ -32,6 +33,7 @@ def whole_model() -> dict[str, tuple[tuple[int, ...], int, int | None]]:
         model[f"{layer}.norm"] = ((5,), WHOLE, 1)
         model[f"{layer}.up"] = ((8, 3), 0, 0)
         model[f"{layer}.qkv"] = ((2, 4, 3), 1, 0)
+        model[f"{layer}.mixed"] = ((16, 2), 0, 0)
         model[f"{layer}.down"] = ((3, 8), 1, 0)
         model[f"{layer}.fixed"] = ((2,), WHOLE, None)
     return model
@@ -48,7 +50,8 @@ def layout_of(degrees: Degrees, form: str, known: bool = True) -> Layout:
         parameters = []
         for name, (shape, split, _) in names.items():
             part = tuple(n // degrees.tp if d == split else n for d, n in enumerate(shape))
-            parameters.append(Parameter(name, part, split if known else None))
+            blocks = tuple(n // degrees.tp for n in MIXED) if name.endswith("mixed") else ()
+            parameters.append(Parameter(name, part, split if known else None, blocks))
         groups = tuple(tuple(n for n in names if names[n][2] == g) for g in (0, 1))
         sizes = {p.name: p.numel for p in parameters}
         totals = [sum(sizes[n] for n in group) for group in groups]
@@ -62,6 +65,9 @@ def truth(kind: str, name: str, tp: int, slices: int) -> np.ndarray:
     shape, split, _ = whole_model()[name]
     first = 1 + 10_000 * list(whole_model()).index(name) + 1_000 * ("model", *KINDS).index(kind)
     whole = np.arange(first, first + prod(shape)).reshape(shape)
+    if name.endswith("mixed"):
+        matrices = np.split(whole, np.cumsum(MIXED)[:-1], split)
+        return np.concatenate([np.split(m, slices, split)[tp] for m in matrices]).reshape(-1)
     return (whole if split == WHOLE else np.split(whole, slices, split)[tp]).reshape(-1)
 
 
@@ -176,8 +182,11 @@ def test_slices_that_nobody_describes_are_refused_by_name() -> None:
             layout_of(old, "zero1", known=False), layout_of(new, "zero1", known=False), Coordinate(0, 0, 0)
         )
     other = changed(layout_of(new, "zero1"), lambda held: with_parameter(held, "2.up", split=1))
-    with pytest.raises(LayoutError, match=r"different dimensions of 2\.up"):
+    with pytest.raises(LayoutError, match=r"different dimensions, or parts of them, of 2\.up"):
         plan_layout(layout_of(old, "zero1"), other, Coordinate(0, 0, 0))
+    one = changed(layout_of(new, "zero1"), lambda held: with_parameter(held, "2.mixed", blocks=()))
+    with pytest.raises(LayoutError, match=r"different dimensions, or parts of them, of 2\.mixed"):
+        plan_layout(layout_of(old, "zero1"), one, Coordinate(0, 0, 0))
     # Slices that stay what they are need no description.
     same = layout_of(Degrees(1, 2, 2), "zero1", known=False)
     assert plan_layout(same, layout_of(Degrees(2, 1, 2), "zero1", known=False), Coordinate(0, 0, 1))

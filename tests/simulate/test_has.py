@@ -13,13 +13,12 @@ from benchmarks.simulator.copying import Tier
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import one_f_one_b
-from benchmarks.simulator.settings import experiments
+from benchmarks.simulator.settings import MACHINES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
 from reft.policy.loads import Load
-from reft.tools.planning.cluster import MACHINES
 from reft.tools.planning.model import Training
-from reft.tools.planning.pace import PlannedPace
+from reft.tools.planning.pace import estimated_pace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 
@@ -67,12 +66,12 @@ def test_a_plan_estimates_hardly_less_than_what_is_simulated():
     for training in (job for group in experiments() for job in group.trainings):
         plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
         pipeline = one_f_one_b(training.stages, training.micro_batches)
-        pace = PlannedPace(training)
+        pace = estimated_pace(training)
         assert pace.step_secs == pytest.approx(plain.makespan_secs, rel=0.02)
         for part in (0.1, 0.5, 1.0):
             nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
             true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
-            found = pace.fit({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
+            found = pace({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
             assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
 
 

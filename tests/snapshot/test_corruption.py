@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.config import VerifyConfig
+from reft.control.control import Ballot
+from reft.errors import TransferError
 from reft.grid import Degrees, Topology
+from reft.naming import Label
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.peers import TURNS, PeerCheck, differing
@@ -38,7 +41,7 @@ def sums_of(check: PeerCheck, images: LiveImages, step: int, nbytes: int = 1000)
 @given(
     sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=6),
     flip=st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)),
-    every=st.integers(1, 200).filter(lambda n: n % TURNS),
+    every=st.integers(1, 200),
 )
 def test_a_flipped_bit_changes_the_sum_of_its_block_within_so_many_versions(
     sizes: list[int], flip: tuple[float, int], every: int
@@ -57,6 +60,8 @@ def test_a_flipped_bit_changes_the_sum_of_its_block_within_so_many_versions(
     different: list[int] = []
     for step in steps:
         pair = sums_of(check, images, step), sums_of(other, theirs, step)
+        for one in (check, other):
+            one.sealed(step)
         different += [block for block in pair[0] if pair[0][block] != pair[1][block]]
     (offset,) = theirs.replicated.locate(wrong[at:]) or ()
     assert different == [offset // BLOCK]  # in one block, in one turn
@@ -120,9 +125,32 @@ def poisoned(rank: int, root: Path) -> list[Any]:
     return halts
 
 
+def far_apart(rank: int, root: Path) -> list[bool]:
+    """A version every 61 steps. One rank does not hear what came of a vote; later its replica is wrong."""
+    me = Rank(rank, root, THREE, Copier(CpuCopyEngine(), 2**18, peers=PeerCheck(True, 65536)))
+    votes, heard = me.worker.votes, list[int]()
+    cast, committed = votes.cast, list[bool]()
+
+    def deaf(label: Label, mine: Ballot) -> Ballot:
+        verdict = cast(label, mine)
+        heard.append(label.step)
+        if rank == WRONG and heard.count(2 * TURNS) == 2 and label.step == 2 * TURNS:
+            raise TransferError("a connection is gone")
+        return verdict
+
+    votes.cast = deaf  # type: ignore[method-assign]
+    for step in range(TURNS, 12 * TURNS, TURNS):
+        me.step(step)
+        if rank == WRONG and any(committed[2:]):
+            me.replicated[0][40_000] = -1.0  # in block 2
+        committed.append(me.wait_for(me.snapshot(step, must=True)))
+    me.worker.close(10)
+    return committed
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("corruption"), corrupted, poisoned, world=3)
+    return Results(tmp_path_factory.mktemp("corruption"), corrupted, poisoned, far_apart, world=3)
 
 
 @pytest.mark.process
@@ -140,3 +168,12 @@ def test_what_differs_or_is_not_finite_is_not_committed_and_named_by_all(results
 @pytest.mark.process
 def test_a_start_that_has_committed_nothing_does_not_go_back_to_what_it_came_from(results: Results) -> None:
     assert results.of(poisoned) == [[None, False, False]] * 3
+
+
+@pytest.mark.process
+def test_turns_go_by_versions_and_all_ranks_agree_on_them_after_a_lost_vote(results: Results) -> None:
+    for rank, (first, second, *others) in enumerate(results.of(far_apart)):
+        assert (first, second) == (True, rank != WRONG)
+        alike = others.index(True)
+        assert others[alike:][:3] == [True, True, False]  # blocks 0, 1 and 2
+        assert not any(others[alike + 2 :]), "what differs is looked at until it does not"

@@ -10,6 +10,7 @@ import torch
 from reft.grid import Coordinate
 from reft.naming import Label
 from reft.protect.blocks import Section
+from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter
 from reft.state.deepspeed_format import (
@@ -80,7 +81,11 @@ def persisted_from(
         job = memory.job_dir(memory.topology.node_of(at))
         persist_label(job, label, memory.config(root / "checkpoints"))
     torch.distributed.barrier()
-    directory = job_directory(root / "checkpoints", JOB)
+    stored, directory = (job_directory(root / name, JOB) for name in ("checkpoints", "exported"))
+    if torch.distributed.get_rank() == 0:
+        assert verify_persisted(stored) == []
+        export_stored(stored, root / "exported")
+    torch.distributed.barrier()
     assert verify_persisted(directory) == []
     assert (directory / "zero_to_fp32.py").is_file()
     return compared(saved, directory / saved.name, Template.decode(encoded))

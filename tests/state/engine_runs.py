@@ -19,7 +19,7 @@ from engine_files import CLIENT, persisted_from, template_of, written_from
 from engine_models import BATCH, VOCABULARY, Block, Embed, Net, head, loss_fn
 from torch import nn
 
-from reft.engine.identity import coordinate_of
+from reft.engine.engine import coordinate_of
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest, SectionImage

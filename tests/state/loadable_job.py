@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.checks.releases import unloadable
+from reft.engine.checks.preflight import unloadable
 from reft.state.support import why_not_loadable
 from tests.engine.ranks import be_a_rank, mse
 

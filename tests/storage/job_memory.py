@@ -21,7 +21,7 @@ from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template, shape_of
 from reft.state.template import TemplateBuilder
-from reft.storage.persisted import PersistedInfo, check_files, list_persisted, read_marker
+from reft.storage.persisted import PersistedInfo, check_arenas, check_files, list_persisted, read_marker
 from tests.recover.fleet import JOB, SECRET, Fleet, place
 
 DEGREES = Degrees(2, 2, 1)
@@ -174,4 +174,5 @@ def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
     """What is wrong with a checkpoint, the newest one without a tag; empty if all is well."""
     info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
     assert info is not None
-    return check_files(info.path, info.files)
+    missing = check_files(info.path, info.files, read=not info.arenas)
+    return missing or (check_arenas(info.path, info.files) if info.arenas else [])

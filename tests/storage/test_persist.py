@@ -17,7 +17,7 @@ from reft.errors import OvertakenError, PersistError
 from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.protect.blocks import Section
-from reft.recover.offline import persist_offline
+from reft.recover.offline import export_stored, persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.state.template import same_value
 from reft.storage import fence
@@ -86,6 +86,11 @@ def check_checkpoint(directory: Path, label: Label) -> None:
     assert latest_tag(directory) == info.tag
     assert verify_persisted(directory, info.tag) == []
     names = {"reft.json"}
+    if info.arenas:
+        names |= {f"{at}.arena" for at in DEGREES.coordinates()}
+        assert {p.name for p in info.path.iterdir()} == names
+        export_stored(directory, exported := directory.parent.parent / f"exported-{label}")
+        return check_checkpoint(exported, label)
     for at in DEGREES.coordinates():
         for name, expected in expected_files(at, label.step).items():
             assert same_value(torch.load(info.path / name, weights_only=True), expected), name
@@ -122,13 +127,13 @@ def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
 def test_killed_while_writing_the_previous_checkpoint_stays(
     memory: Memory, step_4: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of writing, between writing and assembling, and before the name is given."""
+    """SIGKILL in the middle of writing, after writing, and before the name is given."""
     directory = Path(shutil.copytree(step_4, tmp_path / "checkpoints"))
     config = memory.config(directory, keep=1)
     memory.write(V8, made_up_images(8), slot=1)
     fault = FaultConfig(point=FaultPoint.DURING_PERSIST, step=8, pp=0, dp=0)
     faulty = config.model_copy(update={"faults": (fault,)})
-    for phase, of_leader, nodes in (("fault", faulty, 1), ("staged", config, 1), ("assembled", config, 2)):
+    for phase, of_leader, nodes in (("fault", faulty, 1), ("written", config, 1), ("renaming", config, 2)):
         with pytest.raises(RankError, match="rank 0: SIGKILL"):
             spawn(persist_or_die, str(memory.root), 8, of_leader.model_dump_json(), phase, nprocs=nodes)
         check_checkpoint(directory, V4)
@@ -240,4 +245,4 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     )
     assert result.corrupt_blocks == 0
     check_checkpoint(directory, V4)
-    assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
+    assert list(dict.fromkeys(seen)) == ["writing", "written", "renaming", "renamed", "latest"]

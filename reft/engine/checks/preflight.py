@@ -6,17 +6,17 @@ Pure, and without torch. What the engine and the placement decide is found by th
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import partial
+from importlib.metadata import distributions
+from typing import Any, TypeVar
 
-from reft.config import ReftConfig, Variant
-from reft.config_read import load_config
+from reft.config import ReftConfig, Variant, load_config
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-
-_COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
 class Severity(StrEnum):
@@ -55,34 +55,28 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
     return block, [*engine_findings(config), *_tolerance_findings(block), *block_findings(block)]
 
 
-def engine_findings(config: Mapping[str, Any]) -> list[Finding]:
+def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """What reft refuses of DeepSpeed's own settings, whatever its block says."""
-    return [Finding(Severity.REFUSED, found, change) for found, change in _engine_refusals(config)]
-
-
-def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    refused = partial(Finding, Severity.REFUSED)
     zero = part_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1) or isinstance(stage, bool):
-        yield f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+        yield refused(f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1")
     for part in ("offload_optimizer", "offload_param"):
         device = part_of(zero, part).get("device", "none")
         if device != "none":
-            yield (
-                f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state',
-                "remove it",
-            )
+            found = f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state'
+            yield refused(found, "remove it")
     kind = str(part_of(config, "optimizer").get("type", "")).lower()
-    if kind in _COMPRESSING_OPTIMIZERS:
-        yield f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker', 'write "AdamW"'
+    if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
+        found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
+        yield refused(found, 'write "AdamW"')
     if kind == "muon":
-        yield '"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"'
+        yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
     autocast = part_of(config, "torch_autocast")
     if autocast.get("enabled") and str(autocast.get("dtype")) in ("fp16", "float16", "half"):
-        yield (
-            '"torch_autocast" in fp16 scales gradients by itself',
-            'write "dtype": "bfloat16", or use "fp16"',
-        )
+        found = '"torch_autocast" in fp16 scales gradients by itself'
+        yield refused(found, 'write "dtype": "bfloat16", or use "fp16"')
     for path, change in (
         ("amp.enabled", 'use "fp16" or "bf16" instead'),
         ("quantize_training.enabled", "remove it"),
@@ -91,12 +85,13 @@ def _engine_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ):
         name, _, key = path.partition(".")
         if part_of(config, name).get(key):
-            yield f'"{path}" is on, and reft does not know its state', change
+            yield refused(f'"{path}" is on, and reft does not know its state', change)
     if _enables(part_of(config, "compression_training")):
-        yield '"compression_training" is on, and reft does not know its state', "remove it"
+        yield refused('"compression_training" is on, and reft does not know its state', "remove it")
     size = config.get("sequence_parallel_size", 1)
     if size != 1:
-        yield f'"sequence_parallel_size" is {size!r}: reft does not support such ranks', "write 1"
+        found = f'"sequence_parallel_size" is {size!r}: reft does not support such ranks'
+        yield refused(found, "write 1")
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -113,26 +108,23 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
         )
 
 
-def block_findings(block: ReftConfig) -> list[Finding]:
+def block_findings(block: ReftConfig) -> Iterator[Finding]:
     """What the block makes a recovery lack (P12)."""
-    return [Finding(Severity.WARNING, found, change) for found, change in _block_warnings(block)]
-
-
-def _block_warnings(block: ReftConfig) -> Iterator[tuple[str, str]]:
+    warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
-        yield f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true"
+        yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
     if block.variant is Variant.NONE:
-        yield '"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"'
+        yield warning('"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"')
     if not block.chooses and not block.scheme.certain_losses:
-        yield '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
+        yield warning('"protection" is "none": the loss of a node loses its memory for good', 'write "auto"')
     if block.persist.dir is None:
-        yield (
+        yield warning(
             "nothing is written to storage: when more nodes are lost than the job survives, it cannot be "
             "resumed",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
     if block.faults:
-        yield '"faults" makes ranks fail on purpose', "remove it from a production job"
+        yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
 
 
 def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -154,6 +146,7 @@ def _enables(part: Any) -> bool:
 
 _LOADS = ("load_checkpoint", "resume")
 _FILE_TESTS = {"exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "glob", "iterdir", "scandir"}
+N = TypeVar("N", bound=ast.AST)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -193,12 +186,12 @@ class ScriptLook:
     def loops(self) -> Iterator[Finding]:
         """Loops that count steps, or passes over a resumable loader, from 0: so they do when resumed."""
         loaders = {_text(target) for target, call in self._assigned() if _is_resumable(call)}
-        for loop in self._fors():
+        for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
                 continue
             most, index = _text(over.args[-1]), _text(loop.target)
             begins = f"`for {index} in {_text(over)}` begins at 0 after every restart. Resumed"
-            inner = (node for node in self._fors() if self._loop_around(self._parents[node]) is loop)
+            inner = (n for n in self._all(ast.For) if self._loop_around(self._parents[n]) is loop)
             if read := {_text(part) for node in inner for part in ast.walk(node.iter)} & loaders:
                 if not any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
                     yield _finding(
@@ -223,8 +216,8 @@ class ScriptLook:
         states = {_text(t.elts[1]) for t in loaded if isinstance(t, ast.Tuple) and len(t.elts) == 2}
         reads: list[tuple[ast.expr, ast.expr, ast.expr]] = [
             (node, node.value, node.slice)
-            for node in self._nodes
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+            for node in self._all(ast.Subscript)
+            if isinstance(node.ctx, ast.Load)
         ]
         reads += [
             (c, c.func.value, c.args[0])
@@ -271,29 +264,28 @@ class ScriptLook:
 
     def _calls(self, *names: str) -> list[ast.Call]:
         """Of functions of these names; without names, all."""
-        calls = (node for node in self._nodes if isinstance(node, ast.Call))
-        return [call for call in calls if not names or _name(call) in names]
+        return [call for call in self._all(ast.Call) if not names or _name(call) in names]
 
-    def _fors(self) -> Iterator[ast.For]:
-        return (node for node in self._nodes if isinstance(node, ast.For))
+    def _all(self, kind: type[N]) -> Iterator[N]:
+        return (node for node in self._nodes if isinstance(node, kind))
 
     def _assigned(self) -> Iterator[tuple[ast.expr, ast.Call]]:
-        for node in self._nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        for node in self._all(ast.Assign):
+            if isinstance(node.value, ast.Call):
                 yield node.targets[0], node.value
 
     def _has_trainer(self) -> bool:
         """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script that is
         derived from no other ``Trainer`` is none."""
-        classes = (node for node in self._nodes if isinstance(node, ast.ClassDef))
+        classes = self._all(ast.ClassDef)
         own = {c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)}
         return any(_name(call).endswith("Trainer") and _name(call) not in own for call in self._calls())
 
     def _is_megatrons(self) -> bool:
         """Whether it calls Megatron's ``pretrain``, which loads by itself."""
-        imports = (node for node in self._nodes if isinstance(node, ast.ImportFrom))
-        megatrons = (n for i in imports if f"{i.module}.".startswith("megatron.training.") for n in i.names)
-        return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in megatrons)
+        imports = (i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training."))
+        names = (name for i in imports for name in i.names)
+        return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
         """The innermost test within its function, or ``within`` a loop, that decides whether ``node`` is
@@ -378,3 +370,73 @@ def _skips(loop: ast.For) -> bool:
 
 def _reads_step(node: ast.AST) -> bool:
     return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
+
+
+# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run with; the
+# one table, which docs/support.md prints and the cluster pages keep to
+
+ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
+ZERO0 = "ZeRO-0"
+ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
+
+
+@dataclass(frozen=True)
+class Releases:
+    """DeepSpeed's from ``first`` on, up to the next row's."""
+
+    first: str
+    unloadable: tuple[str, ...] = ()  # engines in bf16 that it saves and cannot load; it loads all others
+    torch: tuple[str, ...] = ()  # releases that tests were run with
+    clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not run
+    patch: str = ""  # in megatron_patches/, for Megatron-DeepSpeed
+
+
+RELEASES = (
+    Releases("0.17.0"),
+    Releases("0.17.6", (ZERO1_FP32, ZERO0), ("2.4", "2.13")),
+    Releases("0.18.0", (ZERO1_FP32,)),
+    Releases("0.18.5", (ZERO0_PIPELINE,), ("2.13",), ("2.10+rocm7.1", "2.10+cu126")),
+    Releases("0.19.0", (ZERO0_PIPELINE,), ("2.13", "2.15"), patch="4efb479/deepspeed-0.19.patch"),
+)
+END = "0.20"
+"""The first release that is not supported."""
+
+
+def release(deepspeed: str) -> Releases | None:
+    """The row of a release; None where none is known."""
+    number = _number(deepspeed)
+    known = [row for row in RELEASES if _number(row.first) <= number < _number(END)]
+    return known[-1] if known else None
+
+
+def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
+    """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints of it.
+    Whether the script makes a pipeline is not known here."""
+    bf16 = part_of(config, "bf16") or part_of(config, "bfloat16")
+    row = release(deepspeed)
+    if row is None or not bf16.get("enabled"):
+        return None
+    engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
+    if part_of(config, "zero_optimization").get("stage", 0):
+        engines = (ZERO1_FP32,) if part_of(config, "data_types").get("grad_accum_dtype") == "fp32" else ()
+    return next((engine for engine in engines if engine in row.unloadable), None)
+
+
+def installed(config: Mapping[str, Any]) -> Finding:
+    # A source tree on PYTHONPATH has no record of its release.
+    found = (next(iter(distributions(name=name)), None) for name in ("deepspeed", "torch"))
+    deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
+    row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING
+    if row is None:
+        said, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
+    elif engine:
+        said = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
+        change = "install DeepSpeed 0.18.5 or later" if engine == ZERO1_FP32 else 'write "stage": 1'
+    else:
+        severity, said = Severity.NOTE, "loads its own checkpoints of this configuration"
+        change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
+    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {said}", change)
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))

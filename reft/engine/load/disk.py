@@ -1,8 +1,9 @@
 """Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are sound.
 
-Rank 0 looks, all ranks hear what it found, and all read and check: each file of a checkpoint is compared
-with its checksum by one rank of the job before any rank loads any of it (P5). Whatever one rank finds
-wrong, all refuse alike (P6), and the next older checkpoint is tried.
+Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their blocks
+verified as they come, or all before where the job has a state to lose; each of DeepSpeed's files is compared
+with its checksum by one rank before any rank loads any of it (P5). Whatever one rank finds wrong, all refuse
+alike (P6), and the next older checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from reft.state.codec import decode, encode
 from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
+    check_arenas,
     check_files,
     find_markers,
     given_up,
@@ -193,6 +195,7 @@ class DiskCheckpoint:
     label: Label | None = None
     job_id: str | None = None  # who wrote it; None where that is not known
     files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
+    arenas: Degrees | None = None  # of the job that wrote it as arenas; None: it has DeepSpeed's files
     fingerprint: str | None = None  # of the job that wrote it, encoded; None where that is not known
 
     @property
@@ -348,6 +351,7 @@ def _of_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
         label=info.label if info.job_id == job_id else None,
         job_id=info.job_id,
         files=info.files,
+        arenas=info.degrees if info.arenas else None,
         fingerprint=info.fingerprint,
     )
 
@@ -369,10 +373,8 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 # --- whether it is sound -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sound:
-    checkpoint: DiskCheckpoint
-    host_state: dict[str, Any] | None
+class DamagedError(PersistError):
+    """A checkpoint is not as it was written; told alike on all ranks."""
 
 
 class DiskRestorer:
@@ -391,55 +393,41 @@ class DiskRestorer:
         """What rank 0 finds; all ranks must choose alike."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
-    def newest_sound(self, found: Found, beyond: Label | None = None) -> Sound | None:
-        """The newest checkpoint whose files all match their checksums; the ones that are refused are said.
-        ``beyond``: only checkpoints newer than this version of the job."""
-        for checkpoint in found.checkpoints:
-            if beyond is not None and not checkpoint.newer_than(beyond):
-                continue
-            problems, host_state = self._check(checkpoint)
-            if not problems:
-                return Sound(checkpoint, host_state)
-            if checkpoint.path not in self._refused:
-                self._refused[checkpoint.path] = f"{checkpoint}: {_some(problems)}"
-                if self._control.rank == 0:
-                    logger.warning(
-                        "%s is damaged and is not loaded: %s; an older one is tried",
-                        *(checkpoint, _some(problems)),
-                    )
-        return None
-
-    def check_named(self, directory: Path | None, tag: Any, *, whole: bool = True) -> Sound | None:
+    def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
         """The checkpoint that was asked for, that one and no other; None where there is none.
-        Without ``tag`` that is what ``latest`` names; ``whole``: the host state is wanted too."""
+        Without ``tag`` that is what ``latest`` names."""
         if directory is None:
             return None
         found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
-        problems, host_state = found.problems, None
-        for checkpoint in found.checkpoints:
-            problems, host_state = self._check(checkpoint, whole=whole)
-        if problems:
-            raise PersistError(
-                f"{directory / str(tag or '')} was asked for and is damaged: {_some(problems)}. Ask for "
-                f"another tag, or restore the directory from a copy"
-            )
-        return Sound(found.checkpoints[0], host_state) if found.checkpoints else None
+        if found.problems:
+            raise damaged(directory / str(tag or ""), found.problems)
+        return found.checkpoints[0] if found.checkpoints else None
+
+    def refuse(self, checkpoint: DiskCheckpoint, error: DamagedError) -> None:
+        """It is not loaded; said once."""
+        if checkpoint.path not in self._refused:
+            self._refused[checkpoint.path] = f"{checkpoint}: {error}"
+            if self._control.rank == 0:
+                logger.warning(
+                    "%s is damaged and is not loaded: %s; an older one is tried", checkpoint, error
+                )
 
     def refused(self, found: Found) -> tuple[str, ...]:
         """What should have been a checkpoint and cannot be loaded, so far; empty where there was nothing."""
         return (*found.problems, *self._refused.values())
 
-    def _check(
-        self, checkpoint: DiskCheckpoint, *, whole: bool = True
-    ) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Read the checkpoint's files, each by one rank, and this rank's host state if ``whole``. Returns
-        what is wrong, in lines, on all ranks alike; and the host state, None if not every rank saved it."""
+    def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
+        """Read the checkpoint's files, each by one rank. Returns this rank's host state if ``whole``; None if
+        not every rank saved it beside DeepSpeed's files. Raises DamagedError on all ranks alike."""
         mine: list[str] = []
         state: dict[str, Any] | None = None
         try:  # whatever is wrong here, the others wait for what this rank says
             share = share_of(checkpoint.files or {}, self._control.rank, self._control.world_size)
-            mine += check_files(checkpoint.path, share)
-            state = read_host_state(checkpoint.path, self._coordinate) if whole else None
+            if checkpoint.arenas is not None:
+                mine += check_arenas(checkpoint.path, share)
+            else:
+                mine += check_files(checkpoint.path, share)
+                state = read_host_state(checkpoint.path, self._coordinate) if whole else None
         except Exception as error:
             mine.append(_words(error))
         told = [decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))]
@@ -451,8 +439,9 @@ class DiskRestorer:
                 "restored",
                 checkpoint,
             )
-        problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
-        return problems, state if complete else None
+        if problems := tuple(dict.fromkeys(problem for problems, _ in told for problem in problems)):
+            raise DamagedError(_some(problems))
+        return state if complete else None
 
     def _from_rank_zero(self, look: Callable[[], Found]) -> Found:
         mine = look().encode() if self._control.rank == 0 else b""
@@ -461,6 +450,13 @@ class DiskRestorer:
 
 def _some(problems: Sequence[str]) -> str:
     return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if problems[3:] else "")
+
+
+def damaged(what: object, problems: Sequence[str]) -> PersistError:
+    return PersistError(
+        f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore the "
+        f"directory from a copy"
+    )
 
 
 def nothing_sound(refused: Sequence[str]) -> str:

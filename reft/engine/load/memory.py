@@ -8,13 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from reft.engine import on_import
-from reft.engine.identity import local_rank
-from reft.engine.memory import noted_commit
+from reft.engine.identity import local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
@@ -35,6 +35,7 @@ from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import BY_REPLICAS
 from reft.state.rng import capture_rng, restore_rng
+from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ def participant(session: Session) -> Participant:
     job = session.memory.job_dir
     where = job.job_id, job.path, job.secret
     return Participant(session.topology, session.control, *where, session.faults)
+
+
+def stored_participant(session: Session, version: Path, job_id: str) -> Participant:
+    """In the recovery of a version on storage, which another job may have written."""
+    return Participant(session.topology, session.control, job_id, version, STORAGE_KEY, stored=True)
 
 
 def completing(session: Session) -> Completing | None:
@@ -180,6 +186,21 @@ class MemoryRestorer:
             reads=session.is_first_on_node,
             but=BY_REPLICAS if plan.resized else (),
         )
+
+    @uncollected()
+    def take_up_stored(self, me: Participant) -> tuple[RecoveryOutcome | NotRecoverable, dict[str, Any]]:
+        """Restore a version on storage into the engine; with the host state. Collective."""
+        session = self._session
+        recovery = Recovery(me, resizable=session.engine.resizing is not None)
+        plan = recovery.survey()
+        if isinstance(plan, NotRecoverable):
+            return plan, {}
+        target = Target(session)
+        outcome = recovery.restore(target.prepare, target.write)
+        if isinstance(outcome, NotRecoverable):
+            return outcome, {}
+        session.engine.restore(target.blob.state)
+        return outcome, target.blob.state
 
     @uncollected()
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
@@ -335,7 +356,7 @@ class MemoryRestorer:
         self.note(history.STEPPED)
         job_dir, events = self._session.memory.job_dir.path, self._session.events
         if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
-            events.write("recovered", **rounds[-1].to_json())
+            events.write("recovered", **vars(rounds[-1]))
 
     def note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:

@@ -224,11 +224,11 @@ class _Range(NamedTuple):
 
 
 class MemorySource:
-    """A version in memory. Collective: what ranks need of others' host state is brought at once."""
+    """A version in arenas. Collective: what ranks need of others' host state is brought at once."""
 
-    def __init__(self, memory: OtherMemory, plan: RecoveryPlan, job_id: str, at: Coordinate) -> None:
+    def __init__(self, memory: OtherMemory, plan: RecoveryPlan, name: str, at: Coordinate) -> None:
         self._memory = memory
-        self._name = f"memory:{job_id}/{plan.label.step}"
+        self._name = name
         self.degrees: Degrees = plan.degrees
         self._hosts = memory.bring_hosts(spoken_by(plan.degrees, at))
         self._places: list[Place] = []

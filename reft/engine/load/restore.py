@@ -7,13 +7,12 @@ reads is not overwritten until then (P3).
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,23 @@ from reft.engine.checks.start import (
     what_begins_anew,
 )
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.load.disk import DiskCheckpoint, DiskRestorer, Resumed, Sound, nothing_sound
-from reft.engine.load.memory import MemoryRestorer, participant
+from reft.engine.load.disk import (
+    DamagedError,
+    DiskCheckpoint,
+    DiskRestorer,
+    Resumed,
+    damaged,
+    nothing_sound,
+)
+from reft.engine.load.memory import MemoryRestorer, participant, stored_participant
 from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
-from reft.errors import LayoutError, UnrecoverableError
+from reft.errors import LayoutError, PersistError, UnrecoverableError
 from reft.grid import Degrees
 from reft.naming import Label
 from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
-from reft.recover.recover import RecoveryOutcome
+from reft.recover.recover import Recovery
 from reft.recover.reshape import Resize
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 
@@ -82,7 +88,8 @@ class OtherLayoutRestorer:
         session.memory.identity.check_memory(
             job_dir.path, label, reads=session.is_first_on_node, but=BY_LAYOUT
         )
-        source = MemorySource(self._memory, plan, session.job_id, session.coordinate)
+        name = f"memory:{session.job_id}/{label.step}"
+        source = MemorySource(self._memory, plan, name, session.coordinate)
         try:
             state = Relayout(session, self._engine, source).take_up()
         except LayoutError as error:
@@ -135,12 +142,6 @@ def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named |= named.pop(name, {})
     return named
-
-
-def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(where.name)`` on an instance or a module; others and the class stay as they are."""
-    original = getattr(where, name)
-    setattr(where, name, functools.wraps(original)(wrapper(original)))
 
 
 @dataclass(frozen=True)
@@ -310,35 +311,57 @@ class Restorer:
         self._tagged = None
         found = self._disk.find(call.directory)
         self._count_beyond(*found.checkpoints)
-        sound = outcome = None
-        other = self._other.survey(plan) if recovery.has_other_layouts else None
-        if other is not None:
-            sound = self._disk.newest_sound(found, beyond=other.label)
-            if sound is None and self._other.restore(other):
-                return self._has_resumed_from_memory(other.label)
-        plan = self._other.explain(plan)
-        if isinstance(plan, RecoveryPlan) and sound is None:
-            sound = self._disk.newest_sound(found, beyond=plan.label)
-            if sound is None:
-                self._memory.check_identity(plan)
-                outcome = self._memory.restore(recovery)
-                if isinstance(outcome, RecoveryOutcome):
-                    return self._has_resumed_from_memory(outcome.label)
-                plan = outcome
-        sound = sound or self._disk.newest_sound(found)
-        if sound is not None:
-            if session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
-                logger.warning("resuming from disk (%s): %s", sound.checkpoint, plan)
-            return self._load_sound(original, call, sound)
+        rest = list(found.checkpoints)
+        resumed, plan, outcome = self._load_from_memory(original, call, recovery, plan, rest)
+        if resumed is None:
+            if rest and session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
+                logger.warning("resuming from disk (%s): %s", rest[0], plan)
+            resumed = self._load_newest(original, call, rest)
+        if resumed is not None:
+            return resumed
         refused = self._disk.refused(found)
         self._memory.refuse_silent_restart(plan, nothing_sound(refused) if refused else "")
-        if isinstance(outcome, NotRecoverable):
+        if outcome is not None:
             self._memory.refuse_half_written(outcome)
         result: tuple[Any, Any] = (None, None)
         if call.load_dir is not None:
             result = original(call.load_dir, tag=call.tag, **call.options)
         session.start({})
         return result
+
+    def _load_from_memory(
+        self,
+        original: Load,
+        call: LoadCall,
+        recovery: Recovery,
+        own: RecoveryPlan | NotRecoverable,
+        checkpoints: list[DiskCheckpoint],
+    ) -> tuple[tuple[Any, Any] | None, RecoveryPlan | NotRecoverable, NotRecoverable | None]:
+        """The newest of memory in another layout, memory in the own one, and those ``checkpoints`` that are
+        newer, which leave the list. Returns what the call returns, if there was one; what is in memory; and
+        why what was begun with could not be finished."""
+
+        def newer_than(label: Label) -> tuple[Any, Any] | None:
+            newer = [c for c in checkpoints if c.newer_than(label)]
+            checkpoints[:] = [c for c in checkpoints if not c.newer_than(label)]
+            return self._load_newest(original, call, newer)
+
+        other = self._other.survey(own) if recovery.has_other_layouts else None
+        if other is not None:
+            if (resumed := newer_than(other.label)) is not None:
+                return resumed, own, None
+            if self._other.restore(other):
+                return self._has_resumed_from_memory(other.label), own, None
+        own = self._other.explain(own)
+        if not isinstance(own, RecoveryPlan):
+            return None, own, None
+        if (resumed := newer_than(own.label)) is not None:
+            return resumed, own, None
+        self._memory.check_identity(own)
+        outcome = self._memory.restore(recovery)
+        if isinstance(outcome, NotRecoverable):
+            return None, outcome, outcome
+        return self._has_resumed_from_memory(outcome.label), own, None
 
     def _has_resumed(
         self, path: Any, client_state: Any, source: DiskCheckpoint | Label | None
@@ -353,14 +376,87 @@ class Restorer:
 
     # -- disk -------------------------------------------------------------------------------------
 
-    def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
-        disk = sound.checkpoint
+    def _load_newest(
+        self, original: Load, call: LoadCall, checkpoints: Iterable[DiskCheckpoint]
+    ) -> tuple[Any, Any] | None:
+        """The first of these that is sound; those that are not are said."""
+        for checkpoint in checkpoints:
+            try:
+                return self._has_resumed(*self._load_one(original, call, checkpoint), checkpoint)
+            except DamagedError as error:
+                self._disk.refuse(checkpoint, error)
+        return None
+
+    def _load_one(
+        self, original: Load, call: LoadCall, disk: DiskCheckpoint, *, start: bool = True
+    ) -> tuple[Any, Any]:
+        """Load this one. Collective. Raises DamagedError on all ranks alike; where the job has a state
+        that it could go on with, nothing has been written then."""
+        if disk.arenas is None or self._resumed is not None or self._session.worker is not None:
+            state = self._disk.check(disk)
+        if self._session.worker is not None:
+            self._leave_this_future()
         self._check_identity(disk)
         self._count_beyond(disk)
-        path, client_state = self._load_from_disk(
-            original, disk.directory, disk.tag, call.options, sound.host_state
+        if disk.arenas is not None:
+            return self._load_arenas(disk, disk.arenas, start=start)
+        return self._load_from_disk(original, disk.directory, disk.tag, call.options, state, start=start)
+
+    def _load_named(
+        self, original: Load, call: LoadCall, *, start: bool = True
+    ) -> tuple[DiskCheckpoint | None, tuple[Any, Any]]:
+        """The checkpoint that the call asks for by its tag; DeepSpeed says what it thinks of none."""
+        found = self._disk.find_named(call.directory, call.tag)
+        if found is None:
+            if self._session.worker is not None:
+                self._leave_this_future()
+            args = original, call.directory, call.tag, call.options, None
+            return None, self._load_from_disk(*args, start=start)
+        try:
+            return found, self._load_one(original, call, found, start=start)
+        except DamagedError as error:
+            raise damaged(found, [str(error)]) from error
+
+    def _load_arenas(self, disk: DiskCheckpoint, was: Degrees, *, start: bool) -> tuple[Any, Any]:
+        """A version on storage is recovered as one in memory, its blocks verified as they come (P5)."""
+        session = self._session
+        began, now = time.perf_counter(), session.topology.degrees
+        me = stored_participant(session, disk.path, str(disk.job_id))
+        if (was.pp, was.tp) != (now.pp, now.tp):
+            other = OtherMemory(me)
+            plan = other.survey()
+            if not isinstance(plan, RecoveryPlan):
+                raise DamagedError("; ".join(plan.reasons) if plan else "none of its arenas can be read")
+            source = MemorySource(other, plan, str(disk), session.coordinate)
+            state = Relayout(session, self._engine, source).take_up()
+        else:
+            outcome, state = self._memory.take_up_stored(me)
+            if isinstance(outcome, NotRecoverable):
+                kind = LayoutError if outcome.layout_mismatch else DamagedError
+                raise kind(f"{disk}: {'; '.join(outcome.reasons)}")
+            if outcome.plan.resized and session.is_rank_zero:
+                logger.warning(
+                    "%s is resumed from %s. From here on the losses are those of a DP%d job",
+                    *(disk, Resize(was.dp, now.dp), now.dp),
+                )
+        self._memory.after_restore(state)
+        if session.worker is None and start:
+            session.start({})
+        self._was_loaded(disk.path, began)
+        return str(disk.path), self._memory.client_state
+
+    def _was_loaded(self, path: Any, began: float) -> None:
+        session = self._session
+        session.events.write(
+            "restored",
+            source="disk",
+            version=session.engine.global_steps,
+            bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
+            secs=time.perf_counter() - began,
         )
-        return self._has_resumed(path, client_state, disk)
+        if session.worker is not None and not self._unprotected:
+            self._memory.protect()
+        self._memory.report(f"disk, {path}", began)
 
     def _count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
@@ -370,9 +466,12 @@ class Restorer:
         self._session.memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
-        session = self._session
-        was = other_layout(session, disk.path)
-        but = () if was is None else BY_REPLICAS if differs_in_replicas(session, was) else BY_LAYOUT
+        session, now = self._session, self._session.topology.degrees
+        was = disk.arenas or other_layout(session, disk.path) or now
+        replicas = replace(was, dp=now.dp) == now
+        if disk.arenas is None:
+            replicas = replicas and differs_in_replicas(session, was)
+        but = () if was == now else BY_REPLICAS if replicas else BY_LAYOUT
         own = disk.job_id == session.job_id
         session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
 
@@ -415,18 +514,9 @@ class Restorer:
             self._memory.after_restore(state)
             client_state = {**(client_state or {}), **client_state_of(state)}
         session.restored()
-        session.events.write(
-            "restored",
-            source="disk",
-            version=session.engine.global_steps,
-            bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
-            secs=time.perf_counter() - began,
-        )
         foreign = relaid is None and state is None
         self._unprotected = start and foreign and self._engine.data.left_to_program
-        if session.worker is not None and not self._unprotected:
-            self._memory.protect()
-        self._memory.report(f"disk, {path}", began)
+        self._was_loaded(path, began)
         return path, client_state
 
     def _leave_this_future(self) -> None:
@@ -439,18 +529,14 @@ class Restorer:
 
     def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A load in a running job, for example back to before a loss spike."""
-        self._leave_this_future()
-        if call.tag is not None:
-            sound = self._disk.check_named(call.directory, call.tag)
-        else:
+        if call.tag is None:
             found = self._disk.find(call.directory)
-            sound = self._disk.newest_sound(found)
-            if sound is None and (refused := self._disk.refused(found)):
+            if (resumed := self._load_newest(original, call, found.checkpoints)) is not None:
+                return resumed
+            if refused := self._disk.refused(found):
                 raise UnrecoverableError(nothing_sound(refused))
-        if sound is not None:
-            return self._load_sound(original, call, sound)
-        path, client_state = self._load_from_disk(original, call.directory, call.tag, call.options, None)
-        return self._has_resumed(path, client_state, None)
+        named, result = self._load_named(original, call)
+        return self._has_resumed(*result, named)
 
     # -- several loads before the first step ---------------------------------------------------------
 
@@ -470,24 +556,37 @@ class Restorer:
             return resumed.path, resumed.client_state
         if session.worker is not None:
             session.worker.fence()  # P2: nothing is copied while weights are written
-        self._disk.check_named(call.directory, call.tag, whole=False)
+        self._check_base(call)
         if not self._trains:
             self._bases.append(call)
         result = original(call.load_dir, tag=call.tag, **call.options)
         session.restored()
         return result
 
+    def _check_base(self, call: LoadCall) -> None:
+        found = self._disk.find_named(call.directory, call.tag)
+        if found is None:
+            return
+        if found.arenas is not None:
+            raise PersistError(
+                f"{call}: {found} is in reft's own form, and DeepSpeed loads weights alone from its files: "
+                f"write them with 'reft persist --from {found.directory} --out DIR'"
+            )
+        try:
+            self._disk.check(found, whole=False)
+        except DamagedError as error:
+            raise damaged(found, [str(error)]) from error
+
     def _load_once_more(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A second load of a whole state before the first step: only what is newer than memory, or another
         checkpoint than the one from disk, takes its place."""
         assert self._resumed is not None
         source = self._resumed.source
-        sound = self._disk.newest_sound(
-            self._disk.find(call.directory), beyond=source if isinstance(source, Label) else None
-        )
-        if sound is not None and sound.checkpoint != source:
-            self._leave_this_future()
-            return self._load_sound(original, call, sound)
+        for checkpoint in self._disk.find(call.directory).checkpoints:
+            if checkpoint == source or (isinstance(source, Label) and not checkpoint.newer_than(source)):
+                break
+            if (resumed := self._load_newest(original, call, [checkpoint])) is not None:
+                return resumed
         if self._session.is_rank_zero:
             logger.info("%s found nothing newer: the job has been resumed already", call)
         return self._resumed.path, self._resumed.client_state
@@ -496,12 +595,7 @@ class Restorer:
         self, original: Load, call: LoadCall, plan: RecoveryPlan | NotRecoverable
     ) -> tuple[Any, Any]:
         """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
-        sound = self._disk.check_named(call.directory, call.tag)
-        state = None if sound is None else sound.host_state
-        if sound is not None:
-            self._check_identity(sound.checkpoint)
-            self._count_beyond(sound.checkpoint)
-        result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
+        _, result = self._load_named(original, call, start=False)
         if result[0] is None:
             return result
         self._tagged = call

@@ -18,8 +18,7 @@ from reft.snapshot.copying.engine import Encode, Piece
 from reft.snapshot.plan import LiveImages
 
 TURNS = 61
-"""Versions after which every block was compared once by turns. Prime: unless a multiple of it lies between
-two versions, the steps of so many in a row leave all remainders."""
+"""Versions after which every block was compared once by turns."""
 _COLUMNS = 64  # sums of a block, so that what has moved within it is seen
 
 
@@ -30,6 +29,8 @@ class PeerCheck:
         self._turns, self._block_bytes = TURNS if by_turns else 1, block_bytes
         self.again: frozenset[int] = frozenset()
         """Blocks that differed: compared with every version until they do not."""
+        self.turn: int | None = None
+        """Of the next version; None: its step, until the ranks have sealed one together."""
         self.blocks: Sequence[int] = ()  # of the newest version
         self.memory = torch.zeros(0, dtype=torch.int64)
 
@@ -41,8 +42,17 @@ class PeerCheck:
     def choose(self, images: LiveImages, step: int) -> int:
         """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any step."""
         count = -(-images.replicated.nbytes // self._block_bytes)
-        self.blocks = [b for b in range(count) if (b - step) % self._turns == 0 or b in self.again]
+        turn = step if self.turn is None else self.turn
+        self.blocks = [b for b in range(count) if (b - turn) % self._turns == 0 or b in self.again]
         return count
+
+    def sealed(self, step: int) -> None:
+        """The ranks have voted on a version that all could copy: all of them go on to the next turn."""
+        self.turn = (step if self.turn is None else self.turn) + 1
+
+    def meet(self) -> None:
+        """The ranks have come together again, and do not know what each has heard of the last vote."""
+        self.turn, self.again = None, frozenset()
 
     def parts(self, images: LiveImages, nbytes: int) -> Iterator[Encode]:
         """Take the checksums: what is to be called, in host memory for so many bytes each; for a device it

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from reft.data.order import Order
-from reft.engine.install import avoid_build_at_start
-from reft.errors import ConfigError
+from reft.engine.on_import import avoid_build_at_start
 from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
@@ -43,22 +40,15 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A transformer block in which a byte sees those before it only."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(_WIDTH) for _ in range(2))
-        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.out = nn.Linear(_WIDTH, _WIDTH)
-        self.wide = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
-        self.drop = nn.Dropout(dropout)
+        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        self.layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, **options)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.qkv(self.norms[0](value)).unflatten(2, (3 * _HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        value = value + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
-        value = value + self.drop(self.wide(self.norms[1](value)))
-        return value
+        mask = nn.Transformer.generate_square_subsequent_mask(_LENGTH, device=value.device)
+        seen: torch.Tensor = self.layer(value, src_mask=mask, is_causal=True)
+        return seen
 
 
 class MicroBatches:
@@ -96,42 +86,27 @@ def loss_of(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1).float(), text.flatten())
 
 
-def _seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-
-
-def _prepare() -> None:
-    """The device, and nothing that would make two runs differ."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    avoid_build_at_start()
-    if get_accelerator().device_name() == "cpu":
-        torch.set_flush_denormal(True)  # denormals would make a backward pass several times slower
-    else:
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count())
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    deepspeed.init_distributed()
-
-
 def train(options: dict[str, Any]) -> None:
     """One rank of the job. ``options``: ``steps``, ``stages``, ``layers``, ``save_dir``; ``deepspeed``: its
     configuration."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.utils import set_random_seed
 
-    _prepare()
-    if options["deepspeed"].get("fp16") and not get_accelerator().is_fp16_supported():
-        raise ConfigError("this processor cannot compute in fp16; use --dtype bf16 or fp32")
-    _seed(_SEED)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    avoid_build_at_start()
+    if get_accelerator().device_name() == "cpu":
+        torch.set_flush_denormal(True)  # denormals would make a backward pass several times slower
+    else:  # nothing that would make two runs differ
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count())
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    deepspeed.init_distributed()
+    set_random_seed(_SEED)
     layers = [
         LayerSpec(Embedding),
-        *(LayerSpec(Block, _DROPOUT) for _ in range(options["layers"])),
+        *(LayerSpec(Block) for _ in range(options["layers"])),
         LayerSpec(nn.LayerNorm, _WIDTH),
         LayerSpec(nn.Linear, _WIDTH, _SYMBOLS),
     ]
@@ -140,7 +115,7 @@ def train(options: dict[str, Any]) -> None:
     )
     parameters = list(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=options["deepspeed"])
-    _seed(_SEED + 1 + engine.global_rank)
+    set_random_seed(_SEED + 1 + engine.global_rank)
     data = MicroBatches(
         engine.train_micro_batch_size_per_gpu(),
         engine.grid.get_data_parallel_rank(),
@@ -161,15 +136,5 @@ def train(options: dict[str, Any]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The options as JSON. Exit status 2: they cannot be done here."""
-    try:
-        train(json.loads(arguments[0]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    train(json.loads(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Clusters to plan for, by published figures: a node from the view of one device, and how often nodes fail.
 
-Nothing was fitted to a result of reft or of its papers. Where a figure is an assumption, its line says so.
+The known ones are the files of ``clusters/``; docs/planning.md has the source of every number. Nothing was
+fitted to a result of reft or of its papers.
 """
 
 from __future__ import annotations
@@ -12,18 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from reft.config_read import read_object
+from reft.config import read_object
 from reft.errors import ConfigError
 from reft.protect.survival import Weibull
 
-GB = 1e9
-GIB = 2**30
-GBIT = 1e9 / 8
 DAY_SECS = 86400.0
 
-PCIE_3_X16 = 15.75 * GB  # PCI-SIG: 8 GT/s, 128b/130b
-PCIE_4_X16 = 31.5 * GB
-PCIE_5_X16 = 63.0 * GB
 LINK_EFFICIENCY = 0.8
 """Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
@@ -31,12 +26,25 @@ MEMORY_SHARE = 0.5
 """Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
 
 
-class Machine(BaseModel):
-    """A node, from the view of one of its devices."""
+class Failure(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mtbf_days: PositiveFloat  # mean time between failures of one node
+    # of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
+    shape: PositiveFloat = 1.0
+    source: str = ""  # where that comes from
+
+    @property
+    def weibull(self) -> Weibull:
+        return Weibull(self.mtbf_days * DAY_SECS / gamma(1 + 1 / self.shape), self.shape)
+
+
+class Cluster(BaseModel):
+    """Its nodes, from the view of one of their devices."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str  # of the device
+    name: str
     devices_per_node: PositiveInt  # GPUs (on MI250X: GCDs)
     # half precision with matrix units, dense. achieved_flops: in published LLM training.
     peak_flops: PositiveFloat
@@ -48,6 +56,12 @@ class Machine(BaseModel):
     network_bytes_per_sec: PositiveFloat  # of the whole node, one direction
     network_over_host_link: bool = True  # traffic of the network takes the device's host link
     network_through_host: bool = False  # and is staged in host memory, so it takes the shared part too
+    host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
+    failures: tuple[Failure, ...] = Field(min_length=1)
+    storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_none=True)
 
     @property
     def copy_bytes_per_sec(self) -> float:
@@ -80,98 +94,10 @@ class Machine(BaseModel):
         return max(1.0, (copy_bytes_per_sec + self.network_share_bytes_per_sec) / link)
 
 
-class Failure(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mtbf_days: PositiveFloat  # mean time between failures of one node
-    # of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
-    shape: PositiveFloat = 1.0
-    source: str = ""  # where that comes from
-
-    @property
-    def weibull(self) -> Weibull:
-        return Weibull(self.mtbf_days * DAY_SECS / gamma(1 + 1 / self.shape), self.shape)
-
-
-class Cluster(Machine):
-    host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
-    failures: tuple[Failure, ...] = Field(min_length=1)
-    storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
-
-    def to_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_none=True)
-
-
-V100 = Machine(
-    name="V100",
-    devices_per_node=4,  # REFT: each GPU is linked by NVLink to three others
-    peak_flops=125e12,  # NVIDIA V100 datasheet, SXM2
-    achieved_flops=39e12,  # Shoeybi et al. 2019 (Megatron-LM), 1.2B parameters on one V100
-    memory_bytes=16 * GIB,
-    memory_bytes_per_sec=900 * GB,  # datasheet
-    host_link_bytes_per_sec=PCIE_3_X16,
-    devices_per_host_link=2,  # assumed, as in DGX-1: four switches for eight GPUs
-    network_bytes_per_sec=100 * GBIT,  # REFT: 100 Gbps between nodes
-    network_through_host=True,  # assumed: no GPUDirect on the testbed's network
-)
-MI250X = Machine(
-    name="MI250X",
-    devices_per_node=8,  # Frontier user guide: four MI250X, eight GCDs
-    peak_flops=191.5e12,  # AMD: 383 for the two GCDs
-    achieved_flops=0.384 * 191.5e12,  # Dash et al. 2023, 22B parameters on Frontier: 38.4 %
-    memory_bytes=64 * GIB,
-    memory_bytes_per_sec=1.6e12,  # AMD, per GCD
-    host_link_bytes_per_sec=36 * GB,  # Frontier user guide: Infinity Fabric, per GCD
-    devices_per_host_link=1,
-    network_bytes_per_sec=4 * 200 * GBIT,  # Frontier user guide: four Slingshot interfaces
-    network_over_host_link=False,  # Frontier user guide: the interfaces hang on the GPUs
-)
-A100 = Machine(
-    name="A100",
-    devices_per_node=8,
-    peak_flops=312e12,  # NVIDIA A100 datasheet
-    achieved_flops=138e12,  # Narayanan et al. 2021: 137 to 163 for 1.7B to 1T parameters
-    memory_bytes=80 * 10**9,
-    memory_bytes_per_sec=2.039e12,  # datasheet, 80 GB SXM
-    host_link_bytes_per_sec=PCIE_4_X16,
-    devices_per_host_link=2,  # DGX A100 system architecture
-    network_bytes_per_sec=8 * 200 * GBIT,  # DGX A100: eight HDR interfaces
-)
-H100 = Machine(
-    name="H100",
-    devices_per_node=8,
-    peak_flops=989e12,  # NVIDIA H100 datasheet, SXM, dense
-    achieved_flops=400e12,  # The Llama 3 Herd of Models: 16,384 GPUs, 41 %
-    memory_bytes=80 * 10**9,
-    memory_bytes_per_sec=3.35e12,  # datasheet
-    host_link_bytes_per_sec=PCIE_5_X16,
-    devices_per_host_link=2,  # assumed, as in DGX A100
-    network_bytes_per_sec=8 * 400 * GBIT,  # DGX H100: eight NDR interfaces
-)
-MACHINES = {"v100": V100, "frontier": MI250X, "a100": A100, "h100": H100}
-
-_A100_FAILURES = Failure(
-    mtbf_days=1000 / 6.5, source="Kokolis et al. 2025: 6.5 failures in 1,000 node-days of a cluster of A100"
-)
-_H100_FAILURES = Failure(
-    mtbf_days=54 * 2048 / 419,
-    source="The Llama 3 Herd of Models: 419 unexpected interruptions of 2,048 nodes in 54 days",
-)
-_ASSUMED = Failure(
-    mtbf_days=_A100_FAILURES.mtbf_days, source=f"assumed, none is published; {_A100_FAILURES.source}"
-)
-
-
-def _cluster(name: str, machine: Machine, host_memory_bytes: int, failure: Failure) -> Cluster:
-    own = {"name": name, "host_memory_bytes": host_memory_bytes, "failures": (failure,)}
-    return Cluster(**machine.model_dump() | own)
-
-
-CLUSTERS: dict[str, Cluster] = {
-    "v100": _cluster("v100", V100, 256 * GIB, _ASSUMED),  # assumed: as much per GPU as in DGX-1
-    "frontier": _cluster("frontier", MI250X, 512 * GIB, _ASSUMED),  # Frontier user guide
-    "a100": _cluster("a100", A100, 2048 * GIB, _A100_FAILURES),  # DGX A100 640GB datasheet
-    "h100": _cluster("h100", H100, 2048 * GIB, _H100_FAILURES),  # DGX H100 datasheet
+_FILES = Path(__file__).with_name("clusters")
+CLUSTERS = {
+    name: Cluster.model_validate_json((_FILES / f"{name}.json").read_text())
+    for name in ("v100", "frontier", "a100", "h100")
 }
 _EXAMPLE = (
     '{"like": "h100", "devices_per_node": 4, "host_memory_bytes": 1e12, "failures": [{"mtbf_days": 200}]}'

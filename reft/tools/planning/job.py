@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reft.config import ReftConfig, Variant
-from reft.config_read import parse_block
+from reft.config import ReftConfig, Variant, parse_block
 from reft.engine.checks.preflight import engine_findings, part_of
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
@@ -16,7 +15,7 @@ from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.layout import AXES, Layout, choose_order, parse_order
-from reft.tools.planning.model import PlannedShape, Training, load_shape, shape_of
+from reft.tools.planning.model import Training, load_shape, shape_of
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
@@ -105,11 +104,18 @@ def plan_job(
     half, owned = _bytes_of(config, layouting.pp, notes)
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
-    shape, assumed = _shape(model, parameters, seq_length, layouting.tp)
-    notes.extend(assumed)
+    if model is not None:
+        shape, assumed = load_shape(model, seq_length)
+    elif parameters is not None:
+        shape, assumed = shape_of(parameters, layouting.tp, seq_length)
+    else:
+        raise ConfigError(
+            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json "
+            "file such as the config.json of a Hugging Face model, or --parameters 7e9"
+        )
+    notes += [assumed] if assumed else []
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
-    dp = _data_parallel(config, cluster, layouting, samples)
-    micro_batches = _micro_batches(config, layouting, samples, dp, notes)
+    dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
         raise ConfigError(
             f"model {shape.name} has {shape.heads} heads, not divisible by --tp {layouting.tp}; change --tp"
@@ -120,28 +126,10 @@ def plan_job(
         zero_1=owned,
         given=shape,
     )
-    layout = _layout(degrees, cluster, layouting.order)
-    return PlannedJob(training, cluster, block, half, owned, layout, parameters, tuple(notes))
-
-
-def _shape(
-    model: str | None, parameters: float | None, seq_length: int | None, tensor: int
-) -> tuple[PlannedShape, tuple[str, ...]]:
-    if model is not None:
-        return load_shape(model, seq_length)
-    if parameters is not None:
-        return shape_of(parameters, tensor, seq_length)
-    raise ConfigError(
-        "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json file "
-        "such as the config.json of a Hugging Face model, or --parameters 7e9"
-    )
-
-
-def _layout(degrees: Degrees, cluster: Cluster, order: str) -> Layout:
-    if order != "auto":
-        return Layout(degrees, parse_order(order))
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
-    return Layout(degrees, choose_order(degrees, nodes))
+    auto = layouting.order == "auto"
+    layout = Layout(degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order))
+    return PlannedJob(training, cluster, block, half, owned, layout, parameters, tuple(notes))
 
 
 def _bytes_of(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
@@ -182,12 +170,15 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
     return value
 
 
-def _data_parallel(config: Mapping[str, Any], cluster: Cluster, layouting: Layouting, samples: int) -> int:
-    replica = layouting.pp * layouting.tp
-    if layouting.dp is not None and layouting.nodes is not None:
+def _batches(
+    config: Mapping[str, Any], cluster: Cluster, layouting: Layouting, samples: int, notes: list[str]
+) -> tuple[int, int]:
+    """Replicas, and micro-batches per pipeline and step: what is not given follows from the rest."""
+    dp, replica = layouting.dp, layouting.pp * layouting.tp
+    whole = _count(config, "train_batch_size")
+    micro_batches = layouting.micro_batches or _count(config, "gradient_accumulation_steps")
+    if dp is not None and layouting.nodes is not None:
         raise ConfigError("--dp and --nodes both say how many replicas there are; leave one of them out")
-    if layouting.dp is not None:
-        return layouting.dp
     if layouting.nodes is not None:
         devices = layouting.nodes * cluster.devices_per_node
         if devices % replica:
@@ -195,35 +186,24 @@ def _data_parallel(config: Mapping[str, Any], cluster: Cluster, layouting: Layou
                 f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp {layouting.pp} x "
                 f"--tp {layouting.tp}; change one of them"
             )
-        return devices // replica
-    whole = _count(config, "train_batch_size")
-    micro_batches = layouting.micro_batches or _count(config, "gradient_accumulation_steps")
-    if whole is None or micro_batches is None:
+        dp = devices // replica
+    if dp is None and (whole is None or micro_batches is None):
         raise ConfigError(
             "the number of replicas is not known; write --dp N or --nodes N, or train_batch_size and "
             "gradient_accumulation_steps into the configuration"
         )
-    if whole % (samples * micro_batches):
+    if whole is None or (dp is not None and micro_batches is not None):
+        if micro_batches is None:
+            said = "the configuration has no gradient_accumulation_steps: one micro-batch, as in DeepSpeed"
+            notes.append(said)
+        return dp or 1, micro_batches or 1
+    known, what, option = (
+        (micro_batches or 1, "micro-batches", "--dp") if dp is None else (dp, "replicas", "--micro-batches")
+    )
+    if whole % (samples * known):
         raise ConfigError(
-            f"train_batch_size {whole} is not divisible by {samples} samples x {micro_batches} "
-            f"micro-batches; change it, or write --dp"
+            f"train_batch_size {whole} is not divisible by {samples} samples x {known} {what}; change it, or "
+            f"write {option}"
         )
-    return whole // (samples * micro_batches)
-
-
-def _micro_batches(
-    config: Mapping[str, Any], layouting: Layouting, samples: int, dp: int, notes: list[str]
-) -> int:
-    if layouting.micro_batches is not None:
-        return layouting.micro_batches
-    if (found := _count(config, "gradient_accumulation_steps")) is not None:
-        return found
-    if (whole := _count(config, "train_batch_size")) is not None:
-        if whole % (samples * dp):
-            raise ConfigError(
-                f"train_batch_size {whole} is not divisible by {samples} samples x {dp} replicas; change it, "
-                f"or write --micro-batches"
-            )
-        return whole // (samples * dp)
-    notes.append("the configuration has no gradient_accumulation_steps: one micro-batch, as in DeepSpeed")
-    return 1
+    missing = whole // (samples * known)
+    return (missing, known) if dp is None else (known, missing)

@@ -5,17 +5,15 @@ Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from reft.config_read import read_object
+from reft.config import read_object
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.planning.cluster import Machine
+from reft.tools.planning.cluster import Cluster
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
@@ -77,23 +75,17 @@ def named_shape(name: str) -> PlannedShape:
     )
 
 
-def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
+def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
     """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
     ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
     sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
     known; says what to write."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".json" and path.is_file():
-        values = read_object(path, "the model file", "an object")
-        return _of_hugging_face(path, values, seq_length)
-    shape = named_shape(model.removeprefix("llama2-"))
-    return replace(shape, seq_length=seq_length or shape.seq_length), ()
-
-
-def _of_hugging_face(
-    path: Path, values: Mapping[str, Any], seq_length: int | None
-) -> tuple[PlannedShape, tuple[str, ...]]:
+    if path.suffix != ".json" or not path.is_file():
+        shape = named_shape(model.removeprefix("llama2-"))
+        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+    values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
     if kind not in _KINDS:
         raise ConfigError(
@@ -123,8 +115,9 @@ def _of_hugging_face(
     if kind == "qwen3":
         block += 2 * head  # norms of queries and keys
     most = count("max_position_embeddings", SEQ_LENGTH)
+    stem = path.stem if path.stem != "config" else path.resolve().parent.name
     shape = PlannedShape(
-        name=Path(str(values.get("_name_or_path") or "")).name or _name(path),
+        name=Path(str(values.get("_name_or_path") or "")).name or stem,
         layers=count("num_hidden_layers"),
         hidden_size=hidden,
         heads=heads,
@@ -134,14 +127,10 @@ def _of_hugging_face(
         tied=bool(values.get("tie_word_embeddings", False)),
     )
     said = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
-    return shape, (said if seq_length or most <= SEQ_LENGTH else f"{said}; --seq-length says otherwise",)
+    return shape, said if seq_length or most <= SEQ_LENGTH else f"{said}; --seq-length says otherwise"
 
 
-def _name(path: Path) -> str:
-    return path.stem if path.stem != "config" else path.resolve().parent.name
-
-
-def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
+def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:
     """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as layers."""
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor
@@ -158,7 +147,7 @@ def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[Pl
     )
     return shape, (
         f"no model is given: computing time as of {layers} layers of width {hidden:,} and samples of "
-        f"{shape.seq_length:,} tokens",
+        f"{shape.seq_length:,} tokens"
     )
 
 
@@ -172,7 +161,7 @@ class Training:
     """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor)."""
 
     model: str  # name of a shape of `SHAPES`, or of ``given``
-    machine: Machine  # what it runs on
+    machine: Cluster  # what it runs on
     tensor: int  # tensor, stages, data: parallel degrees
     stages: int
     data: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -126,7 +126,17 @@ def advice(result: ProfileResult) -> Iterator[str]:
             f"snapshots were taken of about {percent(copied / due)} of the measured steps: interval_steps is "
             f"larger than 1, or the version before was not committed yet (reft status counts skips)"
         )
-    yield from _balance(result.stages)
+    stages, kinds = result.stages, (Activity.FORWARD, Activity.BACKWARD)
+    computing = {s.stage_id: sum(s.secs[a].p50 for a in kinds if a in s.secs) for s in stages}
+    slowest = max(computing, key=lambda stage_id: computing[stage_id])
+    mean = sum(computing.values()) / len(computing)
+    if len(stages) == 1:
+        yield "one pipeline stage: it has no neighbours to wait for, so there are no bubbles"
+    elif mean and computing[slowest] > (1 + _IMBALANCE) * mean:
+        yield (
+            f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the mean stage, "
+            f"and the others wait for it: it has too many layers, or a slow device"
+        )
     if result.method.matched_share < _MATCHED:
         yield (
             f"{percent(1 - result.method.matched_share)} of the time in sends and receives was split by the "
@@ -154,18 +164,3 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
         "optimizer step waits for them. A larger interval_steps makes that rarer; more data-parallel peers "
         "make the share smaller"
     )
-
-
-def _balance(stages: Sequence[StageProfile]) -> Iterator[str]:
-    if len(stages) == 1:
-        yield "one pipeline stage: it has no neighbours to wait for, so there are no bubbles"
-        return
-    kinds = (Activity.FORWARD, Activity.BACKWARD)
-    computing = {s.stage_id: sum(s.secs[a].p50 for a in kinds if a in s.secs) for s in stages}
-    slowest = max(computing, key=lambda stage_id: computing[stage_id])
-    mean = sum(computing.values()) / len(computing)
-    if mean and computing[slowest] > (1 + _IMBALANCE) * mean:
-        yield (
-            f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the mean stage, "
-            f"and the others wait for it: it has too many layers, or a slow device"
-        )

@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from reft.errors import ConfigError
-from reft.profile.result import Activity, Beside, ProfileResult, RankTimeline, StageProfile, StepTimeline
+from reft.profile.result import Activity, Beside, ProfileResult, RankTimeline, StageProfile
 from reft.tools.profile.display import milliseconds, percent
 
 _INK, _FAINT = "#22303c", "#6b7a88"
@@ -35,7 +35,6 @@ _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
 _FADED = 0.3
 _MOSTLY, _HARDLY = 0.9, 0.05
 _MUCH_HELD_UP = 0.01
-_VISIBLE_SHARE = 0.001
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
@@ -62,10 +61,24 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
                     _draw_row(axes, number, rank, timeline.begin_secs, _FADED)
         _draw_row(axes, number, row, timeline.begin_secs)
         _label_row(axes, number, stages[row.stage_id])
-    _dress(axes, rows, timeline)
+    axes.set_xlim(0.0, (timeline.end_secs - timeline.begin_secs) * 1e3)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_yticks(range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", colors=_FAINT, labelsize=8)
+    axes.set_xlabel("milliseconds from the start of the step", fontsize=9, color=_FAINT)
+    axes.grid(axis="x", color="#e3e7ec", linewidth=0.6, zorder=1)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    pp, dp, tp = result.degrees
+    idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
+    facts = (
+        f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {timeline.step}, "
+        f"{milliseconds(timeline.end_secs - timeline.begin_secs)}   ·   idle {percent(idle)} of the step"
+    )
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
-        (_facts(result, timeline), 9, {"fontsize": 9, "color": _FAINT}),
+        (facts, 9, {"fontsize": 9, "color": _FAINT}),
     ):
         axes.annotate(text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style)
     _legend(figure, rows)
@@ -102,18 +115,6 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
     axes.text(1.012, number, text, fontsize=8, color=_INK, linespacing=1.35, **place)
 
 
-def _dress(axes: Any, rows: Sequence[RankTimeline], timeline: StepTimeline) -> None:
-    axes.set_xlim(0.0, (timeline.end_secs - timeline.begin_secs) * 1e3)
-    axes.set_ylim(len(rows) - 0.45, -0.55)
-    axes.set_yticks(range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", colors=_FAINT, labelsize=8)
-    axes.set_xlabel("milliseconds from the start of the step", fontsize=9, color=_FAINT)
-    axes.grid(axis="x", color="#e3e7ec", linewidth=0.6, zorder=1)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
 def verdict(result: ProfileResult) -> str:
     """One line: are snapshots free in this job? Parts are of the time that copying takes."""
     uses = [stage.snapshots for stage in result.stages]
@@ -135,22 +136,10 @@ def verdict(result: ProfileResult) -> str:
     return f"{beside}, {percent(computing)} during computation"
 
 
-def _facts(result: ProfileResult, timeline: StepTimeline) -> str:
-    pp, dp, tp = result.degrees
-    idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
-    return (
-        f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {timeline.step}, "
-        f"{milliseconds(timeline.end_secs - timeline.begin_secs)}   ·   idle {percent(idle)} of the step"
-    )
-
-
 def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
     from matplotlib.patches import Patch
 
-    least = _VISIBLE_SHARE * max(row.end_secs - row.begin_secs for row in rows)
-    seen = {
-        a for row in rows for a in Activity if sum(s.secs for s in row.segments if s.activity is a) > least
-    }
+    seen = {segment.activity for row in rows for segment in row.segments}
     tiers = {c.tier for row in rows for c in row.chunks}
     handles = []
     for activity, (label, colour) in _ACTIVITIES.items():

@@ -1,4 +1,4 @@
-"""Nodes on one machine, to be killed: what the demonstration and the tests stand on.
+"""Nodes on one machine, to be killed: what tests and benchmarks stand on.
 
 A node is one ``reft launch`` with a memory directory of its own. It dies as a host does: SIGKILL of
 every process of it, and its memory gone.
@@ -181,7 +181,7 @@ class LocalCluster:
     def _environment(self, name: str) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Found also where reft is not installed but run from its sources.
-        source = str(Path(__file__).resolve().parents[3])
+        source = str(Path(__file__).resolve().parents[1])
         python_path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
         own = {"PYTHONPATH": python_path, ENV_CLUSTER: f"{self.token}:{name}"}
         return {"OMP_NUM_THREADS": "1", **inherited, **self.env, **own}

@@ -1,0 +1,103 @@
+"""DeepSpeed's own checkpoint files of a version, made of its blocks where they lie."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+from reft.errors import PersistError
+from reft.grid import Coordinate
+from reft.protect.blocks import Section
+from reft.state.blob import DecodedBlob
+from reft.state.deepspeed_format import (
+    TRACKER_NAME,
+    Template,
+    tracker_of,
+    write_checkpoint,
+    write_recovery_scripts,
+)
+from reft.storage.persist import Files, VersionSource
+from reft.storage.persisted import FileRecord
+from reft.storage.staging import LEADER, SourceBlock, WorkDir
+
+
+class Images:
+    """The images of one coordinate, read from blocks of its sharding group."""
+
+    def __init__(self, source: VersionSource, at: Coordinate) -> None:
+        self._blocks: dict[Section, list[SourceBlock]] = {s: [] for s in Section}
+        for dp in range(source.degrees.dp):
+            for block in source.blocks[Coordinate(at.pp, dp, at.tp)]:
+                section = block.entry.key.section
+                if section is Section.REPLICATED or dp == at.dp:
+                    self._blocks[section].append(block)
+        self._starts: dict[Section, list[int]] = {}
+        for section, blocks in self._blocks.items():
+            blocks.sort(key=lambda b: b.entry.start_bytes)
+            self._starts[section] = [b.entry.start_bytes for b in blocks]
+            self._check_cover(section, at)
+        self._sound: set[int] = set()
+
+    def _check_cover(self, section: Section, at: Coordinate) -> None:
+        entries, end = [b.entry for b in self._blocks[section]], 0
+        sizes = {entry.image_bytes for entry in entries}
+        for entry in entries:
+            if entry.start_bytes != end:
+                break
+            end += entry.nbytes
+        if len(sizes) > 1 or sum(entry.nbytes for entry in entries) != end or end != sum(sizes):
+            raise PersistError(
+                f"the {section} image of {at} is not covered exactly: blocks reach byte {end}, image sizes "
+                f"on record are {sorted(sizes)}"
+            )
+
+    def image_bytes(self, section: Section) -> int:
+        return next((b.entry.image_bytes for b in self._blocks[section]), 0)
+
+    def read(self, section: Section, start: int, nbytes: int) -> memoryview:
+        """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its checksum: a
+        view of the memory that holds the range where it lies in one piece, else of a copy."""
+        if start < 0 or nbytes < 1 or start + nbytes > self.image_bytes(section):
+            raise PersistError(
+                f"bytes [{start}, {start + nbytes}) were asked of the {section} image of "
+                f"{self.image_bytes(section)} bytes; the checkpoint template belongs to another layout"
+            )
+        pieces: list[tuple[memoryview, int, int]] = []  # buffer, first byte, end; neighbours merged
+        position, stop = start, start + nbytes
+        for block in self._blocks[section][bisect_right(self._starts[section], start) - 1 :]:
+            if position >= stop:
+                break
+            if id(block) not in self._sound:
+                block.check(block.data)
+                self._sound.add(id(block))
+            begin = block.entry.arena_offset + position - block.entry.start_bytes
+            length = min(block.entry.start_bytes + block.entry.nbytes, stop) - position
+            if pieces and pieces[-1][0] is block.buffer and pieces[-1][2] == begin:
+                pieces[-1] = (block.buffer, pieces[-1][1], begin + length)
+            else:
+                pieces.append((block.buffer, begin, begin + length))
+            position += length
+        views = [buffer[begin:end] for buffer, begin, end in pieces]
+        return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
+
+
+def write_deepspeed_files(
+    source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
+) -> Files:
+    """Write the files that ``save_checkpoint`` would have written on this coordinate at that step."""
+    images = Images(source, at)
+    blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
+    template = Template.decode(blob.template)
+    if template.recovery_scripts:
+        write_recovery_scripts(work.scripts)
+    tracker = tracker_of(blob.state)
+    if at == LEADER and tracker is not None:
+        work.pointers.mkdir(exist_ok=True)
+        (work.pointers / TRACKER_NAME).write_bytes(tracker)
+    files = write_checkpoint(template, images.read, blob.state, work.root, at)
+    on_block(_own_bytes(source.blocks[at]))
+    return {name: FileRecord(*record) for name, record in files.items()}
+
+
+def _own_bytes(blocks: Iterable[SourceBlock]) -> int:
+    return sum(block.entry.nbytes for block in blocks)
