@@ -326,8 +326,9 @@ def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
         # There is no place for those that a full round went on without.
         full = rules.is_full(state) and not is_told
         for name, node in state.nodes.items():
-            trains = node.role is Role.TRAINS
-            state.nodes[name] = node._replace(seated=trains or (node.seated and not full))
+            seated = node.role is Role.TRAINS or (node.seated and not full)
+            if seated != node.seated:
+                state.nodes[name] = node._replace(seated=seated)
     if event.trusts:
         _strike_out(state, event, now, rules)
 
