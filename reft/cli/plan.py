@@ -126,9 +126,10 @@ def plan_command(
         except ProfileError as error:
             raise ConfigError(f"--profile: {error}") from error
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
-    job = read_object(config, "the DeepSpeed configuration", "an object")
+    values = read_object(config, "the DeepSpeed configuration", "an object")
+    job = plan_job(values, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length)
     plan = make_plan(
-        plan_job(job, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length),
+        job,
         tolerance=tolerance,
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
@@ -136,8 +137,8 @@ def plan_command(
         profile=measured,
     )
     if as_json:
-        typer.echo(json.dumps(plan.to_json(), indent=2))
+        typer.echo(json.dumps(plan, indent=2))
     else:
-        show_plan(plan, Console())
-    if plan.problems:
+        show_plan(job, plan, Console())
+    if plan["problems"]:
         raise typer.Exit(1)

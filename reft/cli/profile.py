@@ -75,7 +75,6 @@ def _run(argv: Sequence[str]) -> int:
     for option, default, says in (
         ("--steps", 10, "steps to measure"),
         ("--warmup-steps", ProfileConfig().warmup_steps, "steps before the measurement"),
-        ("--pipelines", ProfileConfig().pipelines, "pipelines whose instructions are recorded in full"),
     ):
         dest = f"profile_{option[2:].replace('-', '_')}"
         shown = f"{says} (default: %(default)s)"
@@ -110,7 +109,6 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.profile_warmup_steps, 0),
-        ("--pipelines", args.profile_pipelines, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} is {value}; expected at least {least}")
@@ -118,7 +116,6 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         steps=args.profile_steps,
         warmup_steps=args.profile_warmup_steps,
         dir=folder,
-        pipelines=args.profile_pipelines,
         then="go_on" if args.keep_running else "exit",
     )
     block: dict[str, object] = {"profile": profile.model_dump(mode="json"), "allow_unprotected": True}

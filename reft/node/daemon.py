@@ -195,7 +195,13 @@ class Daemon:
             # First: another launcher, and its daemon, may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
-                self._kill_orphans()
+                for pid, create_time in self._workers.items():
+                    now = _create_time(pid)
+                    # Its children may live on in its group; the number of an ended one is not given away
+                    # while they do.
+                    if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
+                        with contextlib.suppress(OSError):
+                            os.killpg(pid, signal.SIGKILL)
                 self.persister.close()
                 return 0
             now = time.monotonic()
@@ -343,18 +349,15 @@ class Daemon:
         if operation is None:
             return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
         try:
-            self._refuse_the_older(message)
+            theirs = int(message.get("incarnation", 0))
+            if 0 < theirs < self._ordered:
+                raise FencedError(
+                    f"this node's trainers are of start {self._ordered} of the job; messages of start "
+                    f"{theirs} are refused, as it was replaced"
+                )
             return {"ok": True, "result": operation(message)}
         except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
-
-    def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
-        theirs = int(message.get("incarnation", 0))
-        if 0 < theirs < self._ordered:
-            raise FencedError(
-                f"this node's trainers are of start {self._ordered} of the job; messages of start {theirs} "
-                "are refused, as it was replaced"
-            )
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
@@ -407,15 +410,6 @@ class Daemon:
         if newest is None or not self.persister.wants(newest):
             return None
         return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
-
-    def _kill_orphans(self) -> None:
-        for pid, create_time in self._workers.items():
-            now = _create_time(pid)
-            # Its children may live on in its group; the number of an ended one is not given away
-            # while they do.
-            if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
 
 
 def _create_time(pid: int) -> float:

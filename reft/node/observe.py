@@ -198,7 +198,10 @@ class NodeObserver:
         self._note_versions(heads)
         steps_per_sec = self._speed.look(pages[0]) if pages else None
         self._memory.look(pages, steps_per_sec)
-        why = doing.failed or _not_well(status, step)
+        since, why = status.get("stale_since_step"), doing.failed
+        if not why and since is not None and step is not None and step - since >= _STALE_STEPS:
+            why = _stale(status)
+        why = why or next(iter(status.get("suspected") or ()), "")
         self._times[Signal.HEALTHY] = doing.since_unix_secs or self._times.get(Signal.HEALTHY) or time.time()
         self._signal = self._signal_now(doing, bool(pages), why)
         return NodeReport(
@@ -316,14 +319,6 @@ def _recovery(row: Round) -> Round:
     failures, lost = ([cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost))
     source = cut(row.resumed_from)
     return replace(row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source)
-
-
-def _not_well(status: dict[str, Any], step: int | None) -> str:
-    """Why the node's software is not well, by what its daemon last wrote."""
-    since = status.get("stale_since_step")
-    if since is not None and step is not None and step - since >= _STALE_STEPS:
-        return _stale(status)
-    return next(iter(status.get("suspected") or ()), "")
 
 
 def _stale(status: dict[str, Any]) -> str:

@@ -192,7 +192,7 @@ class StepClock:
 
     def __init__(self, ring: Array[_Record]) -> None:
         self._ring = ring
-        self._at = 0
+        self.at = 0  # since when the present part lasts, in nanoseconds; what is none of the step is added
         self._part = Part.OTHER
         self._spent = [0] * len(Part)
         self._least = [_NEVER, _NEVER]
@@ -204,8 +204,10 @@ class StepClock:
     def begin(self, now: int) -> None:
         """A step begins. ``now``: nanoseconds of the monotonic clock."""
         if self._delays is None:
-            self._delays = _open_delays()
-        self._at, self._part = now, Part.OTHER
+            self._delays, flags = 0, os.O_RDONLY | os.O_CLOEXEC
+            with suppress(OSError):
+                self._delays = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", flags)
+        self.at, self._part = now, Part.OTHER
         self._spent = [0] * len(Part)
         self._least = [_NEVER, _NEVER]
         self._transfers = self._delayed = 0
@@ -217,8 +219,8 @@ class StepClock:
             # Before the time is taken: no delay is counted that lies outside of what was timed.
             self._delayed += self._delay() - self._delay_at
         now = time.monotonic_ns()
-        secs = now - self._at
-        self._at = now
+        secs = now - self.at
+        self.at = now
         self._spent[before] += secs
         if before in (Part.PREVIOUS, Part.NEXT):
             self._transfers += 1
@@ -228,14 +230,6 @@ class StepClock:
             if part == Part.COMPUTE:
                 self._delay_at = self._delay()
         return now
-
-    def leave_out(self, nanos: int) -> None:
-        """So much of what runs is none of the step's."""
-        self._at += nanos
-
-    def go_on(self, now: int) -> None:
-        """The step goes on, which had paused at :data:`Part.OTHER`: what lies between is none of it."""
-        self._at = now
 
     def end(self, step: int, began: int) -> None:
         """The step has ended, which began at ``began``: write its record."""
@@ -266,12 +260,6 @@ class StepClock:
         if self._delays:
             os.close(self._delays)
         self._delays = 0
-
-
-def _open_delays() -> int:
-    with suppress(OSError):
-        return os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    return 0
 
 
 class ProgressPage:
@@ -329,7 +317,7 @@ class ProgressPage:
             self._position = 0
             self._clock.begin(self._began)
         else:
-            self._clock.go_on(self._began)
+            self._clock.at = self._began  # what lies between is none of the step
             self._began -= self._parts_nanos
 
     def end_step(self, step: int) -> None:
@@ -359,7 +347,7 @@ class ProgressPage:
         finally:
             self._enter(before)
             self._began = began + self._began - entered  # what it took is not the step's
-            self._clock.leave_out(time.monotonic_ns() - entered)
+            self._clock.at += time.monotonic_ns() - entered
 
     def _enter(self, phase: Phase) -> None:
         page, now = self._page, time.monotonic_ns()

@@ -120,19 +120,17 @@ class SlowTest:
             self._began = step
         self._stretch.append((slowness, secs - peers_secs, whole_secs))
         self._secs += whole_secs
-        if self.since_step is None and self._has_been_slow():
-            self.since_step = self._began
-            self._evidence = min(self._evidence, self._threshold)
-
-    def _has_been_slow(self) -> bool:
         found = [slowness for slowness, _, _ in self._stretch]
-        return (
-            self._evidence > self._threshold
+        if (
+            self.since_step is None
+            and self._evidence > self._threshold
             and len(found) >= _LEAST_STEPS
             and self._secs >= _LEAST_SECS
             and sum(s > self._shift / 2 for s in found) >= _MOST * len(found)
             and median(found) > self._shift / 2
-        )
+        ):
+            self.since_step = self._began
+            self._evidence = self._threshold
 
     @property
     def factor(self) -> float:

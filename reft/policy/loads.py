@@ -99,7 +99,8 @@ def group_loads(
     rank takes more than this. ``exact``: what a host recomputes is the owner's partition to the bit. Where it
     is not, as on GPUs, the owner sends every partition after all."""
     size = len(ring)
-    replicated = _Replicated.of(max(s.replicated_bytes for s in sections), scheme, size, block_bytes)
+    most = max(s.replicated_bytes for s in sections)
+    shard, redundant, checksums, pieces = _replicated(most, scheme, size, block_bytes)
     peers = min(scheme.copies + scheme.parities, size - 1)
     recomputed = owned_by is OwnedBy.AOR and peers > 0
     loads = []
@@ -110,16 +111,16 @@ def group_loads(
         # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single precision.
         parameters = [-(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed]
         gradients = sum(_aligned(n * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES for n in parameters)
-        kept = sum(_own(sections[m], replicated.checksum_bytes, owned=True) for m in (d, *next_ones))
-        blocks = replicated.blocks + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
-        data = replicated.shard_bytes + replicated.redundant_bytes + kept + gradients
+        kept = sum(_own(sections[m], checksums, owned=True) for m in (d, *next_ones))
+        blocks = pieces + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
+        data = shard + redundant + kept + gradients
         loads.append(
             Load(
-                shard_bytes=replicated.shard_bytes,
-                redundant_bytes=replicated.redundant_bytes,
+                shard_bytes=shard,
+                redundant_bytes=redundant,
                 owned_bytes=own.owned_bytes,
                 gradient_bytes=gradients,
-                sent_bytes=peers * _own(own, replicated.checksum_bytes, owned=not (recomputed and exact)),
+                sent_bytes=peers * _own(own, checksums, owned=not (recomputed and exact)),
                 memory_bytes=arenas * reserved_bytes(data, blocks),
             )
         )
@@ -132,28 +133,21 @@ def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
     return sum(map(_aligned, (partition, sections.host_bytes, checksum_bytes)))
 
 
-@dataclass(frozen=True)
-class _Replicated:
-    """A member's part of the replicated section."""
-
-    shard_bytes: int
-    redundant_bytes: int
-    checksum_bytes: int
-    blocks: int
-
-    @classmethod
-    def of(cls, nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> _Replicated:
-        splits = size - scheme.gap if scheme.parities else 1
-        alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES
-        sub_block = -(-nbytes // (size * splits * alignment)) * alignment
-        rows = -(-sub_block // block_bytes)
-        pieces = splits * (scheme.copies + 1) + scheme.parities
-        return cls(
-            shard_bytes=splits * sub_block,
-            redundant_bytes=(splits * scheme.copies + scheme.parities) * sub_block,
-            checksum_bytes=CHECKSUM_BYTES * splits * rows if scheme.parities else 0,
-            blocks=pieces * rows,
-        )
+def _replicated(nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> tuple[int, int, int, int]:
+    """A member's part of the replicated section: bytes of its shard, redundant bytes, bytes of checksums, and
+    blocks."""
+    splits = size - scheme.gap if scheme.parities else 1
+    alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES
+    sub_block = -(-nbytes // (size * splits * alignment)) * alignment
+    rows = -(-sub_block // block_bytes)
+    pieces = splits * (scheme.copies + 1) + scheme.parities
+    redundant = (splits * scheme.copies + scheme.parities) * sub_block
+    return (
+        splits * sub_block,
+        redundant,
+        CHECKSUM_BYTES * splits * rows if scheme.parities else 0,
+        pieces * rows,
+    )
 
 
 def _aligned(nbytes: int) -> int:

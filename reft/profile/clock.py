@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reft.device import Vendor
 
@@ -24,10 +24,7 @@ _ANCHORS = 5
 Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
 
-class _Anchor(NamedTuple):
-    event: Any
-    at_secs: float
-    error_secs: float
+_Anchor = tuple[float, float, Any]  # error of its time, its time in seconds, and the event
 
 
 class DeviceClock:
@@ -54,14 +51,13 @@ class DeviceClock:
         """``time.perf_counter()`` seconds of marks of completed steps; waits for the device."""
         if not marks:
             return []
-        first, last = self._anchor, self._take_anchor()
-        self.error_secs = last.error_secs
+        first, (self.error_secs, last_secs, last) = self._anchor, self._take_anchor()
         if first is not None:
-            passed = float(first.event.elapsed_time(last.event)) / 1e3
-            self.error_secs += abs(last.at_secs - first.at_secs - passed)
+            passed = float(first[2].elapsed_time(last)) / 1e3
+            self.error_secs += abs(last_secs - first[1] - passed)
         # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only, so
         # that one long stretch to the anchor is followed by short ones within the step.
-        origin = last.at_secs - float(marks[0].elapsed_time(last.event)) / 1e3
+        origin = last_secs - float(marks[0].elapsed_time(last)) / 1e3
         times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
         self._free.extend(marks)
         return times
@@ -76,5 +72,5 @@ class DeviceClock:
             event.record()
             event.synchronize()
             reached = time.perf_counter()
-            anchors.append(_Anchor(event, (asked + reached) / 2, (reached - asked) / 2))
-        return min(anchors, key=lambda anchor: anchor.error_secs)
+            anchors.append(((reached - asked) / 2, (asked + reached) / 2, event))
+        return min(anchors, key=lambda anchor: anchor[0])

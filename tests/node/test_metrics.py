@@ -44,19 +44,11 @@ def board() -> Board:
     facts["counts"] = Counts(began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made)
     facts["trainers"] = 2
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
-    running_out = {"name": "the host", "who": "", "used_bytes": 8, "limit_bytes": 10, "bytes_per_sec": 0.1}
-    running_out |= {"in_secs": 20.0, "step": 40, "since_step": 2}
-    facts["runs_out"] = (RunsOut(**running_out),)
+    facts["runs_out"] = (RunsOut("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
     here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
     gone = NodeReport(node="b", domain="b", shards=(replace(shard, at=(0, 1, 0)),))
-    speed = RankSpeed(
-        **{"rank": 3, "node": "a", "at": (0, 0, 0), "step_secs": 0.5, "compute_secs": 0.2, "busy_secs": 0.0},
-        **{"transfer_secs": 0.1, "wait_secs": 0.15, "other_secs": 0.05},
-    )
-    slow = Straggler(
-        **{"kind": Kind.RANK, "name": "rank 3 (a)", "ranks": (3,), "nodes": ("a",), "since_step": 4},
-        **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.2, "why": "it computes"},
-    )
+    speed = RankSpeed(3, "a", (0, 0, 0), 0.5, 0.2, 0.0, 0.1, 0.15, 0.05)
+    slow = Straggler(Kind.RANK, "rank 3 (a)", (3,), ("a",), 4, 1.5, 0.1, 0.2, "it computes")
     rows = (Row(report=here), Row(report=gone, offline_unix_secs=95.0))
     return Board(job_id="job", rows=rows, slow=(slow,), speeds=(speed,))
 
@@ -132,14 +124,11 @@ def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
     assert found["reft_persisted_step", ()] == 5.0
 
 
-def test_p10_nothing_listens_without_the_key(server: MetricsServer) -> None:
-    server.configure(parse_block({}).metrics)
-    assert server.url is None
-
-
 def test_p6_a_port_that_is_taken_is_said_once(
     server: MetricsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    server.configure(parse_block({}).metrics)
+    assert server.url is None, "P10: nothing listens without the key"
     with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.WARNING):
         port = other.getsockname()[1]
         for _ in range(3):

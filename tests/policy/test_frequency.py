@@ -142,22 +142,12 @@ def test_under_a_constant_cost_the_rate_settles(
     assert all(b <= a for a, b in pairwise(intervals))  # only the first window may make it longer
 
 
-@given(st.integers(1, 500), st.floats(0.0, 0.0174))
-def test_one_calm_window_changes_nothing_several_do(start: int, overhead: float) -> None:
-    rate = Rate(start)
-    for window in range(3):
-        assert rate.interval_steps == start, window
-        rate = after(rate, overhead * start)
-    assert start // 2 <= rate.interval_steps <= start
-    loud = after(Rate(start, calm=2), 0.03 * start)
-    assert loud == Rate(start, Why.HELD, pytest.approx(0.03), 0)
-
-
 @pytest.mark.parametrize(
     ("rate", "cost", "limits", "steps", "why"),
     [
         pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, Why.WRITING, id="late on storage"),
         pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, Why.BOUND, id="bound on lost steps"),
+        pytest.param(Rate(20, calm=1), 0.1, {}, 20, Why.HELD, id="not calm for long enough"),
         # Half of an odd number of steps, rounded down, would cost more than p.
         pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, Why.CALM, id="shorter, but not too short"),
     ],

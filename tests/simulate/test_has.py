@@ -18,7 +18,7 @@ from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simu
 from reft.config import Variant
 from reft.policy.loads import Load
 from reft.tools.planning.model import Training
-from reft.tools.planning.pace import PlannedPace
+from reft.tools.planning.pace import estimated_pace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 
@@ -66,7 +66,7 @@ def test_a_plan_estimates_hardly_less_than_what_is_simulated():
     for training in (job for group in experiments() for job in group.trainings):
         plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
         pipeline = one_f_one_b(training.stages, training.micro_batches)
-        pace = PlannedPace(training)
+        pace = estimated_pace(training)
         assert pace.step_secs == pytest.approx(plain.makespan_secs, rel=0.02)
         for part in (0.1, 0.5, 1.0):
             nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]

@@ -2,223 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from reft.config import AOR, AUTO, ReftConfig
 from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.loads import Load, Rates
+from reft.policy.loads import Rates
 from reft.policy.rate import Costs, frequency, most_lost_steps
+from reft.policy.storage_interval import (
+    REPAIR_SECS,
+    Goals,
+    StorageCosts,
+    memory_losses_per_sec,
+    storage_interval,
+    whole_interval,
+)
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
-from reft.snapshot.scheduling.windows import Window
+from reft.protect.survival import losses_within, persist_interval_secs
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.pace import ESTIMATED, PlannedPace, measured_pace
-from reft.tools.planning.storage import StoragePlan, plan_storage
+from reft.tools.planning.pace import ESTIMATED, estimated_pace, measured_pace
 
+HOUR = 3600.0
+DAY = 24 * HOUR
+COST_PART = 0.05
+"""Of the time that writing takes: by which a version on its way makes training longer. Assumed."""
+_ASSUMED_BYTES_PER_SEC = 1e9
+_ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
 HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measured on x86-64
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One pipeline stage under the planned protection: the load of its busiest rank, where its device waits
-    in a step without snapshots, and how fast is copied there."""
-
-    stage_id: int
-    load: Load
-    windows: Sequence[Window]
-    bytes_per_sec: float
-
-    @property
-    def idle_secs(self) -> float:
-        return sum(window.length_secs for window in self.windows)
-
-    @property
-    def window_bytes(self) -> float:
-        """What could be copied while it waits."""
-        return self.bytes_per_sec * self.idle_secs
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """The plan of a job under ``planned``, the alternative that is ``configured``, or the choice of ``auto``,
-    at a pace that is estimated or measured. Snapshots may cost ``max_overhead`` of the time."""
-
-    job: PlannedJob
-    choice: Choice
-    planned: Alternative
-    configured: str
-    pace: PlannedPace
-    max_overhead: float
-
-    @property
-    def nodes(self) -> int:
-        return len(set(self.job.topology.nodes))
-
-    @property
-    def overhead(self) -> float:
-        """Part of the training time, with the interval between snapshots."""
-        assert self.planned.fit is not None
-        return self.planned.fit.overhead / self.version_steps
-
-    @cached_property
-    def rate(self) -> int:
-        """Steps between two snapshots that are worth their cost, by CheckFreq's Algorithm 1, completed."""
-        assert self.planned.fit is not None
-        step, cost = self.pace.step_secs, self.planned.fit.overhead * self.pace.step_secs
-        copy = max(s.load.to_host_bytes / s.bytes_per_sec for s in self.stages)
-        # Training waits for the cost; what else a copy takes runs beside it.
-        costs = Costs(step, update_secs=step, host_copy_secs=cost, write_secs=max(0.0, copy - cost))
-        return frequency(costs, self.max_overhead)
-
-    @property
-    def why_rate(self) -> str:
-        best, every = int(self.rate), self.version_steps
-        lost = f"at most {most_lost_steps(every)} steps are repeated after a failure that memory survives"
-        bound = f"for an overhead of at most {self.max_overhead:.1%}"
-        if self.job.block.adapts:
-            said = f"chosen by Algorithm 1 of CheckFreq {bound}"
-        elif best == every:
-            said = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
-        else:
-            said = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
-        return f"every {every} step(s), {said}; {lost}"
-
-    @cached_property
-    def storage(self) -> StoragePlan:
-        step_secs = self.pace.step_secs * (1 + self.overhead)
-        return plan_storage(self.job, self.planned, step_secs, self.version_steps)
-
-    @property
-    def version_steps(self) -> int:
-        """Steps between two snapshots: of the block, or where the job finds it, as predicted."""
-        return int(self.rate) if self.job.block.adapts else self.job.block.version_steps
-
-    @cached_property
-    def stages(self) -> tuple[StagePlan, ...]:
-        loads, found = self.planned.loads, sorted(self.pace.windows.stages.items())
-        return tuple(StagePlan(p, loads[p], s.windows, s.bandwidth.window) for p, s in found)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of a step in which the devices wait."""
-        return sum(s.idle_secs for s in self.stages) / (len(self.stages) * self.pace.step_secs)
-
-    @property
-    def source(self) -> str:
-        """Where the step, its windows and what copies cost come from. Transfers to peers are estimated."""
-        return self.pace.windows.estimator
-
-    @property
-    def warnings(self) -> list[Finding]:
-        """What the block makes a recovery lack, as ``reft config --check`` says it."""
-        return [*block_findings(self.job.block)]
-
-    @cached_property
-    def problems(self) -> list[Finding]:
-        """What the plan does not satisfy; empty if it satisfies all."""
-        found = []
-        if why := self.planned.why_not(self.choice.wanted):
-            better = self.planned is not self.choice.chosen and self.choice.reached
-            writes = [f'write "protection": "{self.choice.chosen.name}", which is enough'] if better else []
-            found.append((f"{self.planned.name}: {why}", "; ".join([*writes, *self.choice.needed])))
-        if not self.job.training.fits_device:
-            device = self.job.cluster.memory_bytes / GIB
-            said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
-            found.append((said, "raise --pp or --tp"))
-        if self.overhead > self.max_overhead:
-            cost = f"{self.overhead:.1%} of the training time, more than {self.max_overhead:.1%}"
-            does = 'take them less often ("interval_steps"), or allow more'
-            found.append((f"snapshots would cost {cost}", does))
-        return [Finding(Severity.REFUSED, *texts) for texts in found]
-
-    def to_json(self) -> dict[str, Any]:
-        job, training = self.job, self.job.training
-        return {
-            ESTIMATED: True,
-            "well": not self.problems,
-            "problems": list(map(str, self.problems)),
-            "warnings": list(map(str, self.warnings)),
-            "notes": list(job.notes),
-            "job": {
-                "model": training.model,
-                "cluster": job.cluster.name,
-                "nodes": self.nodes,
-                "devices": training.devices,
-                **asdict(job.layout.degrees),
-                "rank_order": "-".join(job.layout.order),
-                "micro_batches": training.micro_batches,
-                "samples": training.samples,
-                "half_precision": job.half,
-                "partitioned_optimizer": job.owned,
-                "interval_steps": self.version_steps,
-                "arenas": job.block.arena_count,
-            },
-            "step": {
-                "secs": self.pace.step_secs,
-                "bubble_fraction": self.bubble_fraction,
-                "copy_bytes_per_sec": self.stages[0].bytes_per_sec,
-                "source": self.source,
-            },
-            "rate": {
-                "interval_steps": self.version_steps,
-                "algorithm_1_steps": int(self.rate),
-                "most_lost_steps": most_lost_steps(self.version_steps),
-                "max_overhead": self.max_overhead,
-                "why": self.why_rate,
-            },
-            "storage": asdict(self.storage),
-            "protection": {
-                "configured": self.configured,
-                "planned": self.planned.name,
-                "auto_would_choose": self.choice.chosen.name,
-                "why": self.choice.reason,
-                "needed": list(self.choice.needed),
-                "wished_tolerance": self.choice.wanted,
-                "tolerance": self.planned.tolerance,
-                "overhead": self.overhead,
-            },
-            "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
-            "alternatives": [
-                {
-                    "name": a.name,
-                    "chosen": a is self.choice.chosen,
-                    "planned": a is self.planned,
-                    "possible": a.fits_memory,
-                    "reaches_wish": a.fits_memory and a.tolerance >= self.choice.wanted,
-                    "available": a.available,
-                    "why_not": self.choice.why_not_chosen(a),
-                    "tolerance": a.tolerance,
-                    "fatal_nodes": list(a.fatal),
-                    "bytes": {**asdict(a.busiest), "to_host_bytes": a.busiest.to_host_bytes},
-                    "node_memory_bytes": a.memory_bytes,
-                    "node_memory_limit_bytes": a.limit_bytes,
-                    "overhead": fit.overhead,
-                    "partition_secs": a.partition_secs,
-                    "in_windows": fit.in_windows,
-                    "fits_before_optimizer": fit.fits,
-                }
-                for a in self.choice.alternatives
-                if (fit := a.fit) is not None
-            ],
-            "not_possible": [{"name": name, "why": why} for name, why in self.choice.excluded],
-            "stages": [
-                {
-                    "stage_id": s.stage_id,
-                    "to_host_bytes": s.load.to_host_bytes,
-                    "window_bytes": s.window_bytes,
-                    "idle_secs": s.idle_secs,
-                    "windows": [w.to_json() for w in s.windows],
-                }
-                for s in self.stages
-            ],
-        }
 
 
 def make_plan(
@@ -229,28 +45,25 @@ def make_plan(
     memory_bytes: int | None = None,
     max_overhead: float | None = None,
     profile: ProfileResult | None = None,
-) -> JobPlan:
-    """Plan a job. ``job``: what is planned. ``tolerance, protection, max_overhead``: instead of the block's.
-    ``memory_bytes``: that reft may reserve on a node; by default the block's limit, or half of the memory.
-    ``profile``: measured windows, instead of estimated ones. Raises ConfigError: a protection that is
-    none, or has no room in the groups; a profile of something else."""
-    block = job.block
+) -> dict[str, Any]:
+    """Plan a job: what ``reft plan --json`` prints. ``job``: what is planned. ``tolerance, protection,
+    max_overhead``: instead of the block's. ``memory_bytes``: that reft may reserve on a node; by default the
+    block's limit, or half of the memory. ``profile``: measured windows, instead of estimated ones. Raises
+    ConfigError: a protection that is none, or has no room in the groups; a profile of something else."""
+    block, training, cluster, notes = job.block, job.training, job.cluster, list(job.notes)
+    allowed = block.has.max_overhead if max_overhead is None else max_overhead
     if memory_bytes is None:
-        memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
-    machine = job.cluster
-    measured = None
+        memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
+    pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
         if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
             share = 1.0 if profile.method.clock == "device" else 0.0
-        measured = measured_pace(profile, job.topology.degrees, share)
-    pace = PlannedPace(job.training, measured)
+        pace = measured_pace(profile, training, share)
     configured, recomputed = _configured(block, protection)
-    if recomputed and not job.owned:
-        recomputed = False
-        job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
     if recomputed:
-        job = replace(job, notes=(*job.notes, IN_VAIN))
+        notes.append(IN_VAIN if job.owned else f'nothing is partitioned: "{AOR}" has nothing to do')
+    recomputed = recomputed and job.owned
     choice = choose(
         Situation(
             job.topology,
@@ -259,7 +72,7 @@ def make_plan(
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
             exact=False,  # all clusters have GPUs
-            rates=Rates(machine.copy_bytes_per_sec, machine.network_share_bytes_per_sec, HOST_ADAM, 1),
+            rates=Rates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,
@@ -269,14 +82,127 @@ def make_plan(
     )
     name = f"{AUTO if configured is None else configured}{AOR if recomputed else ''}"
     planned = choice.chosen if configured is None else choice.of(name)
-    return JobPlan(
-        job=job,
-        choice=choice,
-        planned=planned,
-        configured=name,
-        pace=pace,
-        max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
-    )
+    assert planned.fit is not None
+    # Steps between two snapshots that are worth their cost: training waits for the cost, and what else a copy
+    # takes runs beside it.
+    step, stages = pace.step_secs, sorted(pace.stages.items())
+    cost = planned.fit.overhead * step
+    copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
+    costs = Costs(step, update_secs=step, host_copy_secs=cost, write_secs=max(0.0, copy - cost))
+    best = frequency(costs, allowed)
+    every = best if block.adapts else block.version_steps
+    overhead = planned.fit.overhead / every
+    problems = [str(Finding(Severity.REFUSED, *said)) for said in _problems(job, choice, planned)]
+    if overhead > allowed:
+        said = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
+        does = 'take them less often ("interval_steps"), or allow more'
+        problems.append(str(Finding(Severity.REFUSED, said, does)))
+    return {
+        ESTIMATED: True,
+        "well": not problems,
+        "problems": problems,
+        "warnings": list(map(str, block_findings(block))),
+        "notes": notes,
+        "job": {
+            "model": training.model,
+            "cluster": cluster.name,
+            "nodes": len(set(job.topology.nodes)),
+            "devices": training.devices,
+            **asdict(job.layout.degrees),
+            "rank_order": "-".join(job.layout.order),
+            "micro_batches": training.micro_batches,
+            "samples": training.samples,
+            "half_precision": job.half,
+            "partitioned_optimizer": job.owned,
+            "interval_steps": every,
+            "arenas": block.arena_count,
+        },
+        "step": {
+            "secs": step,
+            "bubble_fraction": sum(s.idle_secs for _, s in stages) / (len(stages) * step),
+            "copy_bytes_per_sec": stages[0][1].bandwidth.window,
+            # Of the step, its windows and what copies cost; transfers to peers are estimated.
+            "source": pace.estimator,
+        },
+        "rate": {
+            "interval_steps": every,
+            "algorithm_1_steps": best,
+            "most_lost_steps": most_lost_steps(every),
+            "max_overhead": allowed,
+            "why": _why(best, every, allowed, adapts=block.adapts),
+        },
+        "storage": plan_storage(job, planned, step * (1 + overhead), every),
+        "protection": {
+            "configured": name,
+            "planned": planned.name,
+            "auto_would_choose": choice.chosen.name,
+            "why": choice.reason,
+            "needed": list(choice.needed),
+            "wished_tolerance": choice.wanted,
+            "tolerance": planned.tolerance,
+            "overhead": overhead,
+        },
+        "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
+        "alternatives": [
+            {
+                "name": a.name,
+                "chosen": a is choice.chosen,
+                "planned": a is planned,
+                "possible": a.fits_memory,
+                "reaches_wish": a.fits_memory and a.tolerance >= choice.wanted,
+                "available": a.available,
+                "why_not": choice.why_not_chosen(a),
+                "tolerance": a.tolerance,
+                "fatal_nodes": list(a.fatal),
+                "bytes": {**asdict(a.busiest), "to_host_bytes": a.busiest.to_host_bytes},
+                "node_memory_bytes": a.memory_bytes,
+                "node_memory_limit_bytes": a.limit_bytes,
+                "overhead": fit.overhead,
+                "partition_secs": a.partition_secs,
+                "in_windows": fit.in_windows,
+                "fits_before_optimizer": fit.fits,
+            }
+            for a in choice.alternatives
+            if (fit := a.fit) is not None
+        ],
+        "not_possible": [{"name": name, "why": why} for name, why in choice.excluded],
+        "stages": [
+            {
+                "stage_id": p,
+                "to_host_bytes": planned.loads[p].to_host_bytes,
+                "window_bytes": s.bandwidth.window * s.idle_secs,
+                "idle_secs": s.idle_secs,
+                "windows": [w.to_json() for w in s.windows],
+            }
+            for p, s in stages
+        ],
+    }
+
+
+def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tuple[str, str]]:
+    """What a protection does not satisfy, and what to do."""
+    found = []
+    if why := planned.why_not(choice.wanted):
+        better = planned is not choice.chosen and choice.reached
+        writes = [f'write "protection": "{choice.chosen.name}", which is enough'] if better else []
+        found.append((f"{planned.name}: {why}", "; ".join([*writes, *choice.needed])))
+    if not job.training.fits_device:
+        device = job.cluster.memory_bytes / GIB
+        said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
+        found.append((said, "raise --pp or --tp"))
+    return found
+
+
+def _why(best: int, every: int, allowed: float, *, adapts: bool) -> str:
+    bound = f"for an overhead of at most {allowed:.1%}"
+    if adapts:
+        said = f"chosen by Algorithm 1 of CheckFreq {bound}"
+    elif best == every:
+        said = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
+    else:
+        said = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
+    lost = f"at most {most_lost_steps(every)} steps are repeated after a failure that memory survives"
+    return f"every {every} step(s), {said}; {lost}"
 
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
@@ -292,3 +218,73 @@ def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | Non
             f"found protection {protection!r}; the block accepts no naive schemes: remove 'naive:'"
         )
     return scheme, text != protection
+
+
+# -- on storage --------------------------------------------------------------------------------------------
+
+
+def plan_storage(
+    job: PlannedJob, planned: Alternative, step_secs: float, version_steps: int
+) -> dict[str, Any]:
+    """How often versions would go to storage, by the rule of ``"persist": {"interval_steps": "auto"}`` (from
+    the costs, from how often nodes fail and memory with them, and from the bounds of the block), and as the
+    block says; 0: only when the job is told to stop, or nothing at all. Steps take ``step_secs`` with what
+    snapshots cost, and a version is taken in memory every ``version_steps``."""
+    config, cluster, topology = job.block.persist, job.cluster, job.topology
+    per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
+    if "node_mtbf_days" in config.model_fields_set:
+        per_day = 1 / config.node_mtbf_days
+    # As a job counts them: losses within the tolerance; groups that do not fill the nodes, as one more.
+    nodes = len(set(topology.nodes))
+    size = max(len(set(topology.group_nodes(*group))) for group in topology.groups())
+    counted = -(-nodes // size) * size
+    survived = losses_within(size, min(planned.tolerance, size))
+    rate = memory_losses_per_sec(per_day / DAY, counted, survived, REPAIR_SECS)
+    mtbf = 1 / rate if rate else inf
+    carried = inf
+    if config.survival is not None:
+        causes = [failure.weibull for failure in cluster.failures]
+        carried = persist_interval_secs(config.survival, causes, counted, survived)
+    speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
+    stages = range(job.training.stages)
+    write_secs = job.training.tensor * sum(job.state_bytes(p) for p in stages) / nodes / speed
+    costs = StorageCosts(step_secs, COST_PART * write_secs, write_secs)
+    found = storage_interval(costs, mtbf, Goals(config.max_overhead, carried, config.max_lost_steps))
+    auto_steps = whole_interval(found.steps, version_steps)
+    if (most := config.max_lost_steps) is not None:
+        auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)
+    steps = 0 if config.dir is None else auto_steps if config.adapts else config.fixed_steps
+    overhead = costs.cost_secs / (steps * step_secs) if steps else 0.0
+    if config.dir is None:
+        said = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
+    elif not steps:
+        said = "only when the job is asked to stop, as the block says"
+    else:
+        reason = found.because if config.adapts else "as the block says"
+        said = (
+            f"every {steps:,} step(s), {reason}: {overhead:.2%} of the training time, and at most "
+            f"{2 * steps:,} steps are repeated when memory fails"
+        )
+    fails = "never" if mtbf == inf else f"once in {duration(mtbf)}"
+    assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
+    why = (
+        f"{said}. A node fails once in {duration(DAY / per_day)}; memory fails {fails}, if every lost node "
+        f"is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
+        f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that (assumed)"
+    )
+    return {
+        "interval_steps": steps,
+        "auto_steps": auto_steps,
+        "because": str(found.because),
+        "overhead": overhead,
+        "memory_mtbf_secs": None if mtbf == inf else mtbf,  # until more nodes are lost than memory survives
+        "costs": asdict(costs),
+        "why": why,
+    }
+
+
+def duration(secs: float) -> str:
+    for unit, scale in (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0)):
+        if secs >= 2 * scale:
+            return f"{secs / scale:,.1f} {unit}"
+    return f"{secs:.3g} s" if secs >= 0.1 else "less than 0.1 s"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reft.profile.result import Activity, ProfileResult, RankTimeline, Segment
+from reft.profile.result import Activity, ProfileResult, RankTimeline
 
 _STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
 
@@ -39,7 +39,12 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
             for segment in rank.segments:
                 between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
                 facts = {"position": segment.position, "micro_batch": segment.micro_batch}
-                yield _slice(rank, _INSTRUCTIONS, _name(segment), between, category, **facts)
+                name = segment.name
+                if segment.activity in (Activity.WAIT, Activity.FENCE):
+                    name = f"{segment.activity.value} in {name}"
+                elif segment.activity is Activity.CAPTURE:
+                    name = "begin of a snapshot"
+                yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
             at = rank.begin_secs
             for chunk in sorted(rank.chunks):
                 # Chunks of different streams may overlap; on one track they must not.
@@ -47,12 +52,6 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
                 name, facts = f"tier {chunk.tier}" if chunk.tier else "at the fence", chunk._asdict()
                 yield _slice(rank, _SNAPSHOTS, name, (at, max(at, chunk.end_secs)), "snapshot", **facts)
                 at = max(at, chunk.end_secs)
-
-
-def _name(segment: Segment) -> str:
-    if segment.activity in (Activity.WAIT, Activity.FENCE):
-        return f"{segment.activity.value} in {segment.name}"
-    return "begin of a snapshot" if segment.activity is Activity.CAPTURE else segment.name
 
 
 def _slice(

@@ -35,7 +35,6 @@ _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
 _FADED = 0.3
 _MOSTLY, _HARDLY = 0.9, 0.05
 _MUCH_HELD_UP = 0.01
-_VISIBLE_SHARE = 0.001
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
@@ -140,10 +139,7 @@ def verdict(result: ProfileResult) -> str:
 def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
     from matplotlib.patches import Patch
 
-    least = _VISIBLE_SHARE * max(row.end_secs - row.begin_secs for row in rows)
-    seen = {
-        a for row in rows for a in Activity if sum(s.secs for s in row.segments if s.activity is a) > least
-    }
+    seen = {segment.activity for row in rows for segment in row.segments}
     tiers = {c.tier for row in rows for c in row.chunks}
     handles = []
     for activity, (label, colour) in _ACTIVITIES.items():
