@@ -12,7 +12,6 @@ for it, and nothing depends on it (P6). Its traffic is bounded: a period is long
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +22,7 @@ from pathlib import Path
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.job.options import LaunchOptions
-from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
-from reft.naming import kernel_id
 from reft.node.observe import Accounts, Doing, NodeObserver
 from reft.node.report import (
     BOARD_FILE,
@@ -53,20 +49,6 @@ _SHOWN_SECS = 600.0
 _MOST_GONE = 16
 _END_SECS = 3.0
 _CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
-
-
-def make_board(options: LaunchOptions, rendezvous: RendezvousClient, path: Path) -> StatusBoard:
-    """A launcher's. ``path``: the job's memory on this node."""
-    domain = domain_of(options.node, declared=options.node_declared)
-    return StatusBoard(
-        rendezvous.connect_for_status,
-        NodeObserver(path, options.node, domain, has_daemon=options.daemon),
-        rendezvous.is_spare,
-        rendezvous.nodes,
-        job_id=options.job_id,
-        node=options.node,
-        path=path,
-    )
 
 
 class StatusBoard:
@@ -278,11 +260,6 @@ class StatusBoard:
         if self._store is not None:
             self._store.close()
         self._store = None
-
-
-def domain_of(node: str, *, declared: bool) -> str:
-    """What fails as one with a node: itself if somebody declared it to be one, else its host (P4)."""
-    return node if declared else f"host {socket.gethostname()} {kernel_id()[:8]}"
 
 
 def _report(store: RendezvousStore, node: str) -> NodeReport | None:
