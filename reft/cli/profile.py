@@ -155,8 +155,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _present(result: ProfileResult, args: argparse.Namespace) -> None:
-    from reft.tools.profile.chrome import write_trace
-    from reft.tools.profile.display import show
+    from reft.tools.profile.display import show, write_trace
     from reft.tools.profile.figure import draw
 
     if args.json is not None and str(args.json) == "-":

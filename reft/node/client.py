@@ -2,7 +2,7 @@
 
 The trainer's side never raises and never waits: notes go to a bounded queue that a thread sends, each over a
 connection of its own (a third of a millisecond). A dead daemon costs a log line, not a step (P6); the next
-one finds the configuration in the job's memory, and is told the newest notes again.
+one is told the configuration and the newest notes again.
 """
 
 from __future__ import annotations
@@ -173,6 +173,8 @@ class DaemonClient:
                     return
                 note = self._notes.popleft()
             try:
+                if self._cause is not None and self._config is not None:
+                    self._request("configure", config=self._config)  # it may be another daemon
                 answer = self._request(**note)
                 self._cause = None
                 if isinstance(answer, Mapping):

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,53 +30,47 @@ logger = logging.getLogger(__name__)
 _RETRY_SECS = 30.0
 _MOST_CAUSES = 32
 
-METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "reft_node_signal": ("1 for the current signal of this node, 0 for the others", ("signal",)),
-    "reft_nodes": ("nodes of the job, by their signal; without replaced nodes", ("signal",)),
-    "reft_round": ("starts of the trainers under these launchers", ()),
-    "reft_step": ("newest optimizer step", ()),
-    "reft_steps_per_second": ("optimizer steps per second, over the last 64 steps seen", ()),
+METRICS = {
+    "reft_node_signal": "1 for the current signal of this node, 0 for the others",
+    "reft_nodes": "nodes of the job, by their signal; without replaced nodes",
+    "reft_round": "starts of the trainers under these launchers",
+    "reft_step": "newest optimizer step",
+    "reft_steps_per_second": "optimizer steps per second, over the last 64 steps seen",
     "reft_step_part_seconds": (
-        "seconds of a step, by rank and part: compute, busy (ready to compute, without a core), transfer, "
-        "wait, other; means over the last steps",
-        ("rank", "part"),
+        "seconds of a step, by rank and part: compute, busy (ready to compute, without a core), "
+        "transfer, wait, other; means over the last steps"
     ),
-    "reft_slow": ("factor by which a rank, node or link is slower than its peers", ("kind", "name")),
-    "reft_slow_cost_seconds": ("seconds of every step that this costs, at most", ("kind", "name")),
+    "reft_slow": "factor by which a rank, node or link is slower than its peers",
+    "reft_slow_cost_seconds": "seconds of every step that this costs, at most",
     "reft_effective_training_ratio": (
-        "fraction of the time since the job's start that was effective training, 0 to 1",
-        (),
+        "fraction of the time since the job's start that was effective training, 0 to 1"
     ),
-    "reft_lost_seconds_total": ("seconds lost since the job's start, by cause", ("cause",)),
-    "reft_samples_per_second": ("samples trained on per second, since the job's start", ()),
-    "reft_model_tflops": ("10^12 operations of the model per second, since the job's start", ()),
-    "reft_memory_used_bytes": ("bytes in use of a memory that limits the trainers", ("memory",)),
-    "reft_memory_limit_bytes": ("bytes at which that memory is full", ("memory",)),
-    "reft_memory_full_seconds": ("seconds until a memory that is running out is full", ("memory",)),
-    "reft_committed_step": ("optimizer step of the newest committed version", ()),
-    "reft_commit_age_seconds": ("seconds since the newest committed version was complete", ()),
-    "reft_commit_lag_steps": ("optimizer steps made since the newest committed version", ()),
-    "reft_tolerance_nodes": ("node losses that the job survives when all nodes are present", ()),
-    "reft_tolerance_left_nodes": (
-        "node losses that the job survives now; -1: the versions in memory are lost",
-        (),
-    ),
-    "reft_recoveries_total": ("restarts that followed a failure", ()),
-    "reft_last_recovery_seconds": ("parts of the last recovery, in seconds", ("part",)),
-    "reft_snapshot_seconds": ("median seconds that the copy of a version took, by local rank", ("rank",)),
-    "reft_stall_seconds": ("median seconds that training waited for a version, by local rank", ("rank",)),
-    "reft_snapshot_bytes": ("bytes of the newest version, by way (to_host, sent) and kind", ("way", "kind")),
-    "reft_versions_committed_total": ("versions committed since this daemon started", ()),
-    "reft_versions_skipped_total": ("versions given up, by cause", ("cause",)),
-    "reft_stale": ("1 from a version that was given up until the next commit, else 0", ()),
-    "reft_persisted_step": ("optimizer step of the newest checkpoint on storage", ()),
-    "reft_persist_lag_steps": ("optimizer steps by which storage is behind memory", ()),
-    "reft_persist_stale": ("1 while checkpoints do not reach storage, else 0", ()),
+    "reft_lost_seconds_total": "seconds lost since the job's start, by cause",
+    "reft_samples_per_second": "samples trained on per second, since the job's start",
+    "reft_model_tflops": "10^12 operations of the model per second, since the job's start",
+    "reft_memory_used_bytes": "bytes in use of a memory that limits the trainers",
+    "reft_memory_limit_bytes": "bytes at which that memory is full",
+    "reft_memory_full_seconds": "seconds until a memory that is running out is full",
+    "reft_committed_step": "optimizer step of the newest committed version",
+    "reft_commit_age_seconds": "seconds since the newest committed version was complete",
+    "reft_commit_lag_steps": "optimizer steps made since the newest committed version",
+    "reft_tolerance_nodes": "node losses that the job survives when all nodes are present",
+    "reft_tolerance_left_nodes": "node losses that the job survives now; -1: the versions in memory are lost",
+    "reft_recoveries_total": "restarts that followed a failure",
+    "reft_last_recovery_seconds": "parts of the last recovery, in seconds",
+    "reft_snapshot_seconds": "median seconds that the copy of a version took, by local rank",
+    "reft_stall_seconds": "median seconds that training waited for a version, by local rank",
+    "reft_snapshot_bytes": "bytes of the newest version, by way (to_host, sent) and kind",
+    "reft_versions_committed_total": "versions committed since this daemon started",
+    "reft_versions_skipped_total": "versions given up, by cause",
+    "reft_stale": "1 from a version that was given up until the next commit, else 0",
+    "reft_persisted_step": "optimizer step of the newest checkpoint on storage",
+    "reft_persist_lag_steps": "optimizer steps by which storage is behind memory",
+    "reft_persist_stale": "1 while checkpoints do not reach storage, else 0",
 }
-"""What is said of each name, and its labels next to job and node. One of which nothing is known yet is left
-out; those that end in ``_total`` are counters, the others gauges."""
+"""What is said of each name; those that end in ``_total`` are counters, the others gauges."""
 
-Value = tuple[str, tuple[str, ...], float]  # Name, labels next to job and node, value
+Value = tuple[str, Mapping[str, str], float]  # Name, labels next to job and node, value
 
 
 def values(board: Board | None, node: str, status: Mapping[str, Any], now: float) -> Iterator[Value]:
@@ -93,26 +88,24 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         if signal is not Signal.OFFLINE or each["holds_shards"]:
             counted[signal] += 1
         if each["node"] == node:
-            yield from (("reft_node_signal", (str(s),), s is signal) for s in Signal)
-    yield from (("reft_nodes", (str(s),), n) for s, n in counted.items())
-    for speed in told["speeds"]:
-        if speed["node"] == node:
-            rank = str(speed["rank"])
-            yield from (("reft_step_part_seconds", (rank, p), speed[f"{p}_secs"]) for p in STEP_PARTS)
+            yield from (("reft_node_signal", {"signal": s}, s is signal) for s in Signal)
+    yield from (("reft_nodes", {"signal": s}, n) for s, n in counted.items())
+    for speed in (speed for speed in told["speeds"] if speed["node"] == node):
+        for part in STEP_PARTS:
+            labels = {"rank": str(speed["rank"]), "part": part}
+            yield "reft_step_part_seconds", labels, speed[f"{part}_secs"]
     for slow in told["slow"]:
-        labels = (str(slow["kind"]), slow["name"])
+        labels = {"kind": slow["kind"], "name": slow["name"]}
         yield "reft_slow", labels, slow["factor"]
         yield "reft_slow_cost_seconds", labels, slow["cost_secs"]
-    for use in told["memory"]:
-        if use["node"] == node:
-            yield "reft_memory_used_bytes", (use["name"],), use["used_bytes"]
-            yield "reft_memory_limit_bytes", (use["name"],), use["limit_bytes"]
-    for running_out in told["runs_out"]:
-        if running_out["node"] == node:
-            yield "reft_memory_full_seconds", (running_out["name"],), running_out["in_secs"]
+    for use in (use for use in told["memory"] if use["node"] == node):
+        yield "reft_memory_used_bytes", {"memory": use["name"]}, use["used_bytes"]
+        yield "reft_memory_limit_bytes", {"memory": use["name"]}, use["limit_bytes"]
+    for memory in (memory for memory in told["runs_out"] if memory["node"] == node):
+        yield "reft_memory_full_seconds", {"memory": memory["name"]}, memory["in_secs"]
     counts = told["since_start"] or {}
     for cause, secs in counts.get("lost_secs", {}).items():
-        yield "reft_lost_seconds_total", (cause,), secs
+        yield "reft_lost_seconds_total", {"cause": cause}, secs
     plain = {
         "reft_round": told["round"],
         "reft_step": told["step"],
@@ -127,13 +120,13 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         "reft_tolerance_left_nodes": told["tolerance_left"],
         "reft_recoveries_total": told["restarts"],
     }
-    yield from ((name, (), value) for name, value in plain.items() if value is not None)
+    yield from ((name, {}, value) for name, value in plain.items() if value is not None)
     for part, secs in ((told["last_recovery"] or {}).get("secs") or {}).items():
-        yield "reft_last_recovery_seconds", (part,), secs
+        yield "reft_last_recovery_seconds", {"part": part}, secs
 
 
 def _of_node(status: Mapping[str, Any]) -> Iterator[Value]:
-    moved: dict[tuple[str, str], float] = {}
+    moved = Counter[tuple[str, str]]()
     for rank, trainer in (status.get("trainers") or {}).items():
         stats = trainer.get("stats") or {}
         for name, key in (
@@ -141,22 +134,22 @@ def _of_node(status: Mapping[str, Any]) -> Iterator[Value]:
             ("reft_stall_seconds", "stall_secs_median"),
         ):
             if stats.get(key) is not None:
-                yield name, (str(rank),), stats[key]
+                yield name, {"rank": str(rank)}, stats[key]
         for way, kinds in (stats.get("traffic") or {}).items():
-            for kind, nbytes in kinds.items():
-                moved[way, kind] = moved.get((way, kind), 0.0) + nbytes
-    yield from (("reft_snapshot_bytes", labels, nbytes) for labels, nbytes in moved.items())
-    yield "reft_versions_committed_total", (), status.get("commits") or 0
+            moved.update({(way, kind): nbytes for kind, nbytes in kinds.items()})
+    for (way, kind), nbytes in moved.items():
+        yield "reft_snapshot_bytes", {"way": way, "kind": kind}, nbytes
+    yield "reft_versions_committed_total", {}, status.get("commits") or 0
     skipped = status.get("skipped") or {}
     for cause in sorted(skipped)[:_MOST_CAUSES]:
-        yield "reft_versions_skipped_total", (cause,), skipped[cause]
-    yield "reft_stale", (), status.get("stale_since_step") is not None
+        yield "reft_versions_skipped_total", {"cause": cause}, skipped[cause]
+    yield "reft_stale", {}, status.get("stale_since_step") is not None
     persist = status.get("persist") or {}
     if persist.get("dir"):
         if persist.get("last"):
-            yield "reft_persisted_step", (), persist["last"]["step"]
-        yield "reft_persist_lag_steps", (), persist.get("lag_steps") or 0
-        yield "reft_persist_stale", (), persist.get("stale_since_step") is not None
+            yield "reft_persisted_step", {}, persist["last"]["step"]
+        yield "reft_persist_lag_steps", {}, persist.get("lag_steps") or 0
+        yield "reft_persist_stale", {}, persist.get("stale_since_step") is not None
 
 
 _PAGE = Path(__file__).with_name("status.html")
@@ -205,12 +198,12 @@ class MetricsServer:
 
         job, node = self._job_dir.job_id, self._job_dir.node
         families: dict[str, Any] = {}
-        for name, (said, labels) in METRICS.items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            families[name] = kind(name, said, labels=("job", "node", *labels))
         board = read_board(self._job_dir.path)
         for name, labels, value in values(board, node, self._status(), time.time()):
-            families[name].add_metric((job, node, *labels), float(value))
+            if name not in families:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                families[name] = kind(name, METRICS[name], labels=("job", "node", *labels))
+            families[name].add_metric((job, node, *labels.values()), float(value))
         return families.values()
 
     def _answer(

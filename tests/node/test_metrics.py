@@ -109,7 +109,8 @@ def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
 
 
 def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
-    found = {(name, labels): value for name, labels, value in values(board(), "a", status.snapshot(), 100.0)}
+    told = values(board(), "a", status.snapshot(), 100.0)
+    found = {(name, tuple(labels.values())): value for name, labels, value in told}
     assert found["reft_node_signal", ("COMPLETED",)] == 1.0
     assert found["reft_node_signal", ("HEALTHY",)] == 0.0
     assert found["reft_nodes", ("OFFLINE",)] == 1.0

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -418,6 +418,11 @@ class Job:
         ``max_abs_loss_difference`` is over all times that a step was computed, 0.0 only if equal to the last
         bit (None: some loss is missing); ``good``: training finished, and not one bit differs.
         """
+
+        def standing(losses: Losses) -> list[float | None]:
+            steps = range(1, self._steps + 1)
+            return [float.fromhex(losses[step][-1]) if step in losses else None for step in steps]
+
         lives = [self.lives[number] for number in sorted(self.lives)]
         counters = [c for life in lives for c in life.counters.values()]
         stalls = [c["stall_secs_median"] or 0.0 for c in counters]
@@ -427,8 +432,8 @@ class Job:
             "tolerance": next((life.tolerance for life in lives if life.tolerance is not None), None),
             "failures": [failure._asdict() for failure in self.failures],
             "recoveries": [self._recovery(*pair) for pair in pairwise(life for life in lives if life.first)],
-            "losses": _standing(self.losses, self._steps),
-            "reference_losses": _standing(reference, self._steps),
+            "losses": standing(self.losses),
+            "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
             # The restored state counts once more; bytes are those of the rank where they are most.
             "snapshots": {
@@ -459,23 +464,15 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
     """Largest absolute difference over all steps; also between two computations of one step."""
     worst = 0.0
     for step in range(1, steps + 1):
-        found, expected = losses.get(step), reference.get(step)
+        found, expected = set(losses.get(step, ())), set(reference.get(step, ()))
         if not found or not expected:
             return None
-        worst = max(worst, *(_difference(a, b) for a in found for b in expected))
+        for one, other in product(found, expected):
+            if one != other:
+                difference = abs(float.fromhex(one) - float.fromhex(other))
+                # Unequal bits never count as equal: not NaN against a number, not 0.0 against -0.0.
+                worst = max(worst, math.inf if math.isnan(difference) else difference or math.ulp(0.0))
     return worst
-
-
-def _difference(found: str, expected: str) -> float:
-    if found == expected:
-        return 0.0
-    difference = abs(float.fromhex(found) - float.fromhex(expected))
-    # Unequal bits never count as equal: not NaN against a number, not 0.0 against -0.0.
-    return math.inf if math.isnan(difference) else difference or math.ulp(0.0)
-
-
-def _standing(losses: Losses, steps: int) -> list[float | None]:
-    return [float.fromhex(losses[s][-1]) if s in losses else None for s in range(1, steps + 1)]
 
 
 def _show_log(console: Console, nodes: Nodes) -> None:
@@ -489,7 +486,16 @@ def _show_log(console: Console, nodes: Nodes) -> None:
 def _show(console: Console, report: dict[str, Any]) -> None:
     console.print()
     for recovery in report["recoveries"]:
-        console.print(Text(_recovery_text(recovery)))
+        resumed = f"resumed from {recovery['source']} at step {recovery['version']}"
+        if recovery["source"] == "none":
+            resumed = "started again: nothing had been committed"
+        after = "NO failure had been made"
+        if (secs := recovery["failure_to_step_secs"]) is not None:
+            after = f"the next step was done {secs:.1f} s after the failure"
+        if parts := describe_parts(recovery["failure_to_step"]):
+            after += f" ({parts})"
+        lost, load_secs = recovery["lost_steps"], recovery["load_secs"]
+        console.print(Text(f"recovery: {resumed}, {lost} step(s) lost, loaded in {load_secs:.2f} s; {after}"))
     s = report["snapshots"]
     stall = "" if s["stall_secs_median"] is None else f", {s['stall_secs_median'] * 1e3:.1f} ms each"
     console.print(
@@ -499,20 +505,6 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         highlight=False,
     )
     console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
-
-
-def _recovery_text(recovery: dict[str, Any]) -> str:
-    resumed = f"resumed from {recovery['source']} at step {recovery['version']}"
-    if recovery["source"] == "none":
-        resumed = "started again: nothing had been committed"
-    after = "NO failure had been made"
-    if recovery["failure_to_step_secs"] is not None:
-        after = f"the next step was done {recovery['failure_to_step_secs']:.1f} s after the failure"
-    parts = f" ({describe_parts(recovery['failure_to_step'])})" if recovery["failure_to_step"] else ""
-    return (
-        f"recovery: {resumed}, {recovery['lost_steps']} step(s) lost, "
-        f"loaded in {recovery['load_secs']:.2f} s; {after}{parts}"
-    )
 
 
 def _verdict(report: dict[str, Any]) -> str:

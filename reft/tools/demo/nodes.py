@@ -115,13 +115,13 @@ class Nodes:
 
     def _kill(self, mark: str) -> None:
         """SIGKILL until nothing is left: first all stand still, so that none starts another."""
-        deadline = time.monotonic() + _KILL_SECS
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in self._processes(mark):
+        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        while (found := [*self._processes(mark)]) and time.monotonic() < deadline:
+            for process in found:
                 with suppress(psutil.Error):
                     process.send_signal(number)
-        while [*self._processes(mark)] and time.monotonic() < deadline:
-            time.sleep(_POLL_SECS)
+            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
+            number = signal.SIGKILL
 
     def _processes(self, mark: str) -> Iterator[psutil.Process]:
         for node in self.started:

@@ -1,15 +1,18 @@
-"""The profile as tables for people, and what its figures mean."""
+"""The profile as tables for people, with what its figures mean, and as trace events for tools."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from reft.profile.result import Activity, MeasuredWindow, ProfileResult, Spread, StageProfile
+from reft.profile.result import Activity, MeasuredWindow, ProfileResult, RankTimeline, Spread, StageProfile
 from reft.snapshot.scheduling.windows import WindowKind
 
 _COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
@@ -164,3 +167,58 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
         "optimizer step waits for them. A larger interval_steps makes that rarer; more data-parallel peers "
         "make the share smaller"
     )
+
+
+# -- as Chrome trace events, for ui.perfetto.dev or chrome://tracing ---------------------------------------
+#
+# One process per rank, named after its stage; a track for steps, one for instructions, one for snapshots.
+# Events on one track never overlap. The format is a list of JSON objects; no library is needed to write it.
+
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
+
+
+def write_trace(result: ProfileResult, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"displayTimeUnit": "ms", "traceEvents": list(_events(result))}
+    path.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+
+
+def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
+    """Names of processes and tracks first, then by step and rank."""
+    for rank in result.timelines[0].ranks if result.timelines else ():
+        for what, track, args in (
+            ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
+            ("process_sort_index", 0, {"sort_index": rank.stage_id}),
+            ("thread_name", _STEPS, {"name": "steps"}),
+            ("thread_name", _INSTRUCTIONS, {"name": "instructions"}),
+            ("thread_name", _SNAPSHOTS, {"name": "snapshot"}),
+        ):
+            yield {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": args}
+    for timeline in result.timelines:
+        for rank in timeline.ranks:
+            yield _slice(rank, _STEPS, f"step {timeline.step}", (rank.begin_secs, rank.end_secs), "step")
+            for segment in rank.segments:
+                between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
+                facts = {"position": segment.position, "micro_batch": segment.micro_batch}
+                name = segment.name
+                if segment.activity in (Activity.WAIT, Activity.FENCE):
+                    name = f"{segment.activity.value} in {name}"
+                elif segment.activity is Activity.CAPTURE:
+                    name = "begin of a snapshot"
+                yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
+            at = rank.begin_secs
+            for chunk in sorted(rank.chunks):
+                # Chunks of different streams may overlap; on one track they must not.
+                at = max(at, chunk.begin_secs)
+                name, facts = f"tier {chunk.tier}" if chunk.tier else "at the fence", chunk._asdict()
+                yield _slice(rank, _SNAPSHOTS, name, (at, max(at, chunk.end_secs)), "snapshot", **facts)
+                at = max(at, chunk.end_secs)
+
+
+def _slice(
+    rank: RankTimeline, track: int, name: str, between: tuple[float, float], category: str, **args: Any
+) -> dict[str, Any]:
+    # Whole nanoseconds: sums of rounded microseconds could overlap.
+    start, stop = (round(secs * 1e9) for secs in between)
+    times = {"ts": start / 1e3, "dur": max(0, stop - start) / 1e3}
+    return {"ph": "X", "pid": rank.rank, "tid": track, **times, "name": name, "cat": category, "args": args}
