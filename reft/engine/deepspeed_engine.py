@@ -231,7 +231,7 @@ def _cut(
     slices = slices or sum(matrices or ()) // length
     if not matrices or sum(matrices) != slices * length or any(m % slices for m in matrices):
         return None, ()
-    return dimension, tuple(m // slices for m in matrices)
+    return dimension, tuple(m // slices for m in matrices) if len(matrices) > 1 else ()
 
 
 def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:

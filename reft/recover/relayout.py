@@ -177,6 +177,7 @@ def _slices(
     if dimension == WHOLE or old == new:
         yield slice_at, extent.start, extent.numel, 0
         return
+    whole = whole or (1,)
     total, was, width = sum(whole), old[dimension], new[dimension]
     # Where each matrix begins in a slice of either side; its end is where the next one begins.
     old_begins = [at * was // total for at in accumulate(whole, initial=0)]
@@ -243,7 +244,7 @@ class _Index:
 
 
 _Split = tuple[int, tuple[int, ...]]
-"""The dimension that slices share, or :data:`WHOLE`, and the lengths of its matrices, with all slices."""
+"""The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several matrices."""
 
 
 def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
@@ -253,7 +254,7 @@ def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
         for held in layout.held.values():
             for part in held.parameters:
                 if part.split is not None:
-                    said[part.name].add((part.split, _matrices(part, layout.degrees.tp)))
+                    said[part.name].add((part.split, tuple(n * layout.degrees.tp for n in part.blocks)))
                 else:
                     said.setdefault(part.name, set())
     if old.degrees.tp == new.degrees.tp:
@@ -272,12 +273,6 @@ def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
             "slice has one behind the other, (its length,) where there is one"
         )
     return {name: splits.pop() for name, splits in said.items()}
-
-
-def _matrices(part: Parameter, slices: int) -> tuple[int, ...]:
-    if part.split is None or not 0 <= part.split < len(part.shape):
-        return ()
-    return tuple(length * slices for length in part.blocks or (part.shape[part.split],))
 
 
 def _check_same(old: Layout, new: Layout, splits: Mapping[str, _Split]) -> None:
