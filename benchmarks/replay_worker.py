@@ -16,7 +16,7 @@ from replay_savers import NoSaver, Version
 
 from reft.config import HasConfig, Variant
 from reft.control.control import ControlGroup
-from reft.engine.copying import make_pacer
+from reft.engine.engine import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, SlotFiles, scan

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from reft.cli import main
-from reft.config_read import explain, load_config, parse_block
+from reft.config import explain, load_config, parse_block
 from reft.errors import ConfigError
 
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.config_read import parse_block
+from reft.config import parse_block
+from reft.engine.identity import tell_of_siblings
+from reft.memory.jobdir import JobDir
 from reft.naming import is_name, name_of_run, own_name, safe_name
 
 UUID = "123e4567-e89b-42d3-a456-426614174000"
@@ -71,3 +73,19 @@ def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(run_id: str, nodes: int, e
 def test_p10_a_run_id_with_other_characters_is_no_error() -> None:
     assert parse_block({}, {"TORCHELASTIC_RUN_ID": "run 7/a"}).job_id == safe_name("run 7/a")
     assert parse_block({}, {"TORCHELASTIC_RUN_ID": ".."}).job_id == safe_name("..")
+
+
+def test_p12_what_the_same_program_left_under_other_arguments_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, other = own_name("train.py", ["--lr", "2"]), own_name("train.py", ["--lr", "1"])
+    JobDir.open_or_create(tmp_path, "another", "n0")
+    tell_of_siblings(tmp_path, name)
+    assert caplog.text == ""
+    JobDir.open_or_create(tmp_path, other, "n0")
+    tell_of_siblings(tmp_path, name)
+    assert other in caplog.text
+    caplog.clear()
+    JobDir.open_or_create(tmp_path, name, "n0")
+    tell_of_siblings(tmp_path, name)
+    assert caplog.text == ""

@@ -30,7 +30,7 @@ import torch
 
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState
 from reft.engine.load.memory import MemoryRestorer

@@ -32,7 +32,7 @@ import torch
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from reft import log
-from reft.config_read import parse_block, read_block
+from reft.config import parse_block, read_block
 from reft.engine.load.restore import bind
 from reft.engine.on_import import wrap
 from reft.env import ENV_CONFIG

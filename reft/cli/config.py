@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from reft import __version__
-from reft.config_read import explain as explain_keys
+from reft.config import explain as explain_keys
 from reft.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    from reft.config_read import read_object
+    from reft.config import read_object
     from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
 
     block = None

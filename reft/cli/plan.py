@@ -103,7 +103,7 @@ def plan_command(
 
     Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
     """
-    from reft.config_read import read_object
+    from reft.config import read_object
     from reft.profile.result import ProfileError, ProfileResult
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.display import show_plan

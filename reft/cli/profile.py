@@ -105,7 +105,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What the trainers, who inherit it, are to do; see :func:`reft.config_read.parse_block`."""
+    """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.profile_warmup_steps, 0),

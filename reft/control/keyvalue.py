@@ -38,10 +38,9 @@ class StoreError(RuntimeError):
 
 
 class RendezvousStore(ABC):
-    """A client; what TorchElastic and reft need of a ``torch.distributed.Store``. Safe to use from several
-    threads. Every method is bounded and raises StoreError if the store does not answer in time.
-    ``keeps_leases``: a holder of a name has to come back in time; otherwise it is its connection that
-    tells."""
+    """A client; what reft needs of a ``torch.distributed.Store``. Safe to use from several threads. Every
+    method is bounded and raises StoreError if the store does not answer in time. ``keeps_leases``: a holder
+    of a name has to come back in time; otherwise it is its connection that tells."""
 
     prefix: str = ""  # put before every key
     _timeout_secs = 30.0
@@ -78,7 +77,8 @@ class RendezvousStore(ABC):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are there; with no keys, whether the store answers."""
-        return None not in [self.peek(key) for key in keys or [""]] or not keys
+        found = [self.peek(key) for key in keys or [""]]
+        return not keys or None not in found
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -91,19 +91,11 @@ class RendezvousStore(ABC):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raises TimeoutError."""
         secs = self._timeout_secs if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + secs
-        while not self.wait_a_while(keys, max(0.0, deadline - time.monotonic())):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
-
-    def wait_a_while(self, keys: Sequence[str], secs: float) -> bool:
-        """Whether all keys are there, within so long and half a second."""
-        deadline = time.monotonic() + min(float(secs), _SLICE_SECS)
+        deadline, looks = time.monotonic() + secs, Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
         while not self.check(keys):
             if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_SECS)
-        return True
+                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+            time.sleep(looks.failed())
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
@@ -131,11 +123,9 @@ class RendezvousStore(ABC):
 logger = logging.getLogger(__name__)
 
 PURPOSE = "rendezvous"
-_SLICE_SECS = 0.5
-"""A wait at the server lasts so long at most: the client's other threads share the connection."""
 _RETRY_SECS = 1.0
-_LOOK_SECS = 0.05
-_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
+_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.01, 0.25
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0  # Whose connection has ended is known for so long
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
@@ -159,7 +149,7 @@ class KeyValueServer:
     ) -> None:
         self._journal = journal
         self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._holders: dict[str, Channel] = {}
         self._left: dict[str, float] = {}
         self._operations: dict[str, Callable[..., Any]] = {
@@ -169,7 +159,6 @@ class KeyValueServer:
             "check": self._check,
             "delete": self._delete,
             "compare_set": self._compare_set,
-            "wait": self._wait,
             "left": self._left_for,
         }
         self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_until_it_ends)
@@ -177,12 +166,12 @@ class KeyValueServer:
 
     def close(self) -> None:
         self._server.close()
-        with self._changed:
+        with self._lock:
             if self._journal is not None:
                 self._journal.close()
 
     def holders(self) -> set[str]:
-        with self._changed:
+        with self._lock:
             return set(self._holders)
 
     def _serve_until_it_ends(self, channel: Channel) -> None:
@@ -192,13 +181,13 @@ class KeyValueServer:
             self._release(channel)
 
     def _hold(self, channel: Channel, name: str) -> None:
-        with self._changed:
+        with self._lock:
             self._holders[_text(name)] = channel
             self._left.pop(name, None)
 
     def _release(self, channel: Channel) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             for name in [n for n, holder in self._holders.items() if holder is channel]:
                 del self._holders[name]
                 self._left[name] = now
@@ -206,51 +195,46 @@ class KeyValueServer:
 
     def _left_for(self, prefix: str) -> dict[str, float]:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             return {n: now - at for n, at in self._left.items() if n.startswith(_text(prefix))}
 
     def _get(self, key: str) -> bytes | None:
-        with self._changed:
+        with self._lock:
             return self._table.get(key)
 
     def _set(self, key: str, value: bytes) -> None:
-        with self._changed:
+        with self._lock:
             self._put(_text(key), _bytes(value))
 
     def _put(self, key: str, value: bytes) -> None:
         self._table[key] = value
         if self._journal is not None:
             self._journal.note(self._table, key)
-        self._changed.notify_all()
 
     def _add(self, key: str, amount: int) -> int:
-        with self._changed:
+        with self._lock:
             total = int(self._table.get(key, b"0")) + int(amount)
             self._put(_text(key), str(total).encode())
             return total
 
     def _check(self, keys: list[str]) -> bool:
-        with self._changed:
+        with self._lock:
             return all(k in self._table for k in keys)
 
     def _delete(self, key: str) -> bool:
-        with self._changed:
+        with self._lock:
             was_there = self._table.pop(key, None) is not None
             if was_there and self._journal is not None:
                 self._journal.note(self._table, key)
             return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
-        with self._changed:
+        with self._lock:
             held = self._table.get(_text(key))
             if held != expected:
                 return [False, held]
             self._put(key, _bytes(value))
             return [True, value]
-
-    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._check(keys), min(float(timeout_secs), _SLICE_SECS))
 
 
 def _text(value: Any) -> str:
@@ -275,7 +259,6 @@ class StoreRelay:
             "check": store.check,
             "delete": store.delete,
             "compare_set": store.compare_set,
-            "wait": store.wait_a_while,
         }
         serve = partial(_serve, operations=self._operations)
         self._server = AuthenticatedServer(listener, secret, PURPOSE, serve)
@@ -339,9 +322,6 @@ class KeyValueStore(RendezvousStore):
         """The kernel ends the connection of a process that dies; that of a host which dies stays."""
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
-
-    def wait_a_while(self, keys: Sequence[str], secs: float) -> bool:
-        return bool(self._line.ask("wait", [self.prefix + k for k in keys], secs))
 
     def local_address(self) -> str:
         self.check([])

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from reft.data.batches import Batches, SharedBatches, Taken
-from reft.data.order import Deal, JobPosition, Order, decode, encode, mix
+from reft.data.order import Batches, Deal, JobPosition, Order, SharedBatches, Taken, decode, encode, mix
 from reft.data.passes import Read, is_left_out, kind_of, raw_iterator, received_by
 from reft.data.watch import WATCH, Followed, Registry
 from reft.errors import ConfigError
@@ -250,7 +249,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
 @dataclass(frozen=True)
 class _Batch:
     """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and ``step_end``: see
-    :class:`~reft.data.batches.Taken`."""
+    :class:`~reft.data.order.Taken`."""
 
     batch: Any
     error: Exception | None

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import loading, resumable
-from reft.data.batches import why_refused
+from reft.data.order import why_refused
 from reft.data.passes import (
     DISPATCHED,
     Pass,
@@ -257,9 +257,7 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
-        self._saved, self._check = position, None
-        if not self._pipeline:
-            self._saved, self._check = None, position
+        self._saved, self._check = (position, None) if self._pipeline else (None, position)
         loaders = state.get("resumable", {})
         resumable.LOADERS.restore({name: Position(**p) for name, p in loaders.items()})
         loading.LOADERS.restore(state.get("samples", {}))

@@ -186,6 +186,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
+_FUSED = frozenset(
+    {
+        *("query_key_value", "qkv", "qkv_proj", "wqkv", "Wqkv", "W_pack", "c_attn", "in_proj_weight"),
+        *("gate_up_proj", "gate_up", "w13", "w12"),
+    }
+)
+"""Names of parameters that hold several matrices."""
 _Split = tuple[int | None, tuple[int, ...]]
 """The dimension that tensor slices share, None where it is not known, and the lengths in it of the matrices
 that a slice has one behind the other; none: there is one."""
@@ -208,7 +215,7 @@ def splits_of(module: torch.nn.Module) -> dict[str, _Split]:
         if _is_gated(name, shapes):
             return _cut(dimension, shapes[name], 2)
         # Some programs have them head by head, others one behind the other: the wrong guess would mix them.
-        return (None, ()) if "query_key_value" in name.split(".") else (dimension, ())
+        return (dimension, ()) if _FUSED.isdisjoint(name.split(".")) else (None, ())
 
     return {name: split_of(name, p) for name, p in module.named_parameters()}
 

@@ -47,6 +47,7 @@ from reft.memory.jobdir import (
     SECRET_BYTES,
     SECRET_FILE,
     JobDir,
+    find_jobs,
     make_job_directory,
     newest_record,
     note_size,
@@ -122,7 +123,20 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
         )
     if derived and control.rank == 0:
         logger.info("the job's name is %s, made from its user, directory and command line", derived)
+        tell_of_siblings(config.memory_dir, derived)
     return config.model_copy(update={"job_id": names.pop()})
+
+
+def tell_of_siblings(memory_dir: Path, name: str) -> None:
+    """Say how to resume what the same program left under other arguments, where ``name`` has nothing."""
+    program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
+    if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
+        logger.warning(
+            "there is no memory of job %s, but there is memory of the same program with other arguments: "
+            "%s. To continue one of these jobs, give its name: --job-id NAME, or REFT_JOB_ID=NAME under "
+            "plain torchrun",
+            *(name, ", ".join(others)),
+        )
 
 
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:

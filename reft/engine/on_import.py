@@ -217,7 +217,7 @@ def _initialize(
     mark(BUILT)
     engine = result[0]
     if _has_block(ds_config_of(engine)):
-        from reft.config_read import load_config
+        from reft.config import load_config
 
         with uncollected():
             hook = import_module("reft.engine.deepspeed")

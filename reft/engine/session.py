@@ -14,10 +14,9 @@ import torch
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
-from reft.device import Vendor, vendor_of
+from reft.device import vendor_of
 from reft.engine.checks.start import check_device, check_start, warn
-from reft.engine.copying import Copying, OptimizerFence
-from reft.engine.engine import ClientState, EngineState, TrainingEngine
+from reft.engine.engine import ClientState, Copying, EngineState, OptimizerFence, TrainingEngine
 from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
 from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
@@ -110,23 +109,15 @@ class DeviceMemory:
             return
         self._next = now + self._every_secs
         try:
-            use = self._look(self._vendor)
+            if stats := self._vendor.module.memory_stats_as_nested_dict(self._device):
+                allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
+                if not self._total:
+                    free, _ = self._vendor.module.mem_get_info(self._device)
+                    self._total = free + reserved["current"]
+                self._page.set_device(DeviceUse(self._total, allocated["current"], allocated["peak"]))
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None
-            return
-        if use is not None:
-            self._page.set_device(use)
-
-    def _look(self, vendor: Vendor) -> DeviceUse | None:
-        stats = vendor.module.memory_stats_as_nested_dict(self._device)
-        if not stats:
-            return None
-        allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
-        if not self._total:
-            free, _ = vendor.module.mem_get_info(self._device)
-            self._total = free + reserved["current"]
-        return DeviceUse(total=self._total, allocated=allocated["current"], peak_allocated=allocated["peak"])
 
 
 class Tracer:
@@ -334,11 +325,19 @@ class Session:
         self.memory.record_identity()
         self.rates = Rates(self, from_memory=bool(frozen))
         self.control.end_pairs()  # of the load, with all of the sharding group
-        control = self.control.for_worker(self.memory.job_dir.secret)
+        job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
+        control = self.control.for_worker(job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
-            arenas=self._arenas(frozen),
+            arenas=ArenaSet(
+                SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+                ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+                frozen=frozen,
+                limit_bytes=limit // ranks if limit is not None else None,
+                engine=self.copying.engine,
+                remake=self._remake_memory,
+            ),
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
@@ -363,18 +362,6 @@ class Session:
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (lacks := self.stopping.install()):
             warn(self, lacks)
-
-    def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
-        job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
-        ranks = self.ranks_here
-        return ArenaSet(
-            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-            ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
-            frozen=frozen,
-            limit_bytes=limit // ranks if limit is not None else None,
-            engine=self.copying.engine,
-            remake=self._remake_memory,
-        )
 
     def _remake_memory(self) -> None:
         self.memory.remake()

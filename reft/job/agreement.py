@@ -66,7 +66,7 @@ class Agreement:
     round: int  # 1 for the first start of the trainers, one more after every restart
     members: tuple[str, ...]  # members, nodes: launchers and node ids of this round, by group rank
     nodes: tuple[str, ...]
-    ranks: tuple[tuple[int, ...], ...]  # global rank of every trainer of each node, by local rank
+    workers: tuple[int, ...]  # trainers of each node
     restarts_used: int  # of ``--max-restarts``, by the whole job
     known_step: int  # newest committed step that any of the nodes knows of; -1: none
     # number of this start of the job, greater than any that a node, or the store, knows of. Whoever carries a
@@ -75,10 +75,16 @@ class Agreement:
     # why trainers of the round before ended, on the nodes that are still there
     failures: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
+    turn: int = 0  # ranks that each node gets in its turn
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Global rank of every trainer of each node, by local rank."""
+        return deal_ranks(self.workers, self.turn)
 
     @property
     def world_size(self) -> int:
-        return sum(map(len, self.ranks))
+        return sum(self.workers)
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
         return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
@@ -105,12 +111,13 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
         round=1 + max(last_round, before.round if before else 0),
         members=tuple(infos),
         nodes=tuple(c.node for c in all_infos),
-        ranks=deal_ranks([c.workers for c in all_infos], all_infos[0].turn),
+        workers=tuple(c.workers for c in all_infos),
         restarts_used=used + own,
         known_step=max(newest, known),
         incarnation=1 + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
         failures=_failures(last),
         refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
+        turn=all_infos[0].turn,
     )
 
 

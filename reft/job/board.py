@@ -1,9 +1,9 @@
 """The signals of a job's nodes, broadcast: each launcher tells of its node and knows of all others.
 
-Every launcher writes a report of its node into the rendezvous store and reads the board, on which one of
-them, the keeper, puts all reports together. A node whose report does not change is OFFLINE. The board has a
-number: whoever sees it stand still takes the keeper's place, by compare-and-swap, so that two do not fight. A
-copy lies in the job's memory on every node, where ``reft status`` and the daemon's metrics read it.
+Every launcher writes a report of its node into the rendezvous store and reads the board, on which the first
+of those that are there, the keeper, puts all reports together. A node whose report does not change is
+OFFLINE. A copy lies in the job's memory on every node, where ``reft status`` and the daemon's metrics read
+it.
 
 It all happens in a thread of the launcher, over a connection of its own: no trainer and no rendezvous waits
 for it, and nothing depends on it (P6). Its traffic is bounded: a period is longer where there are more nodes.
@@ -11,9 +11,7 @@ for it, and nothing depends on it (P6). Its traffic is bounded: a period is long
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +22,7 @@ from pathlib import Path
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.job.options import LaunchOptions
-from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
-from reft.naming import kernel_id
 from reft.node.observe import Accounts, Doing, NodeObserver
 from reft.node.report import (
     BOARD_FILE,
@@ -49,7 +44,6 @@ logger = logging.getLogger(__name__)
 _PERIOD_SECS = 1.0
 _NODES_PER_SEC = 64
 _OFFLINE_PERIODS = 6
-_KEEPER_PERIODS = 4  # a board that has not changed for so long has lost its keeper
 _SHOWN_SECS = 600.0
 """A node that is gone, and has been replaced, is shown for so long; and no more of them than so many:"""
 _MOST_GONE = 16
@@ -57,27 +51,16 @@ _END_SECS = 3.0
 _CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
-def make_board(options: LaunchOptions, rendezvous: RendezvousClient, path: Path) -> StatusBoard:
-    """A launcher's. ``path``: the job's memory on this node."""
-    domain = domain_of(options.node, declared=options.node_declared)
-    return StatusBoard(
-        rendezvous.connect_for_status,
-        NodeObserver(path, options.node, domain, has_daemon=options.daemon),
-        rendezvous.is_spare,
-        job_id=options.job_id,
-        node=options.node,
-        path=path,
-    )
-
-
 class StatusBoard:
-    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
+    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses.
+    ``nodes``: that are there, in the same order on all; the first keeps the board."""
 
     def __init__(
         self,
         connect: Callable[[], RendezvousStore],
         observer: NodeObserver,
         is_spare: Callable[[], bool],
+        nodes: Callable[[], Sequence[str]],
         *,
         job_id: str,
         node: str,
@@ -86,6 +69,7 @@ class StatusBoard:
         self._connect = connect
         self._observer = observer
         self._is_spare = is_spare
+        self._nodes = nodes
         self._job_id = job_id
         self._node = node
         self._path = path
@@ -97,8 +81,6 @@ class StatusBoard:
         self._closed = False
         self._number = time.time_ns()  # more than that of a launcher before it that had the same node
         self.board = Board(job_id=job_id)  # as this launcher last saw it
-        self._held: bytes | None = None
-        self._still_periods = 0
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
         self._watch = SpeedWatch()
@@ -214,47 +196,25 @@ class StatusBoard:
             self._store = self._connect()
         store = self._store
         store.set(f"node/{self._node}", report.pack())
-        held = store.peek("board")
-        now = time.monotonic()
+        held, now = store.peek("board"), time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
-        if held != self._held:
-            self._held, self._still_periods = held, 0
-            try:
-                self.board = Board(job_id=self._job_id) if held is None else Board.unpack(held)
-            except ValueError:  # another release's: it is put together anew
-                self.board = Board(job_id=self._job_id)
-        else:
-            self._still_periods += 1
-        if self.board.row(self._node) is None:
-            self._enlist(store)
-        if self._is_keeper():
-            self._keep(store, report, elapsed)
+        board = Board(job_id=self._job_id)
+        with suppress(ValueError):  # another release's: it is put together anew
+            board = board if held is None else Board.unpack(held)
+        self.board = board
+        names = self._nodes() or [self._node]
+        if names[0] == self._node:
+            self._keep(store, names, report, elapsed)
 
-    def _enlist(self, store: RendezvousStore) -> None:
-        held = store.peek("nodes")
-        names = [] if held is None else json.loads(held)
-        if self._node not in names:
-            # Where another node was quicker, the next turn tries again.
-            store.compare_set("nodes", held, json.dumps([*names, self._node]).encode())
-
-    def _is_keeper(self) -> bool:
-        if self.board.keeper == self._node:
-            return True
-        # One after the other, so that not all try at once.
-        names = [row.report.node for row in self.board.rows if row.signal is not Signal.OFFLINE]
-        turn = names.index(self._node) if self._node in names else len(names)
-        patience = 0 if not self.board.keeper else _KEEPER_PERIODS + min(turn, 8)
-        return self._still_periods >= patience
-
-    def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
+    def _keep(
+        self, store: RendezvousStore, names: Sequence[str], mine: NodeReport, elapsed_secs: float
+    ) -> None:
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
         elapsed = min(elapsed_secs, 2 * period)
         before = {row.report.node: row for row in self.board.rows}
-        listed = store.peek("nodes")
-        names = set() if listed is None else set(json.loads(listed))
         rows, told = [], []
-        for name in sorted({*before, *names, self._node}):
+        for name in sorted({*before, *names}):
             report = mine if name == self._node else _report(store, name)
             known = before.get(name)
             if report is None and known is None:
@@ -281,17 +241,11 @@ class StatusBoard:
             slow=self._watch.slow(),
             speeds=self._watch.speeds(),
         )
-        data = board.pack()
-        done, held = store.compare_set("board", self._held, data)
-        if not done:
-            return  # somebody else keeps it: read it at the next turn
+        store.set("board", board.pack())
         tell_changes(self.board.slow, board.slow)
-        self.board, self._held, self._still_periods = board, held, 0
-        if forgotten and listed is not None:
-            left = [n for n in json.loads(listed) if n not in forgotten]
-            store.compare_set("nodes", listed, json.dumps(left).encode())
-            for name in forgotten:
-                store.delete(f"node/{name}")
+        self.board = board
+        for name in forgotten:
+            store.delete(f"node/{name}")
 
     def _write(self, report: NodeReport) -> None:
         """The copy on this node, with this node's own newest report."""
@@ -306,11 +260,6 @@ class StatusBoard:
         if self._store is not None:
             self._store.close()
         self._store = None
-
-
-def domain_of(node: str, *, declared: bool) -> str:
-    """What fails as one with a node: itself if somebody declared it to be one, else its host (P4)."""
-    return node if declared else f"host {socket.gethostname()} {kernel_id()[:8]}"
 
 
 def _report(store: RendezvousStore, node: str) -> NodeReport | None:

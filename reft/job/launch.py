@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,12 +29,12 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
 from reft.job.agreement import Agreement
-from reft.job.board import make_board
+from reft.job.board import StatusBoard
 from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
 from reft.job.node import DaemonKeeper, NodeMemory
@@ -44,10 +45,11 @@ from reft.job.rendezvous.scaling import Scaler
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
+from reft.naming import kernel_id
 from reft.node import history
 from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
-from reft.node.observe import CommitWatch
+from reft.node.observe import CommitWatch, NodeObserver
 from reft.node.progress import STACKS_SUFFIX
 from reft.node.report import ENDED_WELL
 from reft.protect.builds import tell_of_abandoned_builds
@@ -123,7 +125,18 @@ class Launcher:
         self.hangs = Hangs(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._warm: WarmTrainers | None = None
-        self._board = make_board(options, self.rendezvous, self._memory.path)
+        # What fails as one with this node: itself if somebody declared it to be one, else its host (P4).
+        host = f"host {socket.gethostname()} {kernel_id()[:8]}"
+        domain = options.node if options.node_declared else host
+        self._board = StatusBoard(
+            self.rendezvous.connect_for_status,
+            NodeObserver(self._memory.path, options.node, domain, has_daemon=options.daemon),
+            self.rendezvous.is_spare,
+            self.rendezvous.nodes,
+            job_id=options.job_id,
+            node=options.node,
+            path=self._memory.path,
+        )
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
         self._before: Agreement | None = None

@@ -25,7 +25,7 @@ import msgpack
 import psutil
 
 from reft import log
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.control.authenticated import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier

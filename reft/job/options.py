@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.config_read import parse_block, read_block
+from reft.config import parse_block, read_block
 from reft.control.authenticated import format_endpoint
 from reft.errors import ConfigError
 from reft.job.hosts import apply_hostfile, apply_slurm

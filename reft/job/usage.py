@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from reft import env
-from reft.config_read import parse_block
+from reft.config import parse_block
 
 ETCD_BACKEND = "etcd-v3"
 RESTARTS = 3  # Failures of trainers that follow each other without a new version in between

@@ -11,7 +11,7 @@ import pytest
 
 from reft import cli
 from reft.cli import COMMANDS
-from reft.config_read import explain
+from reft.config import explain
 
 HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
 COUNT = f"""

@@ -22,7 +22,7 @@ def journal_of(directory: Path) -> Path:
 def test_what_was_stored_is_there_again(tmp_path: Path) -> None:
     for life in range(3):
         server = RendezvousServer("127.0.0.1", 0, SECRET, tmp_path / "state")
-        store = KeyValueStore(server.info.endpoint, SECRET)
+        store = KeyValueStore(server.endpoint, SECRET)
         assert store.add("lives", 1) == life + 1
         store.set("gone", "x")
         store.delete("gone")

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 import reft
-from reft.data import batches, loading
+from reft.data import loading
+from reft.data import order as batches
 from reft.data.order import Order
 from reft.engine.checks.start import check_orders
 from reft.engine.data import DataPosition

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 import reft
-from reft.data import batches
+from reft.data import order as batches
 from reft.data.order import JobPosition, Order
 from reft.errors import ConfigError
 from tests.data.life import Damaged

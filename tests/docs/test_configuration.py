@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import groupby
 
-from reft.config_read import KeyDoc, explain
+from reft.config import KeyDoc, explain
 from tests.wheel import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"

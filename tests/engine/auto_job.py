@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.engine import session as session_module
 from reft.engine.checks.start import DeviceFindings
 from reft.engine.deepspeed import session_of

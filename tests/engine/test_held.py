@@ -91,14 +91,15 @@ def test_a_gated_mlp_has_two_matrices_whatever_its_stride_says(first: str, secon
     ("declared", "known"),
     [(None, (None, ())), ((4, 2, 2), (0, (4, 2, 2))), ((8,), (0, (8,))), ((4,), (None, ()))],
 )
-def test_p7_queries_keys_and_values_are_not_guessed(declared: Any, known: Any) -> None:
-    """A slice may have them head by head, or one behind the other."""
-    model = torch.nn.ModuleDict({"query_key_value": torch.nn.Linear(4, 8, bias=False)})
-    weight: Any = model["query_key_value"].weight
+@pytest.mark.parametrize("name", ["query_key_value", "gate_up_proj"])
+def test_p7_fused_matrices_are_not_guessed(name: str, declared: Any, known: Any) -> None:
+    """A slice may have queries, keys and values head by head, or one behind the other."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 8, bias=False)})
+    weight: Any = model[name].weight
     weight.partition_dim = 0
     if declared is not None:
         weight.partition_blocks = declared
-    assert splits_of(model) == {"query_key_value.weight": known}
+    assert splits_of(model) == {f"{name}.weight": known}
 
 
 @pytest.mark.parametrize(

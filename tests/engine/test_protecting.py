@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reft.config import ReftConfig
-from reft.config_read import parse_block
+from reft.config import ReftConfig, parse_block
 from reft.engine.checks.start import group_timeout_secs, timeout_is_short, what_is_protected
 from reft.engine.load.memory import MemoryRestorer
 from reft.grid import Degrees

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.keyvalue import RendezvousStore, StoreError
+from reft.control.keyvalue import StoreError
 from reft.errors import FencedError
 from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
@@ -82,7 +82,11 @@ class Table:
         self.leases.clear()
 
 
-class Connection(RendezvousStore):
+class Connection:
+    """What the rendezvous needs of a :class:`reft.control.keyvalue.RendezvousStore`."""
+
+    keeps_leases = False
+
     def __init__(self, table: Table, clock: Clock, randomness: random.Random) -> None:
         self._table, self._clock, self._random = table, clock, randomness
         self.names: set[str] = set()
@@ -95,21 +99,14 @@ class Connection(RendezvousStore):
                 raise StoreError("the store does not answer")
         return self._table
 
-    @property
-    def endpoint(self) -> str:
-        return "nowhere:1"
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._reach().values[self.prefix + key] = value.encode() if isinstance(value, str) else value
+    def set(self, key: str, value: bytes) -> None:
+        self._reach().values[key] = value
 
     def peek(self, key: str) -> bytes | None:
-        return self._reach().values.get(self.prefix + key)
-
-    def delete(self, key: str) -> bool:
-        return self._reach().values.pop(self.prefix + key, None) is not None
+        return self._reach().values.get(key)
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
-        values, key = self._reach().values, self.prefix + key
+        values = self._reach().values
         if values.get(key) == expected:
             values[key] = value
             return True, value
@@ -121,12 +118,12 @@ class Connection(RendezvousStore):
         table.left_at.pop(name, None)
         self.names.add(name)
 
+    def alive(self, prefix: str) -> frozenset[str]:
+        return frozenset()
+
     def left(self, prefix: str) -> dict[str, float]:
         table = self._reach()
         return {n: self._clock.now - at for n, at in table.left_at.items() if n.startswith(prefix)}
-
-    def local_address(self) -> str:
-        return "127.0.0.1"
 
     def close(self) -> None:
         """The connection breaks: the server sees it at once."""
@@ -206,13 +203,11 @@ class Node:
         self._turn.release()
 
     def _live(self, connection: Connection) -> None:
-        world = self.world
-        store = connection
+        world, store = self.world, connection
         config = LaunchConfig(
             world.least, world.most, 1, run_id=JOB, local_addr=self.name, rdzv_configs=dict(CONFIGS)
         )
         handler = StoreRendezvous(store, config, NodeInfo(self.name, 1), JOB)
-        world.handlers[self.name] = handler
         handler.wait_secs = world.wait_secs
         while True:
             try:
@@ -271,12 +266,9 @@ class Node:
             return
         with contextlib.suppress(StoreError, RendezvousError):
             self._note_sizes(handler, len(members))
-            store.set(committed_key(JOB), f"{self.incarnation}:1")
+            store.set(committed_key(JOB), b"%d:1" % self.incarnation)
             running = len(members)
-            order = self.world.order
-            if order is not None and (now := handler.state.scaling) and now.number >= order.number:
-                order = None
-            if order is not None:
+            if (order := self.world.order) is not None:
                 handler.tell(Ordered(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
@@ -312,7 +304,6 @@ class World:
         self.table = Table()
         self.least, self.most = least, most
         self.nodes: list[Node] = []
-        self.handlers: dict[str, StoreRendezvous] = {}
         self.back = threading.Semaphore(0)
         self.order: ScaleOrder | None = None
         self.sizes: tuple[int, ...] = ()

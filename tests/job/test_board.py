@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,15 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> No
 # -- one board among others, over a real store ----------------------------------------------------------
 
 
-def board_of(server: KeyValueServer, root: Path, node: str) -> StatusBoard:
+def board_of(server: KeyValueServer, root: Path, node: str, nodes: Sequence[str] = ()) -> StatusBoard:
     job = JobDir.open_or_create(root / node, "job", node=node, secret=SECRET)
 
     def connect() -> KeyValueStore:
         return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=5.0)
 
     observer = NodeObserver(job.path, node, node, has_daemon=False)
-    return StatusBoard(connect, observer, lambda: False, job_id="job", node=node, path=job.path)
+    told = (lambda: False, lambda: nodes)
+    return StatusBoard(connect, observer, *told, job_id="job", node=node, path=job.path)
 
 
 def known(root: Path, node: str) -> dict[str, str]:
@@ -101,18 +103,19 @@ def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_a
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reft.job.board._PERIOD_SECS", 0.2)
-    boards = {node: board_of(server, tmp_path, node) for node in "abc"}
+    there = list("abc")
+    boards = {node: board_of(server, tmp_path, node, there) for node in "abc"}
     for board in boards.values():
         board.start()
     everyone = dict.fromkeys("abc", "HEALTHY")
     wait_for(lambda: all(known(tmp_path, node) == everyone for node in "abc"), "all")
-    keeper = boards["c"].board.keeper
-    first, second = (node for node in "abc" if node != keeper)
+    keeper, first, second = "abc"
     boards[first].tell("waiting for nodes", failed="out of memory")
     wait_for(lambda: known(tmp_path, second).get(first) == "UNHEALTHY", "the failure")
     boards[first].close("told to stop")
     wait_for(lambda: known(tmp_path, second).get(first) == "OFFLINE", "the end")
     monkeypatch.setattr(boards[keeper], "_turn", lambda ending: None)  # as if it was killed
+    there[:] = [second]
     wait_for(lambda: known(tmp_path, second).get(keeper) == "OFFLINE", "the loss of the keeper")
     assert boards[second].board.keeper == second
     for board in boards.values():
@@ -128,7 +131,6 @@ def test_p6_what_another_has_written_there_is_put_right(
     store = KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
     for key in ("board", "node/ghost"):
         store.set(key, junk)
-    store.set("nodes", json.dumps(["ghost"]))
     board = board_of(server, tmp_path, "a")
     board.start()
 
@@ -173,7 +175,7 @@ def make_steps(path: Path, rank: int, compute_millis: int, clock: Clock) -> Prog
 def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    boards = [board_of(server, tmp_path, node) for node in "ab"]
+    boards = [board_of(server, tmp_path, node, "ab") for node in "ab"]
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr("reft.node.progress.time", clock)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import PersistConfig, ReftConfig
-from reft.config_read import parse_block
+from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.errors import OvertakenError
 from reft.grid import Coordinate
 from reft.memory.jobdir import JobDir

@@ -121,11 +121,21 @@ def test_hip_sees_the_devices_that_are_left_where_its_own_variable_says_others()
 
 
 @pytest.mark.process
-def test_trainers_see_the_devices_that_are_left(tmp_path: Path) -> None:
-    options = ("--hostfile", str(write(tmp_path, "localhost slots=3\n")), "--include", "localhost:0,2")
+@pytest.mark.parametrize(
+    ("more", "seen"),
+    [
+        ((), ["0,2"] * 2),
+        pytest.param(("--virtual-local-rank",), ["0", "2"], marks=pytest.mark.integration),
+    ],
+)
+def test_trainers_see_the_devices_that_are_left(
+    tmp_path: Path, more: tuple[str, ...], seen: list[str]
+) -> None:
+    path = str(write(tmp_path, "localhost slots=3\n"))
+    options = ("--hostfile", path, "--include", "localhost:0,2", *more)
     with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
         assert job.wait(240) == {0: 0}
-        assert [event["devices"] for event in job.events("start")] == ["0,2"] * 2
+        assert sorted(event["devices"] for event in job.events("start")) == seen
 
 
 def test_some_nodes_of_a_hostfile_are_spares(tmp_path: Path) -> None:

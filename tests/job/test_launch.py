@@ -133,7 +133,7 @@ def test_wrong_use_says_what_to_write(
 
 def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
-    endpoint = server.info.endpoint
+    endpoint = server.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
     rendezvous, late = (RendezvousClient(options, SECRET) for _ in range(2))
     rendezvous.connect()
@@ -152,10 +152,10 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
 ) -> None:
     monkeypatch.setenv("REFT_SECRET", SECRET.hex())
     with closing(RendezvousServer("127.0.0.1", 0, SECRET)) as server:
-        where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
+        where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
         launcher.rendezvous.connect()
-        store = KeyValueStore(server.info.endpoint, SECRET)
+        store = KeyValueStore(server.endpoint, SECRET)
         store.set("reft/job/committed", "1:7")
         agent: Any = SimpleNamespace(all_ended_well=True)
         assert launcher.judge(agent, {}) == 0

@@ -62,15 +62,6 @@ def check_starts(world: World) -> None:
 
 
 @STORES
-def test_nodes_gather_and_spares_wait(store: type[Connection]) -> None:
-    world = World(1, 2, 3, store)
-    with gathered(world, 3, started=4):
-        world.kill(next(n for n in world.alive if n.trains))
-        world.run(30.0)
-        settled(world, 3)
-
-
-@STORES
 def test_nodes_that_are_left_say_what_they_wait_for(
     store: type[Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,22 +214,6 @@ def test_p3_a_path_that_lost_a_stage_waits_whole_and_grows_back_with_the_node_th
         world.start()
         world.run(30.0)
         settled(world, 4)
-
-
-@STORES
-def test_p3_below_the_least_number_that_fits_nodes_wait_for_another(store: type[Connection]) -> None:
-    world = of_sizes(3, (3, 4), store)
-    world.least = 1
-    with gathered(world, 4):
-        world.run(5.0)
-        for node in world.alive[:2]:
-            world.kill(node)
-        world.run(120.0)
-        assert [n.end for n in world.alive] == ["", ""]
-        assert not any(n.trains for n in world.alive)
-        world.start()
-        world.run(40.0)
-        settled(world, 3)
 
 
 @STORES

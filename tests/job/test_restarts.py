@@ -57,15 +57,6 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
 
 @pytest.mark.process
 @pytest.mark.integration
-def test_trainers_that_make_none_are_started_again_three_times(tmp_path: Path) -> None:
-    with one_node(tmp_path, "light.py", "exit", "137") as job:
-        assert job.wait(300) == {0: 137}
-        assert restarts_used(job) == [0, 1, 2, 3]
-        assert "restarts used since the last new version: 3 of 3 (--max-restarts): the job ends" in job.log(0)
-
-
-@pytest.mark.process
-@pytest.mark.integration
 def test_the_same_error_twice_before_the_first_version_ends_the_job(tmp_path: Path) -> None:
     with one_node(tmp_path, "light.py", "raise") as job:
         assert job.wait(300) == {0: 1}

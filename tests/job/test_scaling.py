@@ -215,8 +215,10 @@ class Node:
         self.state = step(self.state, event, 0.0, Rules(1, 3, 10, 1, 5))
 
     def trains(self, names: str) -> None:
-        ranks = tuple((rank,) for rank in range(len(names)))
-        self.state.agreement = Agreement(1, tuple(names), tuple(names), ranks, restarts_used=0, known_step=1)
+        workers = (1,) * len(names)
+        self.state.agreement = Agreement(
+            1, tuple(names), tuple(names), workers, restarts_used=0, known_step=1
+        )
         self.state.nodes = dict.fromkeys(names, Member(Role.TRAINS))
 
     def tolerance_left(self, incarnation: int) -> int | None:

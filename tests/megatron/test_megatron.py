@@ -198,6 +198,8 @@ def test_the_line_of_the_step_that_a_job_stops_after_is_printed(
 
 
 class Engine(SimpleNamespace):
+    module = torch.nn.Module()
+
     def train_batch_size(self) -> int:
         return 8
 

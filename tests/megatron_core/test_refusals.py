@@ -12,7 +12,7 @@ import torch
 
 from megatron_patches.core import engine as support
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.engine.engine import gradient_capture
 from reft.errors import ConfigError, UnsupportedStateError
 

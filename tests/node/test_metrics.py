@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from reft.config import MetricsConfig
-from reft.config_read import parse_block
+from reft.config import MetricsConfig, parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
 from reft.node.daemon import NodeStatus

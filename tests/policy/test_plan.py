@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from reft import cli
-from reft.config_read import load_config
+from reft.config import load_config
 from reft.errors import ConfigError
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
 from reft.tools.planning.display import show_plan

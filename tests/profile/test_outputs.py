@@ -17,7 +17,7 @@ from rich.console import Console
 
 from reft import cli
 from reft.cli import profile as cli_profile
-from reft.config_read import explain, parse_block
+from reft.config import explain, parse_block
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.profile.analysis import analyse

@@ -14,8 +14,7 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
 
-from reft.config import ReftConfig, Variant
-from reft.config_read import load_config
+from reft.config import ReftConfig, Variant, load_config
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 

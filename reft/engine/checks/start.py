@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import ReftConfig, Variant
-from reft.data.batches import shares_store
+from reft.data.order import shares_store
 from reft.device import Vendor, vendor_of
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference, dynamic_refused

@@ -1,8 +1,9 @@
 """Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are sound.
 
-Rank 0 looks, all ranks hear what it found, and all read and check: each file of a checkpoint is compared
-with its checksum by one rank of the job before any rank loads any of it (P5). Whatever one rank finds
-wrong, all refuse alike (P6), and the next older checkpoint is tried.
+Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their blocks
+verified as they come, or all before where the job has a state to lose; each of DeepSpeed's files is compared
+with its checksum by one rank before any rank loads any of it (P5). Whatever one rank finds wrong, all refuse
+alike (P6), and the next older checkpoint is tried.
 """
 
 from __future__ import annotations

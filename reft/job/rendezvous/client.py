@@ -282,6 +282,10 @@ class RendezvousClient:
     def is_spare(self) -> bool:
         return self.handler is not None and self.handler.is_spare
 
+    def nodes(self) -> list[str]:
+        """Ids of all that are there, in the same order on each of them; empty: it is not known yet."""
+        return [] if self.handler is None else self.handler.nodes
+
     def close(self, outcome: str) -> None:
         """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
         without."""

@@ -424,6 +424,11 @@ class StoreRendezvous:
         return self._me.role is Role.SPARE
 
     @property
+    def nodes(self) -> list[str]:
+        """Ids of all that are there, in the same order on each of them."""
+        return [node.node for _, node in sorted(self.state.nodes.items()) if node.node]
+
+    @property
     def fitting(self) -> tuple[int, ...]:
         sizes = self.state.sizes or self._known.sizes or Sizes()
         return sizes.of(self.rules.least, self.rules.most)

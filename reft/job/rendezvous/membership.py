@@ -41,6 +41,7 @@ class Node(NamedTuple):
     seated: bool = False
     leaving: bool = False  # it is to leave the job, and is still there
     info: NodeInfo | None = None  # what it brings into a round that forms
+    node: str = ""  # its id
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,7 @@ class Rules:
 # -- events --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Looked:
+class Looked(NamedTuple):
     """A node has read the state. ``alive``: when others were last known to live, as it knows of their leases;
     ``ended``: those whose launchers have ended; ``trusts``: whether their silence is their own."""
 
@@ -178,15 +178,13 @@ class Looked:
     trusts: bool
 
 
-@dataclass(frozen=True)
-class Exited:
+class Exited(NamedTuple):
     """Its trainers have ended, or it has waited too long: it is in no round, and waits for none."""
 
     node: str
 
 
-@dataclass(frozen=True)
-class Joins:
+class Joins(NamedTuple):
     """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare, and may
     have lost as well who trains. ``alone``: for long no other node has waited. ``wait_until``: for others, in
     the place of lost nodes; None: as all do."""
@@ -198,8 +196,7 @@ class Joins:
     wait_until: float | None = None
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling, sizes``: as
     it saw them last, for a store that has lost them."""
 
@@ -209,30 +206,26 @@ class Beat:
     sizes: Sizes | None = None
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
 
     node: str
     signal: int = 0
 
 
-@dataclass(frozen=True)
-class Leaves:
+class Leaves(NamedTuple):
     """A spare leaves the job for good."""
 
     node: str
 
 
-@dataclass(frozen=True)
-class Closes:
+class Closes(NamedTuple):
     """The job has ended, and why: no round forms any more."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class Ordered:
+class Ordered(NamedTuple):
     """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer leave when
     they are told."""
 
@@ -242,24 +235,21 @@ class Ordered:
     running: int
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """Those of ``running`` nodes with these ranks are told to leave."""
 
     ranks: tuple[int, ...]
     running: int
 
 
-@dataclass(frozen=True)
-class Stays:
+class Stays(NamedTuple):
     """The job stays at the number of nodes that it has, in the place of an order that went half way."""
 
     number: int
     running: int
 
 
-@dataclass(frozen=True)
-class Fits:
+class Fits(NamedTuple):
     """With how many nodes the job can train, by a version of that round."""
 
     round: int
@@ -267,8 +257,7 @@ class Fits:
     sizes: Sizes
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """Trainers refused to start on so many nodes."""
 
     nodes: int
@@ -287,6 +276,8 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
             _exit(after, event.node, rules)
         case Joins():
             _join(after, event, now, rules)
+            if after.role(event.node) is not Role.NONE:
+                _set(after, event.node, node=event.info.node)
         case Beat():
             _beat(after, event, now, rules)
         case Ends():
@@ -335,8 +326,9 @@ def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
         # There is no place for those that a full round went on without.
         full = rules.is_full(state) and not is_told
         for name, node in state.nodes.items():
-            trains = node.role is Role.TRAINS
-            state.nodes[name] = node._replace(seated=trains or (node.seated and not full))
+            seated = node.role is Role.TRAINS or (node.seated and not full)
+            if seated != node.seated:
+                state.nodes[name] = node._replace(seated=seated)
     if event.trusts:
         _strike_out(state, event, now, rules)
 
@@ -363,7 +355,8 @@ def _beat(state: State, event: Beat, now: float, rules: Rules) -> None:
             state.scaling = event.scaling or state.scaling
             state.sizes = event.sizes or state.sizes
         state.agreement, state.complete = mine, True
-        _set(state, event.node, role=Role.TRAINS, seen=now)
+        node = mine.nodes[mine.members.index(event.node)]
+        _set(state, event.node, role=Role.TRAINS, seen=now, node=node)
     else:
         _keep_alive(state, event.node, now, rules)
 

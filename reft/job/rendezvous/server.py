@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reft.control.authenticated import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
@@ -26,17 +25,6 @@ from reft.refusal import Parser
 logger = logging.getLogger(__name__)
 
 _SERVED_KEY = "reft/rendezvous"
-
-
-@dataclass(frozen=True)
-class RendezvousInfo:
-    """Where a store is served; ``address``: the one that it listens on."""
-
-    endpoint: str
-    host: str
-    port: int
-    pid: int
-    address: str
 
 
 class RendezvousServer(KeyValueServer):
@@ -62,9 +50,7 @@ class RendezvousServer(KeyValueServer):
         name, secret = host or socket.getfqdn(), secret or user_secret()
         journal = Journal(state_dir, secret) if state_dir is not None else None
         super().__init__(listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()}, journal)
-        self.info = RendezvousInfo(
-            format_endpoint(name, self.port), name, self.port, os.getpid(), address=self.host
-        )
+        self.name, self.endpoint = name, format_endpoint(name, self.port)
 
 
 def is_reachable(endpoint: str) -> bool:
@@ -118,15 +104,17 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, AuthenticationError) as error:
         print(f"reft rendezvous: {error}", file=sys.stderr)
         return 2
-    info = server.info
-    if is_loopback(info.address) and not is_loopback(info.host):
+    if is_loopback(server.host) and not is_loopback(server.name):
         print(
-            f"reft rendezvous: {info.host} is {info.address} on this host, so other hosts cannot reach it; "
+            f"reft rendezvous: {server.name} is {server.host} on this host, so other hosts cannot reach it; "
             f"give an address of this host with --host",
             file=sys.stderr,
         )
-    where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
-    print(json.dumps(asdict(info)) if options.json else where, flush=True)
+    where = f"rendezvous at {server.endpoint}, listening on {server.host} only"
+    if options.json:
+        place = {"endpoint": server.endpoint, "host": server.name, "port": server.port}
+        where = json.dumps({**place, "pid": os.getpid(), "address": server.host})
+    print(where, flush=True)
     select.select([told], [], [])
     server.close()
     return 0

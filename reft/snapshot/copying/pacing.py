@@ -1,6 +1,6 @@
 """The pacer: measures the windows of a running job, plans with HAS, opens and closes the gate.
 
-One per engine. The training thread tells it what begins and ends (:mod:`reft.engine.weave`); the copying
+One per engine. The training thread tells it what begins and ends (:mod:`reft.engine.deepspeed`); the copying
 thread asks its gate before every chunk and has the plan renewed after every version.
 """
 

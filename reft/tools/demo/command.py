@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from reft.config_read import parse_block
+from reft.config import parse_block
 from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from reft.config_read import read_object
+from reft.config import read_object
 from reft.errors import ConfigError
 from reft.protect.survival import Weibull
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reft.config import ReftConfig, Variant
-from reft.config_read import parse_block
+from reft.config import ReftConfig, Variant, parse_block
 from reft.engine.checks.preflight import engine_findings, part_of
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology

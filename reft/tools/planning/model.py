@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
-from reft.config_read import read_object
+from reft.config import read_object
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.planning.cluster import Cluster
