@@ -97,7 +97,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("--protection", str, "arc", "SCHEME", "as in the reft block: arc, aec, rs:K, ..., auto, none"),
         ("--memory-dir", Path, _MEMORY_DIR, "DIR", "where to make the nodes' memory directories"),
         ("--json", str, None, "FILE", "write the report to FILE; - is standard output"),
-        ("--keep-logs", Path, None, "DIR", "keep logs and events in DIR"),
     ):
         derived = "" if default is None else " (default: %(default)s)"
         parser.add_argument(option, type=kind, default=default, metavar=metavar, help=says + derived)
@@ -168,15 +167,14 @@ def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[st
 
 
 def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it failed or if
-    that was asked for."""
+    """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it failed."""
     began = time.monotonic()
 
     def say(text: str, style: str = "") -> None:
         stamp = f"[{time.monotonic() - began:6.1f} s] "
         console.print(Text(stamp, style="dim") + Text(text, style=style), highlight=False)
 
-    kept, directory = options.keep_logs is not None, _log_directory(options.keep_logs)
+    kept, directory = False, Path(tempfile.mkdtemp(prefix="reft-demo-"))
     kills = ", ".join(f"node {k.node} in step {k.step + 1}" for k in options.kills) or "none"
     say(
         f"a small transformer over {options.pp * options.dp} nodes, PP{options.pp} x DP{options.dp}, "
@@ -190,12 +188,10 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         ):
             if problem is None:
                 say(f"--- {what}")
-                memory = Path(tempfile.mkdtemp(prefix="reft-demo-", dir=options.memory_dir))
-                try:
-                    job = Job(options, name, directory / name, memory, say)
+                where = {"prefix": "reft-demo-", "dir": str(options.memory_dir)}
+                with tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as memory:
+                    job = Job(options, name, directory / name, Path(memory), say)
                     jobs[name], problem = job, job.run(began + _MOST_SECS)
-                finally:
-                    shutil.rmtree(memory, ignore_errors=True)
         reference = jobs["reference"].losses if "reference" in jobs else {}
         report = {
             "layout": {key: getattr(options, key) for key in ("pp", "dp", "protection")},
@@ -206,7 +202,6 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         if not report["good"]:
             kept = True
             _show_log(console, [*jobs.values()][-1].nodes)
-        if kept:
             console.print(f"logs and events: {directory}", highlight=False, markup=False)
         if options.json is not None:
             text = json.dumps(report, indent=2) + "\n"
@@ -215,16 +210,6 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     finally:
         if not kept:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _log_directory(wanted: Path | None) -> Path:
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="reft-demo-"))
-    directory = wanted.absolute()
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"--keep-logs {directory} is not empty; give a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 @dataclass
