@@ -57,6 +57,7 @@ _REFUSED_ABOVE_ONE = {
     "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
 }
 """Numbers that must be 1, each with the reason."""
+_DEGREES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
     "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by the "
@@ -137,6 +138,7 @@ class MegatronProgram:
         session.stopping.at_next_step = True
         tell_of_attention(self._engine.module)
         wrap(session.engine, "capture", self._capture)
+        wrap(self._engine, "load_checkpoint", self._load)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):
@@ -182,6 +184,16 @@ class MegatronProgram:
         }
         with _evaluation_begun(self._begins_to_evaluate):
             return {**state, "rng_state": self._rng_state()}
+
+    def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What was taken up in another layout is what the program compares with its own, and draws anew."""
+        path, client = original(*args, **options)
+        told = (client or {}).get("args")
+        was, now = ([getattr(found, name, None) for name in _DEGREES] for found in (told, self._args))
+        if isinstance(told, Namespace) and was != now:
+            vars(told).update(zip(_DEGREES, now, strict=True))
+            client["rng_state"] = self._rng_state()
+        return path, client
 
     def _capture(self, original: Callable[..., Any], client_state: Mapping[str, Any] | None) -> Any:
         """The host state, with the random states that the next iteration begins with."""
