@@ -76,6 +76,11 @@ _OPTIONS = {
     "nosaverng": "--no-save-rng",
     "cyclic": "--dataloader-type cyclic",
     "recompute": "--deepspeed-activation-checkpointing --checkpoint-activations",
+    "llama": """
+        --attention-dropout 0 --hidden-dropout 0 --swiglu --normalization rmsnorm --disable-bias-linear
+        --use-rotary-position-embeddings --untie-embeddings-and-output-weights --num-key-value-heads 2
+        --ffn-hidden-size 48 --lr 1e-2
+    """,
 }
 OF_DEEPSPEED = (
     "pp2dp2-zero0-fp32",
@@ -98,6 +103,7 @@ OF_DEEPSPEED = (
     "pp2dp2-zero1-fp32-persisted",
     "pp2dp2-zero1-bf16acc32-persisted",
     "dp2-zero1-bf16-nopipeline-persisted",
+    "tp2pp2dp2-zero1-fp32-llama-relayout",
 )
 
 
@@ -124,6 +130,7 @@ def of_deepspeed(name: str, script: Path, scratch: Path) -> Program:
         {_ARGUMENTS} {_SAMPLES if ramps else _LENGTH} {" ".join(_OPTIONS.get(o, "") for o in options)}
         {"" if precision == "fp32" else f"--{precision[:4]}"} --zero-stage {stage}
         --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --data-path {_corpus(scratch)}
+        --make-vocab-size-divisible-by {256 // tp}
     """
     config = {
         "train_batch_size": 4 if ramps else 8,  # the first one
@@ -189,6 +196,24 @@ def _corpus(scratch: Path) -> Path:
             for _ in range(400):
                 corpus.add(draws.integers(0, VOCABULARY - 1, size=int(draws.integers(40, 200))))
     return prefix
+
+
+def relaid_out(name: str, program: Program, scratch: Path) -> list[str]:
+    """Where the losses of a job that goes on with one slice in the place of two differ from the undisturbed one's."""
+    directory, stored = scratch / name, scratch / name / "stored"
+    undisturbed = program.run(directory / "undisturbed", None)
+    block = {"enabled": True, "persist": {"dir": str(stored), "interval_steps": 1}}
+    program.run(directory / "first", block, "--exit-interval", str(KILLED_AT))
+    (job,) = stored.iterdir()
+    other = of_deepspeed(name.removeprefix("tp2"), program.script, scratch)
+    again = {"enabled": True, "accept_changes": ["arguments"]}
+    went_on = other.run(directory / "second", again, "--load", str(job))
+    steps = range(KILLED_AT + 1, ITERATIONS + 1)
+    told = [f"{at}: {undisturbed.losses(at)}, then {went_on.losses(at)}" for at in steps]
+    print("\n".join([f"\n{name}", *told]))
+    return [
+        line for at, line in zip(steps, told, strict=True) if undisturbed.losses(at) != went_on.losses(at)
+    ]
 
 
 def persisted(name: str, program: Program, directory: Path) -> list[str]:
@@ -310,7 +335,9 @@ def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
     and the next one is run."""
     began, directory, values = time.monotonic(), scratch / name, 0
     try:
-        if name.endswith("-persisted"):
+        if name.endswith("-relayout"):
+            found = relaid_out(name, program, scratch)
+        elif name.endswith("-persisted"):
             found = persisted(name, program, directory)
         else:
             undisturbed = program.run(directory / "undisturbed", None)
