@@ -10,13 +10,11 @@ import torch
 
 from reft.config import HasConfig, Variant
 from reft.errors import ReftError
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
-from reft.snapshot.copying.peers import PeerCheck
-from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
+from reft.state.adapters import why_not_loadable
 from reft.state.codec import encode
-from reft.state.support import why_not_loadable
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,7 @@ class TrainingEngine(Protocol):
         """What this rank's part of the model consists of, for people, with a digest of it."""
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The host state at a step boundary (see :mod:`reft.state.host` for its keys)."""
+        """The host state at a step boundary (see :mod:`reft.state.blob` for its keys)."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """The images have been written."""

@@ -16,8 +16,7 @@ from reft.grid import Coordinate, Degrees
 from reft.memory.arena import is_decoded
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
-from reft.protect.coded_blocks import BlockCode
-from reft.protect.decode import plan_decode
+from reft.protect.codes import BlockCode, plan_decode
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from reft.grid import Coordinate, Topology
 from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
-from reft.recover.findings import Group
-from reft.recover.inventory import Inventory, opened_arenas, take_inventory
+from reft.recover.inventory import Group, Inventory, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 from reft.recover.rebuild import Decoder
 

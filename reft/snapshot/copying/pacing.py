@@ -23,9 +23,9 @@ from reft.snapshot.scheduling.has import (
     Overflow,
     plan_schedule,
 )
-from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import (
     AnalyticEstimator,
+    ChunkRecord,
     Window,
     WindowKind,
     one_f_one_b_names,
@@ -358,10 +358,10 @@ class Pacer:
         beside: dict[int, tuple[int | None, int]] = {
             position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
         }
+        # With a window starts its own, and, for engines that queue, its part of tier 2.
+        part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
-            p.position: (i, self._budget(plan, i))
-            for i, p in enumerate(plan.windows)
-            if p.position is not None
+            p.position: (i, p.nbytes + part) for i, p in enumerate(plan.windows) if p.position is not None
         }
         self.plan, self._plan_key = plan, last.key
         self._share(plan)
@@ -374,10 +374,6 @@ class Pacer:
         secs = sum(interval.length_secs for interval in plan.computing)
         pace = math.inf if free or not (nbytes and secs) else nbytes / secs
         self.gate.share(1.0 if free else plan.compute_share(self.model.compute), nbytes, pace)
-
-    def _budget(self, plan: HasSchedule, window: int) -> int:
-        """Bytes to start with a window: its own, and, for engines that queue, its part of tier 2."""
-        return plan.windows[window].nbytes + -(-plan.tier_bytes[2] // len(plan.windows))
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)

@@ -16,7 +16,7 @@ from reft.policy.storage_interval import (
     storage_interval,
     whole_interval,
 )
-from reft.protect.survival import losses_within, persist_interval_secs
+from reft.protect.placement import losses_within, persist_interval_secs
 from reft.tools.planning.job import PlannedJob
 
 HOUR = 3600.0
