@@ -15,7 +15,7 @@ from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
-from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
+from reft.snapshot.schedule import BandwidthModel, Limits, Overflow
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

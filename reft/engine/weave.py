@@ -26,7 +26,7 @@ from reft.config import Variant
 from reft.engine.on_import import wrap
 from reft.engine.session import Session
 from reft.snapshot.copying.pacing import queues_transfers, waits
-from reft.snapshot.scheduling.windows import InstructionRecord
+from reft.snapshot.schedule import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]

@@ -50,7 +50,7 @@ from reft.profile.result import (
     activity_of,
 )
 from reft.profile.traces import RankTraces
-from reft.snapshot.scheduling.windows import InstructionRecord, StepTrace, WindowKind
+from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
 
 _LEAST_STEPS = 5
 _LEAST_SLOPE = 0.5

@@ -250,9 +250,7 @@ def plan_verified(
         plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
             return plan, bad
-        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
-        restoring = (f for fetches in plan.fetches.values() for f in fetches)
-        found = find_corrupt(plan.label, (*restoring, *decoding), arenas)
+        found = find_corrupt(plan.label, plan.reads(), arenas)
         if not found:
             return plan, bad
         bad |= found

@@ -447,9 +447,12 @@ def put_together(
             unfinished.append(head)
             leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
-        by_label[label], others = _of_one_dp(heads, topology.degrees.dp)
-        for head in others:
+        # Where two degrees gave versions one name: those of the running job's, else those of the largest.
+        sizes = {head.degrees.dp for head in heads}
+        size = topology.degrees.dp if topology.degrees.dp in sizes else max(sizes)
+        for head in (head for head in heads if head.degrees.dp != size):
             leave_aside(head, f"of another data-parallel degree under the same name, {label}")
+        by_label[label] = [head for head in heads if head.degrees.dp == size]
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
     notes = [
         f"not used, {why}: {listing(sorted(places), count=len(places))}"
@@ -466,14 +469,6 @@ def put_together(
         present=present,
         bare=tuple(node for node in present if node not in with_memory),
     )
-
-
-def _of_one_dp(heads: Sequence[Head], dp: int) -> tuple[list[Head], list[Head]]:
-    """Arenas of one label that belong together, and the others: where two degrees gave versions one name,
-    those of the running job's degree, else those of the largest."""
-    sizes = {head.degrees.dp for head in heads}
-    size = dp if dp in sizes else max(sizes)
-    return [h for h in heads if h.degrees.dp == size], [h for h in heads if h.degrees.dp != size]
 
 
 def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_dp: bool) -> str | None:

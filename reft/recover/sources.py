@@ -62,7 +62,7 @@ def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, 
         return SourceKind.LOCAL, (node,)
     if block.owner_nodes:
         return SourceKind.PEER, block.owner_nodes
-    return SourceKind.COPY, block.all_nodes
+    return SourceKind.COPY, tuple(sorted(block.nodes))
 
 
 def plan_fetches(
@@ -138,7 +138,6 @@ class SourceBlock:
     # per node the arena and the offset in it; the owner's own arena where there is a choice
     nodes: Mapping[str, tuple[str, int]]
     owner_nodes: tuple[str, ...]  # nodes that hold the owner's own block, sorted
-    all_nodes: tuple[str, ...]  # every node that holds it, sorted
 
 
 @dataclass(frozen=True)
@@ -302,15 +301,8 @@ def _source_block(key: BlockKey, sources: Sequence[_Stored]) -> SourceBlock:
         if is_owner and source.node not in owners:
             owners.append(source.node)
     entry = sources[0].entry
-    return SourceBlock(
-        key,
-        entry.start_bytes,
-        entry.nbytes,
-        entry.checksum,
-        nodes,
-        tuple(sorted(owners)),
-        tuple(sorted(nodes)),
-    )
+    place = entry.start_bytes, entry.nbytes, entry.checksum
+    return SourceBlock(key, *place, nodes, tuple(sorted(owners)))
 
 
 def _find_hole(blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_Stored]]) -> str | None:

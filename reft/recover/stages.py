@@ -87,6 +87,13 @@ class Participant:
             raise failure
         return bodies
 
+    def gather_sources(
+        self, stage: Callable[[], Iterable[BlockSource]], doing: str
+    ) -> frozenset[BlockSource]:
+        """The sources that ``stage`` returned on any rank. Collective."""
+        told = self.gather(lambda: pack_sources(stage()), doing)
+        return frozenset[BlockSource]().union(*map(unpack_sources, told))
+
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all
         is well."""

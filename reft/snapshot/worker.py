@@ -75,8 +75,7 @@ from reft.snapshot.copying.pacing import Pacer
 from reft.snapshot.filling import Filling, PeerTraffic, RingExchange
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.scheduling.has import Overflow
-from reft.snapshot.scheduling.windows import ChunkRecord
+from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Kind
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]

@@ -24,7 +24,7 @@ from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.scheduling.has import Limits, Overflow
+from reft.snapshot.schedule import Limits, Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME

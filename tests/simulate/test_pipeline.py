@@ -17,7 +17,7 @@ from benchmarks.simulator.instructions import (
 )
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
-from reft.snapshot.scheduling.windows import StepTrace
+from reft.snapshot.schedule import StepTrace
 from tests.profile.simulated import train_schedule
 
 whole_secs = st.integers(1, 1000).map(float)

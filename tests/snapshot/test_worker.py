@@ -20,7 +20,7 @@ from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import StagingArea
 from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine, Mark, Piece
-from reft.snapshot.scheduling.has import Overflow
+from reft.snapshot.schedule import Overflow
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
 

@@ -101,8 +101,6 @@ class ArenaSet:
                 coordinate=self._identity.coordinate,
                 label=label,
                 state=ArenaState.WRITING,
-                entries=(),
-                sealed_unix_secs=0.0,
                 layout=layout.layout_hash,
                 coding=layout.plan.code.describe() if layout.plan.code else "",
                 scheme=str(layout.plan.placement.scheme),

@@ -32,7 +32,7 @@ from reft.snapshot.copying.engine import (
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.scheduling.windows import ChunkRecord
+from reft.snapshot.schedule import ChunkRecord
 from reft.snapshot.stats import Kind
 
 logger = logging.getLogger(__name__)

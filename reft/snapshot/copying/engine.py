@@ -268,16 +268,15 @@ def contiguous(views: Sequence[Piece]) -> list[Piece]:
     for view in views:
         starts = tuple(side.data_ptr() for side in view)
         # Memory of two storages may touch; a view is of one.
-        if starts == ends and all(map(_share_storage, view, runs[-1][0])):
+        if starts == ends and all(
+            a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            for a, b in zip(view, runs[-1][0], strict=True)
+        ):
             runs[-1].append(view)
         else:
             runs.append([view])
         ends = tuple(start + view[1].numel() for start in starts)
     return [run[0] if len(run) == 1 else _joined(run) for run in runs]
-
-
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _joined(run: Sequence[Piece]) -> Piece:

@@ -15,21 +15,19 @@ from typing import Any, NamedTuple
 
 from reft.snapshot.copying.engine import ComputeClock, Mark
 from reft.snapshot.copying.gate import Gate
-from reft.snapshot.scheduling.has import (
+from reft.snapshot.schedule import (
+    AnalyticEstimator,
     BandwidthModel,
+    ChunkRecord,
     HasSchedule,
     Interval,
     Limits,
     Overflow,
-    plan_schedule,
-)
-from reft.snapshot.scheduling.windows import (
-    AnalyticEstimator,
-    ChunkRecord,
     Window,
     WindowKind,
     one_f_one_b_names,
     paper_windows,
+    plan_schedule,
 )
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from reft.policy.loads import Load, Rates
 from reft.policy.rate import Costs, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
-from reft.snapshot.scheduling.windows import Window
+from reft.snapshot.schedule import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace, measured_pace
