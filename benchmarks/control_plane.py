@@ -41,7 +41,7 @@ from reft.grid import Coordinate, Degrees
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import Verdict, encode_verdicts
-from reft.recover.findings import Head, Summary
+from reft.recover.inventory import Head, Summary
 
 SECRET = b"b" * 32
 WAIT_SECS = 240.0

@@ -24,7 +24,7 @@ from common import enter_worker, launch, leave_worker, parser, scratch, write_re
 from results import machine
 
 from reft.memory.arena import Arena, headers
-from reft.snapshot.copying.peers import TURNS
+from reft.snapshot.copying.copier import TURNS
 from tests.engine.ranks import join_group
 from tests.engine.shared import Mlp
 

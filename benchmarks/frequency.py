@@ -35,7 +35,7 @@ from reft.policy.storage_interval import (
     memory_losses_per_sec,
     storage_interval,
 )
-from reft.protect.survival import losses_within
+from reft.protect.placement import losses_within
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 MTBF_SECS = (10 * MINUTE, 30 * MINUTE, 2 * HOUR, 8 * HOUR, DAY, 3 * DAY, 10 * DAY)

@@ -30,8 +30,15 @@ from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
-from reft.recover.findings import Summary, arenas_to_tell, parts_of, put_together, summarize
-from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.inventory import (
+    ArenaRecord,
+    Inventory,
+    Summary,
+    arenas_to_tell,
+    parts_of,
+    put_together,
+    summarize,
+)
 from reft.recover.plan import RecoveryPlan
 from reft.recover.transfer import make_moves
 from reft.snapshot.plan import SectionSizes, make_shard_plan

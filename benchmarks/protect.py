@@ -44,8 +44,7 @@ from reft.protect.backend import (
     compiled_run,
 )
 from reft.protect.blocks import BlockKey
-from reft.protect.coded_blocks import BlockCode
-from reft.protect.codes import Code, Scheme, make_code
+from reft.protect.codes import BlockCode, Code, Scheme, make_code
 from reft.recover.plan import LostBlock, find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
 

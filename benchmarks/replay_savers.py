@@ -9,8 +9,7 @@ import torch
 
 from reft.protect.blocks import ALIGNMENT_BYTES
 from reft.snapshot.plan import shard_cuts
-from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
-from reft.snapshot.scheduling.windows import Window
+from reft.snapshot.schedule import Bandwidth, HasSchedule, Interval, Limits, Window, plan_schedule
 from reft.state.catalogue import SectionImage
 
 NONE = "none"

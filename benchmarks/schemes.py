@@ -91,7 +91,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
     import reft
     from reft.engine import engine as engine_module
-    from reft.snapshot.copying.peers import PeerCheck
+    from reft.snapshot.copying.copier import PeerCheck
 
     torch.set_num_threads(1)
     if not options.verbose:

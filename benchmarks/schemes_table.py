@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.decode import tolerance
+from reft.protect.codes import Code, Scheme, make_code, tolerance
 
 NAMES = ("none", "arc", "aec", "naive:arc+aec", "arc:2", "rs:2", "arc+aec", "arc:3", "rs:3", "arc+rs:2")
 MEMBERS = (2, 4, 8, 16)

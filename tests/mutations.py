@@ -95,7 +95,7 @@ MUTATIONS = {
     ),
     "p5-block-is-not-compared-on-arrival": Mutation(
         "recover/transfer.py",
-        "if self._copy(fetch, data) != fetch.checksum:",
+        "if self.copy(fetch, data) != fetch.checksum:",
         "if self._copy(fetch, data) is None:",
         ("tests/recover/test_transfer.py",),
     ),
@@ -118,7 +118,7 @@ MUTATIONS = {
         ("tests/state/test_fingerprint.py",),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
-        "recover/findings.py",
+        "recover/inventory.py",
         "if head.job_id != job_id:",
         "if False:",
         ("tests/recover/test_recovery_plan.py",),
@@ -145,7 +145,7 @@ MUTATIONS = {
         ("tests/storage/test_publish.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
-        "memory/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
+        "memory/files.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
     ),
     "device-no-fence": Mutation(
         DEVICE,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from reft.engine.identity import Place, declared_on_one_host, hosts_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
-from reft.protect.codes import Scheme
-from reft.protect.decode import survives
+from reft.protect.codes import Scheme, survives
 from reft.protect.placement import (
     fatal_nodes,
     group_tolerance,

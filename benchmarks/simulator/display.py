@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from reft.snapshot.scheduling.windows import Window
+from reft.snapshot.schedule import Window
 from reft.tools.planning.display import numbers_table
 
 from .copying import Tier

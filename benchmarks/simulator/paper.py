@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from reft.config import Variant
 from reft.policy.rate import Costs as Frequencies
 from reft.policy.rate import Rate, adapt, frequency
-from reft.protect.survival import losses_within, protected_survival
+from reft.protect.placement import losses_within, protected_survival
 from reft.tools.planning.model import Training
 
 from .published import comparisons, sending_share

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
-from reft.snapshot.scheduling.windows import Window
+from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace, Window
 
 from .copying import Piece, Tier, bytes_by_tier
 from .instructions import Compute, Instruction, MicroBatchInstruction

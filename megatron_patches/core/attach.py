@@ -40,7 +40,7 @@ from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
 from reft.snapshot.copying.pacing import Pacer
-from reft.snapshot.scheduling.trace import InstructionRecord
+from reft.snapshot.schedule import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
-from reft.memory.free_memory import bounds
+from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.advice import advise, scale_plan, situation
 from reft.node.history import read_history

@@ -44,9 +44,9 @@ from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
 from reft.snapshot.copying.pacing import queues_transfers, waits
-from reft.snapshot.scheduling.trace import InstructionRecord
+from reft.snapshot.schedule import InstructionRecord
+from reft.state.adapters import why_not_loadable
 from reft.state.codec import encode
-from reft.state.support import why_not_loadable
 
 logger = logging.getLogger(__name__)
 

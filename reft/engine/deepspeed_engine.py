@@ -19,12 +19,11 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
 from reft.recover.relayout import WHOLE, Held, Layout, Parameter
-from reft.recover.reshape import OwnedTensor, Piece, Resize, cut, padding
+from reft.recover.sources import OwnedTensor, Piece, Resize, cut, padding
 from reft.state.adapters import StateAdapter, adapter_for
-from reft.state.blob import DecodedBlob
+from reft.state.blob import DecodedBlob, capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec, end_to_end
 from reft.state.fingerprint import Fact, facts_of_arguments
-from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.rng import capture_rng
 
 

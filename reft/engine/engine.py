@@ -20,16 +20,14 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.committing.version import Cause
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
-from reft.snapshot.copying.peers import PeerCheck
-from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
+from reft.snapshot.schedule import BandwidthModel, Limits, Overflow
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
@@ -78,7 +76,7 @@ class TrainingEngine(Protocol):
         """What this rank's part of the model consists of, for people, with a digest of it."""
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The host state at a step boundary (see :mod:`reft.state.host` for its keys)."""
+        """The host state at a step boundary (see :mod:`reft.state.blob` for its keys)."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """The images have been written."""

@@ -43,6 +43,7 @@ from reft.errors import (
     TransferError,
 )
 from reft.grid import Coordinate, Degrees, Topology
+from reft.memory.files import JobLock, holder
 from reft.memory.jobdir import (
     SECRET_BYTES,
     SECRET_FILE,
@@ -55,9 +56,8 @@ from reft.memory.jobdir import (
     record_fingerprint,
     user_secret,
 )
-from reft.memory.joblock import JobLock, holder
 from reft.naming import Label, committed_key, kernel_id, own_name_of_process
-from reft.snapshot.complaints import Complaints
+from reft.snapshot.stats import Complaints
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
 from reft.storage import fence

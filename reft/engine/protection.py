@@ -16,7 +16,7 @@ from reft.control.control import WorkerControl
 from reft.engine.identity import local_rank
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
-from reft.memory.free_memory import default_margin_bytes, free_bytes
+from reft.memory.files import default_margin_bytes, free_bytes
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates

@@ -11,7 +11,7 @@ other mode, a copy within the device, is ``has.overflow: staging`` and is never 
 memory that training may want later.
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
-wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
+wins (:class:`reft.snapshot.committing.request.Votes`). No wait is added (P6).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from reft.policy.storage_interval import (
     storage_interval,
     whole_interval,
 )
-from reft.protect.survival import Weibull, losses_within, persist_interval_secs
+from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 from reft.snapshot.committing.request import SnapshotRequest
 from reft.storage.persisted import given_up, job_directory, list_persisted
 

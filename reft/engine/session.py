@@ -31,9 +31,8 @@ from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.protection import write_order
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.complaints import Complaints
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
-from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.stats import Complaints, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECL
 from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.job.exits import EXITS_PREFIX
 from reft.memory.arena import ARENA_SUFFIX, Arena, scan
+from reft.memory.files import LOCK_FILE, JobLock
 from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, remove_job
-from reft.memory.joblock import LOCK_FILE, JobLock
 from reft.node.client import request
 from reft.node.daemon import END_SIGNAL
 from reft.node.hangs import STOPPED, TRACED

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakSet
 
 import numpy as np
@@ -32,14 +31,15 @@ from reft.errors import ArenaError
 from reft.grid import Coordinate
 from reft.memory.files import (
     allocate,
+    free_bytes,
     hold_directory,
     new_file,
     remove_idle_file,
     reopen,
     touch_pages,
+    try_flock,
     write_all,
 )
-from reft.memory.free_memory import free_bytes
 from reft.memory.header import (
     MAGIC,
     PAGE_BYTES,
@@ -59,7 +59,6 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
-from reft.memory.joblock import try_flock
 from reft.naming import Label
 
 __all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
@@ -388,9 +387,7 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ from reft.control.wire import mac
 from reft.errors import ArenaError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
+from reft.protect.blocks import BlockKey, Section, aligned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -95,7 +95,7 @@ class ArenaHeader:
     entries: tuple[Entry, ...] = ()  # block table
     sealed_unix_secs: float = 0.0  # time of sealing; 0 before
     layout: str = ""  # hex hash of degrees and section sizes; versions of other layouts are refused
-    # the erasure code of the replicated section, as `reft.protect.coded_blocks.BlockCode.describe` writes it;
+    # the erasure code of the replicated section, as `reft.protect.codes.BlockCode.describe` writes it;
     # empty without one
     coding: str = ""
     scheme: str = ""  # how the version is protected, ``arc:2+aec``; empty where nobody said
@@ -120,14 +120,14 @@ class Geometry:
                 f"two sizes that are not negative"
             )
         copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * TABLE.itemsize
-        return cls(data_bytes, max_entries, _round_up(copy_bytes, PAGE_BYTES))
+        return cls(data_bytes, max_entries, aligned(copy_bytes, PAGE_BYTES))
 
     def copy_offset(self, index: int) -> int:
         return PAGE_BYTES + index * self.copy_bytes
 
     @property
     def data_offset(self) -> int:
-        return _round_up(self.copy_offset(2), DATA_ALIGNMENT_BYTES)
+        return aligned(self.copy_offset(2), DATA_ALIGNMENT_BYTES)
 
     @property
     def file_bytes(self) -> int:
@@ -243,21 +243,19 @@ def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
     return payload
 
 
+_PLAIN = ("job_id", "node", "sealed_unix_secs", "layout", "coding", "scheme")
+
+
 def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
     if header is None:
         return None
     degrees, at = header.degrees, header.coordinate
     return {
-        "job_id": header.job_id,
-        "node": header.node,
+        **{name: getattr(header, name) for name in _PLAIN},
         "degrees": [degrees.pp, degrees.dp, degrees.tp],
         "coordinate": [at.pp, at.dp, at.tp],
         "label": [header.label.incarnation, header.label.step],
         "state": str(header.state),
-        "sealed_unix_secs": header.sealed_unix_secs,
-        "layout": header.layout,
-        "coding": header.coding,
-        "scheme": header.scheme,
     }
 
 
@@ -269,16 +267,11 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         if head is None:
             return None, b""
         header = ArenaHeader(
-            job_id=head["job_id"],
-            node=head["node"],
+            **{name: head[name] for name in _PLAIN if name in head},  # older ones lack the last two
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
             label=Label(*head["label"]),
             state=ArenaState(head["state"]),
-            sealed_unix_secs=head["sealed_unix_secs"],
-            layout=head["layout"],
-            coding=head.get("coding", ""),
-            scheme=head.get("scheme", ""),
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ArenaError(f"a whole header copy holds no header: {error!r}") from error
@@ -308,7 +301,3 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
 
 def _mac(body: bytes, secret: bytes) -> bytes:
     return mac(body, secret, b"reft-arena")
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

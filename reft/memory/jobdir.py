@@ -29,7 +29,7 @@ from reft.durable import whole_file
 from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers, scan
-from reft.memory.joblock import holder, try_flock
+from reft.memory.files import holder, try_flock
 from reft.naming import JOB_ID
 from reft.state.fingerprint import Fingerprint
 

@@ -109,7 +109,6 @@ class HashingCopier:
     they are read: the checksum is that of what was written, whatever the sources become. Ranges of numbers
     begin at a multiple of 8 of what is hashed.
 
-
     For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
     """
 

@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reft.memory.free_memory import bounds
+from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.history import Round, read_history
 from reft.node.memory_watch import MemoryUse, fullest

@@ -33,8 +33,8 @@ from reft.config import ReftConfig
 from reft.control.authenticated import AuthenticatedServer
 from reft.control.wire import Channel
 from reft.errors import FencedError, PersistError, ReftError
+from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
-from reft.memory.joblock import holder
 from reft.naming import Label
 from reft.node.client import PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch

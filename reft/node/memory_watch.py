@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 
-from reft.memory.free_memory import bounds
+from reft.memory.files import bounds
 from reft.memory.jobdir import DAEMON_FILE, read_json
 from reft.node.progress import Phase, Seen
 

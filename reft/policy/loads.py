@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from reft.memory.arena import reserved_bytes
 from reft.protect.blocks import ALIGNMENT_BYTES
-from reft.protect.coded_blocks import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
+from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
 MODEL_BYTES = 2
 OPTIMIZER_BYTES = 12  # of a parameter under mixed precision with Adam: master, momentum and variance

@@ -50,7 +50,7 @@ def memory_losses_per_sec(
     Args:
         nodes: of the job; a multiple of the group's size, else a ConfigError.
         survived: of every number of lost nodes, how many sets a group survives; see
-            :func:`reft.protect.survival.losses_within`.
+            :func:`reft.protect.placement.losses_within`.
         repair_secs: from a loss to the version that is protected again.
     """
     size = len(survived) - 1
@@ -113,7 +113,7 @@ class StorageCosts:
 class Goals:
     max_overhead: float | None = None
     # time after which memory alone no longer carries the job with the wanted probability
-    # (`reft.protect.survival.persist_interval_secs`)
+    # (`reft.protect.placement.persist_interval_secs`)
     survival_secs: float = inf
     most_lost_steps: int | None = None  # bound on the steps that are made again; None: none
 

@@ -50,8 +50,7 @@ from reft.profile.result import (
     activity_of,
 )
 from reft.profile.traces import RankTraces
-from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
-from reft.snapshot.scheduling.windows import WindowKind
+from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
 
 _LEAST_STEPS = 5
 _LEAST_SLOPE = 0.5

@@ -28,7 +28,7 @@ from reft.profile import traces as wire
 from reft.profile.analysis import analyse
 from reft.profile.clock import DeviceClock, Mark
 from reft.profile.result import PROFILE_FILE, ProfileResult
-from reft.snapshot.scheduling.trace import StepTrace
+from reft.snapshot.schedule import StepTrace
 
 logger = logging.getLogger(__name__)
 

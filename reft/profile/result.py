@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
-from reft.snapshot.scheduling.windows import Window, WindowKind
+from reft.snapshot.schedule import Window, WindowKind
 
 FORMAT = "reft-profile-1"
 PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in

@@ -30,7 +30,7 @@ from reft.control.collectives import allgather_bytes, network_errors
 from reft.control.wire import authenticate, check_authentic
 from reft.naming import kernel_id
 from reft.profile.result import Activity, ProfileError, activity_of
-from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
+from reft.snapshot.schedule import ChunkRecord, StepTrace
 
 _ROUNDS = 20
 _PURPOSE = b"reft-profile-1"

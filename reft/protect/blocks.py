@@ -9,6 +9,11 @@ ALIGNMENT_BYTES = 64
 """Tensor, shard and block boundaries are multiples of this, so that any dtype can be viewed in place."""
 
 
+def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """``nbytes``, rounded up to whole units."""
+    return -(-nbytes // unit) * unit
+
+
 class Section(StrEnum):
     """What a block is part of.
 

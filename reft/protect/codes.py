@@ -21,15 +21,19 @@ Putting ARC beside plain AEC lacks that and survives one loss only: ``naive``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
-from reft.errors import ConfigError
-from reft.protect.rs import parity_rows
+import numpy as np
+
+from reft.errors import ArenaError, ConfigError, UnrecoverableError
+from reft.protect.blocks import BlockKey, Section, aligned
+from reft.protect.rs import GRAIN_BYTES, Matrix, multiply, parity_rows, rank, reduce_rows
 
 FIELD_SIZE = 256  # Elements of GF(2^8): most members of a stripe with more than one parity
 
@@ -233,29 +237,22 @@ def short_form(protection: Any) -> Any:
     recompute = mapping.get("recompute", False)
     if not isinstance(recompute, bool):
         raise ValueError(f'"recompute" is {recompute!r}; write true or false')
-    parts = [_part(part, mapping) for part in str(scheme).split("+")]
-    for key, part in (("copies", "arc"), ("parities", "rs")):
-        if key in mapping and part not in str(scheme).split("+"):
-            raise ValueError(
-                f'"{key}" belongs to a scheme with "{part}", found "{scheme}"; {_instead(key, scheme)}'
-            )
+    parts = str(scheme).split("+")
+    for part, key in (("arc", "copies"), ("rs", "parities")):
+        if part not in parts:
+            if key in mapping:
+                raise ValueError(
+                    f'"{key}" belongs to a scheme with "{part}", found "{scheme}"; {_instead(key, scheme)}'
+                )
+        elif key in mapping:
+            count = mapping[key]
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
+                raise ValueError(f'"{key}" is {count!r}; write a whole number from 1 to {_MOST}')
+            # Number and all, so that "copies" beside it is seen to contradict.
+            parts[parts.index(part)] = f"{part}:{count}"
+        elif part == "rs":
+            raise ValueError(f'"scheme": "{scheme}" needs "{key}": how many, for example "{key}": 2')
     return "+".join(parts) + ("+aor" if recompute else "")
-
-
-def _part(part: str, mapping: Mapping[str, Any]) -> str:
-    if part == "arc":
-        # Number and all, so that "copies" beside it is seen to contradict.
-        return f"arc:{_count(mapping, 'copies', 1)}" if "copies" in mapping else part
-    return f"rs:{_count(mapping, 'parities', None)}" if part == "rs" else part
-
-
-def _count(mapping: Mapping[str, Any], key: str, default: int | None) -> int:
-    count = mapping.get(key, default)
-    if count is None:
-        raise ValueError(f'"scheme": "{mapping["scheme"]}" needs "{key}": how many, for example "{key}": 2')
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
-        raise ValueError(f'"{key}" is {count!r}; write a whole number from 1 to {_MOST}')
-    return count
 
 
 def _instead(key: str, scheme: Any) -> str:
@@ -264,3 +261,269 @@ def _instead(key: str, scheme: Any) -> str:
     others = {("parities", "aec"): "rs", ("parities", "arc+aec"): "arc+rs", ("copies", "aec"): "arc+aec"}
     other = others.get((key, scheme), {"copies": "arc", "parities": "rs"}[key])
     return f'remove it, or write "scheme": "{other}"'
+
+
+# -- how lost sub-blocks come back, and which losses of nodes are survived (P4) --------------------
+
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class System:
+    """Unknown sub-blocks and the parities that link them."""
+
+    unknown: tuple[int, ...]  # sub-blocks, the columns
+    parities: tuple[int, ...]  # pieces, the rows; plain XOR first, so that decoding prefers it
+    matrix: Matrix  # coefficients, shape (parities, unknown), uint8
+
+    def solve(self) -> dict[int, dict[int, int]]:
+        """For every unknown that is determined, the parities' coefficients in it."""
+        rows, columns = self.matrix.shape
+        reduced, pivots = reduce_rows(np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns)
+        return {
+            self.unknown[column]: {
+                self.parities[i]: int(c) for i, c in enumerate(reduced[row, columns:]) if c
+            }
+            for row, column in enumerate(pivots)
+            if np.count_nonzero(reduced[row, :columns]) == 1
+        }
+
+
+def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[System]:
+    """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout. ``unknown``:
+    sub-blocks of which no usable piece is a copy; every other sub-block has one. ``usable``: whether a
+    piece (index) is at hand."""
+    leader = {block: block for block in unknown}
+
+    def find(block: int) -> int:
+        while leader[block] != block:
+            leader[block] = leader[leader[block]]
+            block = leader[block]
+        return block
+
+    equations = sorted({p for block in leader for p in code.links[block] if usable(p)})
+    linked = {p: {b: c for b, c in code.pieces[p].terms if b in leader} for p in equations}
+    for first, *others in map(tuple, linked.values()):
+        for other in others:
+            leader[find(other)] = find(first)
+    columns: dict[int, list[int]] = {}
+    for block in sorted(leader):
+        columns.setdefault(find(block), []).append(block)
+    rows: dict[int, list[int]] = {root: [] for root in columns}
+    for p in equations:
+        rows[find(next(iter(linked[p])))].append(p)
+    for root, blocks in columns.items():
+        # Plain XOR first: what can be decoded by it, is.
+        ordered = sorted(rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p))
+        matrix = np.array([[linked[p].get(b, 0) for b in blocks] for p in ordered], dtype=np.uint8)
+        yield System(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
+
+
+def plan_decode(
+    code: Code, *, bad: Collection[int], wanted: Collection[int]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """How to have sub-blocks again. Copies come before parity, XOR before other combinations. ``code``: the
+    layout. ``bad``: pieces (indices) that must not be used: lost with their members, or corrupt.
+    ``wanted``: sub-blocks to bring back. Returns for every wanted sub-block the (piece, coefficient) pairs
+    whose sum it is."""
+    avoided = set(bad)
+    source: dict[int, int] = {}  # for every sub-block at hand the piece to read it from
+    for block, holders in enumerate(code.holders):
+        first = next((p for p in holders if p not in avoided), None)
+        if first is not None:
+            source[block] = first
+    unknown = [b for b in range(code.sub_blocks) if b not in source]
+    parts = take_apart(code, unknown, lambda piece: piece not in avoided)
+    solutions = {block: terms for part in parts for block, terms in part.solve().items()}
+    missing = [b for b in wanted if b not in source and b not in solutions]
+    if missing:
+        named = ", ".join(f"B{b} of member {code.owner_of(b)}" for b in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        raise UnrecoverableError(
+            f"{code.scheme} over {code.size} members cannot recover {named}{more}: {len(avoided)} pieces are "
+            f"lost or unusable, more than this placement survives. Restore an older version or a persisted "
+            f"checkpoint"
+        )
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    for block in sorted(wanted):
+        if block in source:
+            found[block] = ((source[block], 1),)
+            continue
+        terms = dict(solutions[block])
+        for parity, factor in solutions[block].items():
+            for known, coefficient in code.pieces[parity].terms:
+                if known in source:
+                    piece = source[known]
+                    terms[piece] = terms.get(piece, 0) ^ multiply(factor, coefficient)
+        found[block] = tuple(sorted((p, c) for p, c in terms.items() if c))
+    return found
+
+
+def survives(code: Code, lost: Collection[int]) -> bool:
+    """Whether the whole image can be computed without the ``lost`` members: a test of rank, of each
+    independent system of unknowns."""
+    gone = set(lost)
+    if len(gone) >= code.size:
+        return False
+    unknown = [
+        block
+        for member in gone
+        for block in range(member * code.splits, (member + 1) * code.splits)
+        if all(code.pieces[p].member in gone for p in code.holders[block])
+    ]
+    systems = take_apart(code, unknown, lambda p: code.pieces[p].member not in gone)
+    return all(len(s.parities) >= len(s.unknown) == rank(s.matrix) for s in systems)
+
+
+def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The first of the smallest sets of nodes whose loss cannot be recovered. Members of one node are lost
+    together; by default there is a node for each."""
+    where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
+    if len(where) != code.size:
+        raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
+    distinct = sorted(set(where), key=where.index)
+    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a look.
+    pinned = where[code.ring[0]] if len(distinct) == code.size else None
+    for count in range(1, len(distinct)):
+        for dead in combinations(distinct, count):
+            if pinned not in (None, *dead):
+                continue
+            lost = [m for m in range(code.size) if where[m] in dead]
+            if len(lost) > code.scheme.certain_losses and not survives(code, lost):
+                return dead
+    return tuple(distinct)
+
+
+def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
+    """Largest t such that *every* loss of t nodes recovers; never the loss of all of a group's nodes."""
+    return len(fatal_loss(code, nodes)) - 1
+
+
+# -- a code cut into blocks: which stored block is which combination of which others ---------------
+
+
+@dataclass(frozen=True, slots=True)
+class CodedBlock:
+    """A block of a stored piece."""
+
+    key: BlockKey  # identity; parity blocks belong to the member that computes and stores them
+    start_bytes: int  # offset in the replicated image, or in the member's parity image
+    nbytes: int  # length; of a parity the padded one, a multiple of 128
+    # for a parity the replicated blocks that it is made of, with their coefficients. They may be shorter than
+    # the parity: what is missing counts as zeros.
+    terms: tuple[tuple[BlockKey, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """The blocks of one sharding group's replicated section under a code."""
+
+    code: Code  # the layout
+    nbytes: int  # true size of the section
+    block_bytes: int  # most bytes of a block, a multiple of 128
+
+    @cached_property
+    def sub_block_bytes(self) -> int:
+        """Length of a sub-block, padded to eight packets of 16-byte words (:mod:`reft.protect.rs`)."""
+        return aligned(-(-self.nbytes // self.code.sub_blocks), GRAIN_BYTES)
+
+    def range_of(self, sub_block: int) -> tuple[int, int]:
+        """The true bytes [start, stop) of a sub-block in the section; empty beyond its end."""
+        start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
+        return min(start, self.nbytes), min(stop, self.nbytes)
+
+    def piece_bytes(self, piece: Piece) -> int:
+        """Length of a stored piece: true for data, padded to the alignment for a parity."""
+        longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
+        return longest if piece.is_data else aligned(longest, GRAIN_BYTES)
+
+    @cached_property
+    def rows(self) -> int:
+        """Blocks of a full sub-block."""
+        return max(1, -(-self.sub_block_bytes // self.block_bytes))
+
+    def data(self, member: int) -> tuple[CodedBlock, ...]:
+        """The blocks of a member's shard, in order of their place."""
+        splits = self.code.splits
+        return tuple(
+            CodedBlock(self.data_key(b, row), start, nbytes)
+            for b in range(member * splits, (member + 1) * splits)
+            for row, start, nbytes in self._cut(*self.range_of(b))
+        )
+
+    def stores_copy(self, member: int, key: BlockKey) -> bool:
+        """Whether a member stores a copy of another's replicated block (a parity of one block is one)."""
+        terms = ((self.place_of(key)[0], 1),)
+        return any(piece.terms == terms for piece in self.code.pieces_of(member))
+
+    def parities(self, member: int) -> tuple[CodedBlock, ...]:
+        """The parity blocks that a member computes and stores."""
+        return tuple(block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece))
+
+    def data_key(self, sub_block: int, row: int) -> BlockKey:
+        member, j = divmod(sub_block, self.code.splits)
+        return BlockKey(Section.REPLICATED, member, j * self.rows + row)
+
+    def place_of(self, key: BlockKey) -> tuple[int, int]:
+        """Sub-block and row of a replicated block."""
+        j, row = divmod(key.index, self.rows)
+        return key.member * self.code.splits + j, row
+
+    def nbytes_of(self, piece: Piece, row: int) -> int:
+        """Length of a stored piece's block in a row of blocks; 0 where it has none (all zeros)."""
+        return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
+
+    def key_of(self, piece: Piece, row: int) -> BlockKey | None:
+        """The block of a stored piece in a row of blocks; None where the piece has none."""
+        if not self.nbytes_of(piece, row):
+            return None
+        if piece.is_data:
+            return self.data_key(piece.terms[0][0], row)
+        ordinal = self._parity_pieces(piece.member).index(piece)
+        return BlockKey(Section.PARITY, piece.member, ordinal * self.rows + row)
+
+    def _parity_pieces(self, member: int) -> list[Piece]:
+        return [piece for piece in self.code.pieces_of(member) if not piece.is_data]
+
+    def _parity_blocks(self, piece: Piece) -> Iterator[CodedBlock]:
+        for row, start, nbytes in self._cut(0, self.piece_bytes(piece)):
+            key = self.key_of(piece, row)
+            assert key is not None
+            lengths = {b: stop - first for b, _ in piece.terms for first, stop in [self.range_of(b)]}
+            terms = tuple(
+                (self.data_key(b, row), coefficient)
+                for b, coefficient in piece.terms
+                if lengths[b] > row * self.block_bytes
+            )
+            image_start = key.index // self.rows * self.sub_block_bytes
+            yield CodedBlock(key, image_start + start, nbytes, terms)
+
+    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        for row, at in enumerate(range(start, stop, self.block_bytes)):
+            yield row, at, min(self.block_bytes, stop - at)
+
+    def describe(self) -> str:
+        """One line that says all but the size of the section; :func:`parse_block_code` reads it."""
+        ring = ",".join(map(str, self.code.ring))
+        return f"{self.code.scheme};{ring};{self.block_bytes}"
+
+
+def parse_block_code(text: str, nbytes: int) -> BlockCode:
+    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``. Raises ArenaError."""
+    try:
+        scheme, ring, block_bytes = text.split(";")
+        code = make_code(Scheme.parse(scheme), [int(m) for m in ring.split(",")])
+        return BlockCode(code, nbytes, int(block_bytes))
+    except ValueError as error:
+        raise ArenaError(f"found the erasure code {text!r}; expected 'SCHEME;RING;BLOCK_BYTES'") from error
+
+
+def pack_checksums(checksums: Iterable[int]) -> bytes:
+    """Content of a CHECKSUMS block: one unsigned 64-bit little-endian number per replicated block."""
+    return np.array([*checksums], "<u8").tobytes()
+
+
+def unpack_checksums(data: bytes | memoryview) -> tuple[int, ...]:
+    """Inverse of :func:`pack_checksums`."""
+    return tuple(np.frombuffer(data, "<u8").tolist())

@@ -23,7 +23,8 @@ import torch
 from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
 
-_REPLAY_FAR = 1 << 20
+_FAR = 1 << 20
+"""Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them anew."""
 
 
 class AdamKind(StrEnum):
@@ -269,23 +270,9 @@ class AdamReplica:
                 live["bias_correction"] = new.bias_correction
 
     def _replay_powers(self) -> None:
-        """DeepSpeed's kernel multiplies its powers of beta up step by step and keeps them to itself; the
-        owner's are those of steps 1, 2, 3, ... Make the same calls, on tensors of one element."""
-        optimizer = self.optimizer
-        if not self.applied or not self.recipe.kind.compiled:
-            return
-        for step in (self.applied + _REPLAY_FAR, *range(1, self.applied + 1)):
-            for group in optimizer.param_groups:
-                optimizer.ds_opt_adam.adam_update(
-                    optimizer.opt_id,
-                    step,
-                    group["lr"],
-                    *group["betas"],
-                    group["eps"],
-                    group["weight_decay"],
-                    group["bias_correction"],
-                    *(torch.zeros(1) for _ in range(4)),
-                )
+        if self.recipe.kind.compiled:
+            groups = [(group, 1, self.applied) for group in self.optimizer.param_groups]
+            replay_powers(AdamKind.DEEPSPEED_CPU, self.optimizer, groups)
 
 
 def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) -> Any:
@@ -299,3 +286,39 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
         return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
     made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
+
+
+# -- the part of DeepSpeed's CPU Adam that no state dict holds ---------------------------------------
+#
+# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta ** step``
+# and brings them forward by one multiplication per step. A fresh process computes them by ``pow``, whose last
+# bits differ, so a resumed run would leave the uninterrupted one (P8). The powers are a pure function of the
+# sequence of calls; the same calls are made on one-element tensors.
+
+
+def replay_powers(
+    kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
+) -> None:
+    """Bring the C++ optimizer to where steps 1, 2, 3, ... left it. ``groups``: parameter groups, with their
+    present betas, tensors that each updates on the CPU, and steps it has made."""
+    call = _fused_call if kind is AdamKind.DEEPSPEED_FUSED else _cpu_call
+    stepped = [g for g in groups if g[1] and g[2]]
+    last = max((steps for _, _, steps in stepped), default=0)
+    for step in (last + _FAR, *range(1, last + 1)) if last else ():
+        for group, tensors, steps in stepped:
+            if step <= steps or step > last:
+                call(optimizer, group, min(tensors, 2), step)
+
+
+def _fused_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: int) -> None:
+    lists = [[torch.zeros(1) for _ in range(tensors)] for _ in range(4)]
+    modes = optimizer.adam_w_mode, 1 if group["bias_correction"] else 0
+    rates = group["lr"], *group["betas"], group["eps"]
+    overflow = optimizer._dummy_overflow_buf
+    optimizer.multi_tensor_adam(2048, overflow, lists, *rates, step, *modes, group["weight_decay"])
+
+
+def _cpu_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: int) -> None:
+    rates = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    for _ in range(tensors):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *rates, *(torch.zeros(1) for _ in range(4)))

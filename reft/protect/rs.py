@@ -205,7 +205,9 @@ class _Elimination:
     @property
     def cost(self) -> int:
         """Packets that it XORs."""
-        return sum(len(_scaling(c)[1]) if r == s else _ones(c) for r, s, c in self.operations)
+        return sum(
+            len(_scaling(c)[1]) if r == s else sum(map(len, bit_matrix(c))) for r, s, c in self.operations
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -380,10 +382,6 @@ def _follows(last: Step, step: Step) -> bool:
 
     nexts = after(last.target), after(last.left), after(last.right)
     return nexts == (step.target, step.left, step.right)
-
-
-def _ones(coefficient: int) -> int:
-    return sum(map(len, bit_matrix(coefficient)))
 
 
 @lru_cache(maxsize=256)

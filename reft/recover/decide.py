@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import msgpack
 
@@ -17,11 +18,29 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
 from reft.naming import Label
 from reft.protect.blocks import BlockKey
-from reft.recover.findings import Findings, Group, listing, put_together, summarize, tables_of
-from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
+from reft.recover.inventory import (
+    ArenaRecord,
+    ArenaSet,
+    Findings,
+    Group,
+    Inventory,
+    find_corrupt,
+    listing,
+    put_together,
+    summarize,
+    tables_of,
+)
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan
-from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
-from reft.recover.sources import GroupSources, choose_decoders, collect_group, plan_fetches
+from reft.recover.sources import (
+    NOTHING_WANTED,
+    GroupSources,
+    Resize,
+    Wanted,
+    choose_decoders,
+    collect_group,
+    needed_by,
+    plan_fetches,
+)
 
 
 def preferred_label(
@@ -52,8 +71,7 @@ def preferred_label(
 _MOST_GAPS = 6
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     missing: int  # how much of it is missing; 0 if the group can recover it
     gaps: tuple[str, ...]  # the first of what is missing, in words
     decodes: bool  # whether lost blocks have to be decoded first
@@ -67,9 +85,7 @@ Verdicts = Mapping[Label, Verdict]
 
 
 def encode_verdicts(verdicts: Verdicts) -> bytes:
-    body: bytes = msgpack.packb(
-        [[at.incarnation, at.step, v.missing, v.gaps, v.decodes] for at, v in verdicts.items()]
-    )
+    body: bytes = msgpack.packb([[at.incarnation, at.step, *v] for at, v in verdicts.items()])
     return body
 
 
@@ -234,9 +250,7 @@ def plan_verified(
         plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
             return plan, bad
-        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
-        restoring = (f for fetches in plan.fetches.values() for f in fetches)
-        found = find_corrupt(plan.label, (*restoring, *decoding), arenas)
+        found = find_corrupt(plan.label, plan.reads(), arenas)
         if not found:
             return plan, bad
         bad |= found

@@ -25,7 +25,7 @@ from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
-from reft.recover.stages import Participant, pack_sources, unpack_sources
+from reft.recover.stages import Participant
 from reft.recover.transfer import Sink, TransferStats, execute
 
 Place = tuple[int, int]
@@ -152,17 +152,14 @@ class OtherMemory:
     def _check(self, plan: RecoveryPlan) -> None:
         """Every node looks at what lies there (P5), its ranks at a part each."""
         ranks = self._topology.local_ranks(self._me.node)
-        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
-        restoring = (f for fetches in plan.fetches.values() for f in fetches)
-        here = {f.source: f for f in (*restoring, *decoding) if f.node == self._me.node}
+        here = {f.source: f for f in plan.reads() if f.node == self._me.node}
         share = [here[source] for source in sorted(here)][ranks.index(self._me.control.rank) :: len(ranks)]
 
-        def looked() -> bytes:
+        def looked() -> frozenset[BlockSource]:
             with self._me.opened(self._here) as arenas:
-                return pack_sources(find_corrupt(plan.label, share, arenas))
+                return find_corrupt(plan.label, share, arenas)
 
-        told = self._me.gather(looked, f"checking {plan.label}")
-        self._bad = self._bad.union(*map(unpack_sources, told))
+        self._bad |= self._me.gather_sources(looked, f"checking {plan.label}")
 
     def _decode(self, plan: RecoveryPlan) -> None:
         """What only parity has: some ranks decode it and store it on their nodes, as many at a time as there
@@ -189,14 +186,10 @@ class OtherMemory:
         def take(fetch: Fetch, data: torch.Tensor) -> None:
             decoder.take(fetch, data.numpy(), stays=False)
 
-        def store() -> bytes:
-            return pack_sources(decoder.store())
-
         with closing(decoder):
             self._me.agree(reserve, f"decoding {plan.label}")
             self._transfer(replace(plan, fetches=fetches, rebuilds=rebuilds), take, None)
-            told = self._me.gather(store, f"decoding {plan.label}")
-        self._bad = self._bad.union(*map(unpack_sources, told))
+            self._bad |= self._me.gather_sources(decoder.store, f"decoding {plan.label}")
 
     # -- transfer -----------------------------------------------------------------------------------
 
@@ -223,8 +216,7 @@ class OtherMemory:
             return bool(bad)
 
         if self._me.agree(move, f"bringing {plan.label}"):
-            told = self._me.gather(lambda: pack_sources(bad), "telling of corrupt blocks")
-            found = sorted(frozenset[BlockSource]().union(*map(unpack_sources, told)))
+            found = sorted(self._me.gather_sources(lambda: bad, "telling of corrupt blocks"))
             raise TransferError(
                 f"{len(found)} blocks of {plan.label} did not arrive as they were when their checksums were "
                 f"compared, the first from {found[0].arena} on node {found[0].node}: memory or network of a "

@@ -5,10 +5,11 @@ The decision is made in :mod:`reft.recover.decide`, the sources are chosen in :m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
@@ -16,8 +17,7 @@ from reft.grid import Coordinate, Degrees
 from reft.memory.arena import is_decoded
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
-from reft.protect.coded_blocks import BlockCode
-from reft.protect.decode import plan_decode
+from reft.protect.codes import BlockCode, plan_decode
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,11 @@ class RecoveryPlan:
     def image_bytes(self, coordinate: Coordinate, section: Section) -> int:
         """Size of a section's image as restored at ``coordinate`` (host state: its true length)."""
         return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
+
+    def reads(self) -> Iterator[Fetch]:
+        """What is restored, then what is read to decode first."""
+        yield from chain.from_iterable(self.fetches.values())
+        yield from chain.from_iterable(rebuild.fetches for rebuild in self.rebuilds.values())
 
     def only(self, *sections: Section) -> RecoveryPlan:
         kept = {c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()}

@@ -24,7 +24,7 @@ from reft.memory.arena import Arena, decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.blocks import BlockKey, Section
-from reft.protect.coded_blocks import unpack_checksums
+from reft.protect.codes import unpack_checksums
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows
 from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory
 from reft.recover.plan import BlockSource, Fetch, LostBlock, Rebuild, RecoveryPlan, stripes_of

@@ -23,7 +23,7 @@ import msgpack
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.recover.findings import Group, listing
+from reft.recover.inventory import Group, listing
 
 WEIGHT = "model"  # what a model computes with; the other parts of a parameter's state are the optimizer's
 WHOLE = -1  # of `Parameter.split`: every tensor slice has the same

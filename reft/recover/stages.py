@@ -18,8 +18,7 @@ from reft.grid import Coordinate, Topology
 from reft.memory.arena import Arena
 from reft.naming import Label
 from reft.protect.blocks import BlockKey, Section
-from reft.recover.findings import Group
-from reft.recover.inventory import Inventory, opened_arenas, take_inventory
+from reft.recover.inventory import Group, Inventory, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 from reft.recover.rebuild import Decoder
 
@@ -87,6 +86,13 @@ class Participant:
         if failure is not None:
             raise failure
         return bodies
+
+    def gather_sources(
+        self, stage: Callable[[], Iterable[BlockSource]], doing: str
+    ) -> frozenset[BlockSource]:
+        """The sources that ``stage`` returned on any rank. Collective."""
+        told = self.gather(lambda: pack_sources(stage()), doing)
+        return frozenset[BlockSource]().union(*map(unpack_sources, told))
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all

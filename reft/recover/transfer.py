@@ -264,7 +264,7 @@ def execute(
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
-    transfer = _Transfer(plans[0], topology, control, copy=copy, sink=sink, faults=faults or FaultPlan())
+    transfer = _Transfer(plans[0], topology, control, copy, sink, faults or FaultPlan())
     try:
         return transfer.run(plans, arenas, room_for, window_bytes)
     except TransferError:
@@ -279,28 +279,21 @@ def execute(
         ) from error
 
 
+@dataclass
 class _Transfer:
-    def __init__(
-        self,
-        plan: RecoveryPlan,
-        topology: Topology,
-        control: ControlGroup,
-        *,
-        copy: Copy,
-        sink: Sink,
-        faults: FaultPlan,
-    ) -> None:
-        self._label = plan.label
-        self._fetches = plan.fetches[topology.coordinates[control.rank]]
-        self._topology = topology
-        self._control = control
+    plan: RecoveryPlan
+    topology: Topology
+    control: ControlGroup
+    copy: Copy
+    sink: Sink
+    faults: FaultPlan
+    failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._fetches = self.plan.fetches[self.topology.coordinates[self.control.rank]]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
-        self._copy = copy
-        self._sink = sink
-        self._faults = faults
         self._bad: set[BlockSource] = set()
-        self.failure: Exception | None = None
         self._counting = threading.Lock()
         self._arrived = 0
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
@@ -310,8 +303,8 @@ class _Transfer:
     ) -> tuple[TransferStats, frozenset[BlockSource]]:
         started = time.perf_counter()
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
-        me = self._control.rank
-        moves = [move for plan in plans for move in make_moves(plan, self._topology)]
+        me = self.control.rank
+        moves = [move for plan in plans for move in make_moves(plan, self.topology)]
         sends: dict[int, list[memoryview]] = {}
         for move in moves:
             if move.src == me:
@@ -327,7 +320,7 @@ class _Transfer:
             for thread in threads:
                 thread.start()
             try:
-                self._control.stream(sends, inbox.streams(), inbox.wake)
+                self.control.stream(sends, inbox.streams(), inbox.wake)
             except BaseException:
                 work.give_up()
                 raise
@@ -347,7 +340,7 @@ class _Transfer:
     def _threads(self, blocks: int) -> int:
         """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the
         memory: this rank's share of the cores it may run on."""
-        neighbours = self._topology.nodes.count(self._topology.nodes[self._control.rank])
+        neighbours = self.topology.nodes.count(self.topology.nodes[self.control.rank])
         return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
 
     def _work(self, work: _Work, inbox: Inbox) -> None:
@@ -376,13 +369,13 @@ class _Transfer:
             return
         try:
             if half:
-                self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
+                self.faults.reach(FaultPoint.DURING_RECOVERY, self.plan.label.step)
             data = self._read(fetch) if data is None else data
-            if self._copy(fetch, data) != fetch.checksum:
+            if self.copy(fetch, data) != fetch.checksum:
                 logger.debug("%s: corrupt on arrival", fetch)
                 self._bad.add(fetch.source)
                 return
-            self._sink(fetch, data)
+            self.sink(fetch, data)
             with self._counting:
                 self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:

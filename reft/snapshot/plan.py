@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 from reft.control.control import ControlGroup
 from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.header import TABLE, Entry, pack_entries
-from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
-from reft.protect.coded_blocks import BlockCode, CodedBlock
-from reft.protect.codes import Scheme
+from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section, aligned
+from reft.protect.codes import BlockCode, CodedBlock, Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.state.catalogue import SectionImage
 
@@ -204,7 +203,7 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
     placed = []
     for block in blocks:
         placed.append(PlacedBlock(block, offset))
-        offset += -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset += aligned(block.nbytes)
     return tuple(placed), offset
 
 

@@ -4,7 +4,7 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
+(:mod:`reft.snapshot.filling`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
 Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim` does.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,7 +124,9 @@ class PeerOptimizers:
         tensors = _replica_tensors(partition, images.owned)
         replica = self._replica(member, tensors, step, base)
         gradients = _views(filling.gradients(member), images.gradients[member])
-        record = _with_multiplier(step.record, gradients)
+        record = step.record
+        if "multiplier" in gradients and not record.skipped:  # by the device; it came with them
+            record = replace(record, multiplier=float(gradients["multiplier"][0]))
         # Denormals would otherwise differ between the thread that trains and this one.
         torch.set_flush_denormal(step.flush_denormal)
         replica.apply(record, [gradients[f"gradient.{g}"] for g in range(len(tensors))])
@@ -231,10 +233,3 @@ def _set_steps(memory: torch.Tensor, owned: SectionImage, applied: int) -> None:
     for spec, offset in zip(owned.specs, owned.offsets, strict=True):
         if spec.name.endswith(".step"):
             _view(memory, offset, spec).fill_(applied)
-
-
-def _with_multiplier(record: StepRecord, gradients: Mapping[str, torch.Tensor]) -> StepRecord:
-    """The record with what the device multiplied its gradients by, which came with them."""
-    if "multiplier" not in gradients or record.skipped:
-        return record
-    return StepRecord(record.number, record.groups, record.skipped, float(gradients["multiplier"][0]))

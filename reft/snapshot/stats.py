@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from reft.errors import ReftError
 from reft.protect.blocks import BlockKey, Section
+
+logger = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
@@ -72,36 +78,26 @@ def _bytes(counted: Counter[Kind]) -> dict[str, int]:
     return {kind.value: counted[kind] for kind in Kind if counted[kind]}
 
 
-class Samples:
+class Samples(deque[float]):
     """The newest values, in order of arrival; the median is asked for with every commit, by any thread."""
 
     def __init__(self, most: int = 512) -> None:
-        self._arrived: deque[float] = deque(maxlen=most)
-
-    def append(self, value: float) -> None:
-        """Add a sample; the oldest one goes if there are too many."""
-        self._arrived.append(value)
+        super().__init__(maxlen=most)
 
     def add_to_newest(self, value: float) -> None:
         """More of the newest sample has become known; nothing if there is none."""
-        if self._arrived:
-            self._arrived[-1] += value
+        if self:
+            self[-1] += value
 
     @property
     def newest(self) -> float | None:
-        return self._arrived[-1] if self._arrived else None
+        return self[-1] if self else None
 
     @property
     def median(self) -> float | None:
         """Of the samples kept; None if there are none."""
-        values = list(self._arrived)  # another thread may be adding to the newest one
+        values = list(self)  # another thread may be adding to the newest one
         return median(values) if values else None
-
-    def __len__(self) -> int:
-        return len(self._arrived)
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._arrived)
 
 
 @dataclass
@@ -184,3 +180,59 @@ class SnapshotStats:
             "stale_since_step": self.stale_since_step,
             "last_error": self.last_error,
         }
+
+
+# -- what failed on the worker: said once per cause, here and, at the next vote, by every peer (P6)
+
+
+_REMEMBERED = 256
+_PASSED_ON = 8  # most causes that peers are told of in one vote, the newest
+_CHARACTERS = 300  # most of a cause that peers are told
+_NAMED = 8  # Ranks whose complaints are written out; the others are counted
+
+
+class Complaints:
+    """Of one worker. Any thread may complain."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = deque[str](maxlen=_REMEMBERED)
+        self._unheard = deque[str](maxlen=_PASSED_ON)
+
+    def tell(self, what: str, error: Exception) -> None:
+        """Say what failed, once per cause, and with where it came from if nobody foresaw it."""
+        cause = f"{what}: {type(error).__name__}: {error}"
+        known = re.sub(r"\d+", "0", cause)  # the same cause names another step every time
+        with self._lock:
+            new = known not in self._told
+            if new:
+                self._told.append(known)
+                self._unheard.append(cause[:_CHARACTERS])
+        if new:
+            logger.warning("%s", cause, exc_info=None if isinstance(error, ReftError | OSError) else error)
+
+    def attempt(self, what: str, act: Callable[[], object]) -> None:
+        """Do what the protocol of the versions does not depend on."""
+        try:
+            act()
+        except Exception as error:
+            self.tell(what, error)
+
+    def unheard(self) -> list[str]:
+        """What no peer has heard of, oldest first."""
+        with self._lock:
+            return [*self._unheard]
+
+    def heard(self, causes: Collection[str]) -> None:
+        """The peers know these."""
+        with self._lock:
+            self._unheard = deque((c for c in self._unheard if c not in causes), _PASSED_ON)
+
+
+def say(complaints: Mapping[int, Collection[str]]) -> None:
+    """Log what peers complain of, by rank."""
+    for rank in sorted(complaints)[:_NAMED]:
+        for cause in complaints[rank]:
+            logger.warning("rank %d reports: %s. See its log", rank, cause)
+    if len(complaints) > _NAMED:
+        logger.warning("%d more ranks report problems; see their logs", len(complaints) - _NAMED)

@@ -28,8 +28,7 @@ from reft.grid import Topology
 from reft.naming import Label
 from reft.protect.blocks import Section
 from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.exchange import PeerTraffic, RingExchange
-from reft.snapshot.committing.request import SnapshotRequest, Watchers, WorkerOptions
+from reft.snapshot.committing.request import Halt, SnapshotRequest, Votes, Watchers, WorkerOptions
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import (
     NOT_FINITE,
@@ -70,16 +69,13 @@ from reft.snapshot.committing.version import (
     resume_from,
     step,
 )
-from reft.snapshot.committing.votes import Halt, Votes
-from reft.snapshot.copying.copier import Copier, bytes_by_tier
+from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
 from reft.snapshot.copying.gate import Gate, OpenGate, Permit
 from reft.snapshot.copying.pacing import Pacer
-from reft.snapshot.copying.peers import differing, shortened
-from reft.snapshot.filling import Filling
+from reft.snapshot.filling import Filling, PeerTraffic, RingExchange
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.scheduling.has import Overflow
-from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Kind
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]

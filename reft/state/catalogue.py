@@ -18,10 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
+from reft.protect.blocks import aligned
 from reft.state import codec
-
-ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this in its image (as shard and block boundaries do)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = vars(torch).get(self.dtype)
-        if not isinstance(dtype, torch.dtype):
-            raise LayoutError(f"{self.name} has dtype {self.dtype}, unknown to torch {torch.__version__}")
-        return dtype
+        return codec.torch_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -111,11 +106,11 @@ def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[Te
 
 
 def end_to_end(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where tensors of these bytes lie in an image, and its size."""
+    """Where tensors of these bytes lie in an image, each aligned as shards and blocks are, and its size."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
-        end += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end += aligned(nbytes)
     return tuple(offsets), end
 
 

@@ -265,7 +265,7 @@ def torch_dtype(name: Any) -> torch.dtype:
     return dtype
 
 
-def _make_tensor(parts: Any) -> torch.Tensor:
+def make_tensor(parts: Any) -> torch.Tensor:
     import torch
 
     name, shape, raw = parts
@@ -340,7 +340,7 @@ _MAKE: dict[int, Callable[[Any], Any]] = {
     _Ext.FROZENSET: frozenset,
     _Ext.DICT: lambda pairs: {k: v for k, v in pairs},
     _Ext.ORDERED_DICT: lambda pairs: OrderedDict((k, v) for k, v in pairs),
-    _Ext.TENSOR: _make_tensor,
+    _Ext.TENSOR: make_tensor,
     _Ext.ARRAY: _make_array,
     _Ext.SCALAR: _make_scalar,
     _Ext.TORCH_DTYPE: torch_dtype,

@@ -49,7 +49,10 @@ class GradientCapture:
         self._wrapper = adapter.wrapper
         self.record: StepRecord | None = None  # of the step that is being made
         self.recipe = check_recomputable(adapter)
-        self._weights = self._partitioned_weights()
+        bf16 = isinstance(adapter, BF16Adapter)
+        groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
+        self._weights: list[list[torch.Tensor]] = [list(group) for group in getattr(self._wrapper, groups)]
+        """Per group and member: the model's own weights of that partition, flat."""
         self.staged: dict[int, dict[str, torch.Tensor]] = {}  # where it is captured, by member and name
         self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
         self._closed = False
@@ -103,12 +106,6 @@ class GradientCapture:
         if isinstance(self._adapter, ZeroAdapter):
             made["multiplier"] = torch.ones(1, dtype=torch.float32, device=self._weights[0][member].device)
         return made
-
-    def _partitioned_weights(self) -> list[list[torch.Tensor]]:
-        """Per group and member: the model's own weights of that partition, flat."""
-        bf16 = isinstance(self._adapter, BF16Adapter)
-        name = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
-        return [list(group) for group in getattr(self._wrapper, name)]
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):

@@ -58,8 +58,14 @@ def capture_rng() -> dict[str, Any]:
 
 def restore_rng(state: dict[str, Any]) -> None:
     restore_host_rng(state)
-    if state["device"] is not None:
-        _restore_device(state["device"])
+    if (saved := state["device"]) is not None:
+        device_name, device = _accelerator()
+        if device_name != saved["name"]:
+            raise LayoutError(
+                f"the snapshot has the random state of a {saved['name']} device, this process runs on "
+                f"{device_name}; resume on the kind of device that took the snapshot"
+            )
+        device.set_rng_state(saved["state"])
     trackers = dict(_trackers())
     for name, states in state["trackers"].items():
         if name in trackers:
@@ -69,16 +75,6 @@ def restore_rng(state: dict[str, Any]) -> None:
                 f"the snapshot has the random states {sorted(states)} of {name}, which this process has not "
                 f"imported; start the job as it was started when the snapshot was taken"
             )
-
-
-def _restore_device(saved: dict[str, Any]) -> None:
-    name, device = _accelerator()
-    if name != saved["name"]:
-        raise LayoutError(
-            f"the snapshot has the random state of a {saved['name']} device, this process runs on {name}; "
-            f"resume on the kind of device that took the snapshot"
-        )
-    device.set_rng_state(saved["state"])
 
 
 def _accelerator() -> tuple[str, Any]:

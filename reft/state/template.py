@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -44,11 +44,8 @@ _CLASSES: Final = (
 _ENUM_PACKAGES: Final = ("deepspeed", "torch")
 
 
-class ReadSection(Protocol):
-    """Bytes ``[start, start + nbytes)`` of a section's image, checked; the view may be written to."""
-
-    def __call__(self, section: Section, start: int, nbytes: int) -> memoryview: ...
-
+ReadSection = Callable[[Section, int, int], memoryview]
+"""Bytes ``[start, start + nbytes)`` of a section's image, checked; the view may be written to."""
 
 Resolve = Callable[[Path, Any], Path | None]
 """Where in the host state the value at a path of the state dict comes from; None if it is constant."""

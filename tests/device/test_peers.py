@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reft.device import Vendor
+from reft.snapshot.copying.copier import PeerCheck
 from reft.snapshot.copying.device import DeviceCopyEngine
-from reft.snapshot.copying.peers import PeerCheck
 from reft.snapshot.plan import LiveImages
 from reft.state.catalogue import SectionImage
 from tests.device.conftest import hold

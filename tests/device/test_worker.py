@@ -18,14 +18,13 @@ from reft.config import Variant
 from reft.device import Vendor
 from reft.memory.arena import Arena, scan
 from reft.naming import Label
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.pacing import PaceOptions, Pacer
-from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.scheduling.has import Limits, Overflow
+from reft.snapshot.schedule import Limits, Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME

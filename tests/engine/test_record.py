@@ -19,8 +19,7 @@ from reft.errors import TransferError
 from reft.grid import Coordinate
 from reft.log import EventLog
 from reft.naming import Label
-from reft.snapshot.complaints import Complaints
-from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.stats import Complaints, SnapshotStats
 from tests.job.daemons import wait_for
 
 SECRET = b"s" * 32

@@ -17,8 +17,8 @@ import pytest
 
 from reft.cli import replay
 from reft.errors import ConfigError
+from reft.memory.files import JobLock
 from reft.memory.jobdir import JobDir
-from reft.memory.joblock import JobLock
 from reft.storage.persisted import job_directory, list_persisted
 
 from .cluster import SCRIPTS, WatchedCluster, cluster, deepspeed_json

@@ -11,8 +11,8 @@ import pytest
 
 from reft.config import PersistConfig, ReftConfig
 from reft.job.mpi_run import end_daemon, keep_daemon
+from reft.memory.files import JobLock
 from reft.memory.jobdir import JobDir
-from reft.memory.joblock import JobLock
 from reft.naming import Label
 from reft.node.client import request
 from reft.node.daemon import Daemon

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reft.memory.free_memory import cgroup_free_bytes, default_margin_bytes, free_bytes
+from reft.memory.files import cgroup_free_bytes, default_margin_bytes, free_bytes
 
 MIB = 2**20
 

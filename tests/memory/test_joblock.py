@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from reft.errors import ArenaError, JobInUseError
+from reft.memory.files import JobLock, holder
 from reft.memory.jobdir import JobDir, live_processes, remove_job
-from reft.memory.joblock import JobLock, holder
 
-HOLD = "import sys; from pathlib import Path; from reft.memory.joblock import JobLock; "
+HOLD = "import sys; from pathlib import Path; from reft.memory.files import JobLock; "
 HOLD += "lock = JobLock(Path(sys.argv[1]), 'job'); print('held', flush=True); sys.stdin.read()"
 
 
@@ -80,7 +80,7 @@ def test_p7_a_file_that_its_last_holder_removes_between_opening_and_locking_is_n
             held.pop().close()
         flock(fd, operation)
 
-    monkeypatch.setattr("reft.memory.joblock.fcntl.flock", end_well_first)
+    monkeypatch.setattr("reft.memory.files.fcntl.flock", end_well_first)
     lock = JobLock(tmp_path, "job")
     assert lock.lies_in(tmp_path)
     with pytest.raises(JobInUseError):
@@ -138,7 +138,7 @@ def test_p7_a_directory_that_its_last_holder_removes_is_made_again(
             shutil.rmtree(path)
             held.pop().close()
 
-    monkeypatch.setattr("reft.memory.joblock.time.sleep", end_well)
+    monkeypatch.setattr("reft.memory.files.time.sleep", end_well)
     lock = JobLock(path, "job", wait_secs=60)
     assert lock.lies_in(path)
     assert path.stat().st_mode & 0o777 == 0o700

@@ -16,7 +16,7 @@ from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSect
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.snapshot.scheduling.has import Bandwidth
+from reft.snapshot.schedule import Bandwidth
 from reft.tools.planning.pace import StageWindows, WindowPace
 from tests.protect.reference import schemes_for
 

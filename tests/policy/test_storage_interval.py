@@ -22,7 +22,7 @@ from reft.policy.storage_interval import (
     memory_losses_per_sec,
     storage_interval,
 )
-from reft.protect.survival import losses_within
+from reft.protect.placement import losses_within
 
 mtbfs = st.floats(600.0, 864_000.0)
 measured = st.builds(

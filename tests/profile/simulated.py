@@ -17,7 +17,7 @@ from benchmarks.simulator.schedules import Schedule, from_deepspeed
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
-from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
+from reft.snapshot.schedule import ChunkRecord, StepTrace
 
 Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds
 FACTS = ("job", (4, 1, 1))

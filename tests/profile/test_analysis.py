@@ -21,8 +21,7 @@ from benchmarks.simulator.schedules import (
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
 from reft.profile.traces import RankTraces, decode, encode, only_group_calls
-from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
-from reft.snapshot.scheduling.windows import AnalyticEstimator, WindowKind
+from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, StepTrace, WindowKind
 from tests.profile.simulated import (
     BACKWARD,
     FACTS,

@@ -22,7 +22,7 @@ from reft.engine.session import Tracer
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
 from reft.profile.traces import ClockOffset, assign_chunks, estimate
-from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated
 

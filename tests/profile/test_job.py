@@ -13,7 +13,7 @@ import pytest
 from examples.llama import PRETRAIN
 from reft.profile.result import Activity, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces, gather, measure_offsets
-from reft.snapshot.scheduling.windows import WindowKind
+from reft.snapshot.schedule import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
 from tests.profile.simulated import costs, run, train_schedule

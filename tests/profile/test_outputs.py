@@ -23,7 +23,7 @@ from reft.errors import ConfigError
 from reft.profile.analysis import analyse
 from reft.profile.profiler import note_taken, write
 from reft.profile.result import ProfileResult
-from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.schedule import ChunkRecord
 from reft.tools.profile.display import advice, show, write_trace
 from reft.tools.profile.figure import draw, verdict
 from tests.profile.simulated import a_profile, costs, run, train_schedule, with_chunks

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from reft.errors import ConfigError, UnrecoverableError
 from reft.grid import ring_order
 from reft.protect.blocks import BlockKey
-from reft.protect.coded_blocks import BlockCode
-from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.decode import fatal_loss, plan_decode, survives, tolerance
+from reft.protect.codes import (
+    BlockCode,
+    Code,
+    Scheme,
+    fatal_loss,
+    make_code,
+    plan_decode,
+    survives,
+    tolerance,
+)
 from reft.protect.rs import parity_rows, rank
 from reft.recover.plan import find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.protect.survival import (
+from reft.protect.placement import (
     Weibull,
     losses_within,
     node_survival,

@@ -17,10 +17,8 @@ from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.blocks import STATE_SECTIONS, BlockKey, Section
-from reft.protect.coded_blocks import pack_checksums
-from reft.protect.codes import Scheme
+from reft.protect.codes import Scheme, pack_checksums
 from reft.protect.placement import place_group
-from reft.recover.complete import Blueprint, Room
 from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
@@ -31,6 +29,7 @@ from reft.recover.inventory import (
     take_inventory,
 )
 from reft.recover.plan import Fetch, RecoveryPlan
+from reft.recover.recover import Blueprint, Room
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 
 JOB = "job-a"

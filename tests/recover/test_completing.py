@@ -19,11 +19,11 @@ from reft.grid import Coordinate, Degrees, Topology
 from reft.memory.header import ArenaState
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
-from reft.recover import complete
-from reft.recover.complete import Completing, Completion, plan_kept
+from reft.recover import recover as complete
 from reft.recover.decide import judge, plan_recovery
 from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
 from reft.recover.plan import RecoveryPlan
+from reft.recover.recover import Completing, Completion, plan_kept
 from reft.recover.stages import Participant
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without

@@ -19,8 +19,15 @@ from reft.recover.decide import (
     plan_decided,
     plan_recovery,
 )
-from reft.recover.findings import Summary, arenas_to_tell, parts_of, put_together, summarize, tables_of
-from reft.recover.inventory import Inventory
+from reft.recover.inventory import (
+    Inventory,
+    Summary,
+    arenas_to_tell,
+    parts_of,
+    put_together,
+    summarize,
+    tables_of,
+)
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.transfer import make_moves
 

@@ -14,9 +14,9 @@ from reft.grid import Degrees, Topology
 from reft.protect.blocks import Section
 from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
-from reft.recover.findings import put_together, summarize
+from reft.recover.inventory import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.reshape import OwnedTensor, Resize, Scatter, cut, padding
+from reft.recover.sources import OwnedTensor, Resize, Scatter, cut, padding
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.blocks import BlockKey
-from reft.protect.coded_blocks import BlockCode
-from reft.protect.codes import Scheme, make_code
+from reft.protect.codes import BlockCode, Scheme, make_code
 from reft.recover.plan import LostBlock, find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
 

@@ -29,10 +29,9 @@ from reft.grid import Coordinate
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
-from reft.recover.complete import Blueprint, Completing
 from reft.recover.plan import NotRecoverable, count_bytes
-from reft.recover.recover import Recovery
-from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
+from reft.recover.recover import Blueprint, Completing, Recovery
+from reft.recover.sources import OwnedTensor, Piece, Resize, Scatter, cut
 from reft.recover.stages import Participant
 from tests.control.mpi_calls import refuse_pickling
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from reft.errors import ConfigError
-from reft.snapshot.scheduling.windows import AnalyticEstimator, Window, WindowKind, paper_windows
+from reft.snapshot.schedule import AnalyticEstimator, Window, WindowKind, paper_windows
 from tests.profile.simulated import train_schedule
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.

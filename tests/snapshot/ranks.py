@@ -27,7 +27,7 @@ from reft.node.protection import OrderWatch, ProtectionRecord, write_record
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats

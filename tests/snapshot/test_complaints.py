@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.errors import TransferError
-from reft.snapshot.complaints import Complaints
+from reft.snapshot.stats import Complaints
 
 
 def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureFixture) -> None:

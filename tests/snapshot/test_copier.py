@@ -19,11 +19,10 @@ from reft.naming import Label
 from reft.protect.backend import TorchBackend, _tried
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit, StreamGate
-from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage

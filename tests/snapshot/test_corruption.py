@@ -15,9 +15,8 @@ from reft.control.control import Ballot
 from reft.errors import TransferError
 from reft.grid import Degrees, Topology
 from reft.naming import Label
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.peers import TURNS, PeerCheck, differing
+from reft.snapshot.copying.copier import TURNS, Copier, PeerCheck, differing
+from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.plan import LiveImages
 from reft.state.catalogue import SectionImage
 from tests.snapshot.ranks import Rank, Results

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.snapshot.scheduling.has import (
+from reft.snapshot.schedule import (
     SHORTEST_WINDOW_SECS,
     Bandwidth,
     BandwidthModel,
@@ -18,10 +18,11 @@ from reft.snapshot.scheduling.has import (
     Interval,
     Limits,
     Overflow,
+    Window,
+    WindowKind,
     advised_interval,
     plan_schedule,
 )
-from reft.snapshot.scheduling.windows import Window, WindowKind
 
 MIB = 2**20
 sizes = st.integers(0, 2**36)

@@ -11,9 +11,7 @@ import pytest
 from reft.snapshot.copying.engine import ComputeClock, Mark
 from reft.snapshot.copying.gate import Gate, HostGate
 from reft.snapshot.copying.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter, waits, window_kind
-from reft.snapshot.scheduling.has import Limits, Overflow
-from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.scheduling.windows import WindowKind, instructions
+from reft.snapshot.schedule import ChunkRecord, Limits, Overflow, WindowKind, instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
 

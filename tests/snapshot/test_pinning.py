@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.snapshot.copying.pinning import PinnedRanges
+from reft.snapshot.copying.device import PinnedRanges
 
 
 @given(

@@ -9,8 +9,8 @@ import torch
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
 from reft.protect.blocks import BlockKey, Section
 from reft.snapshot.copying.chunks import Chunk
+from reft.snapshot.copying.copier import StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
-from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
 from tests.snapshot.devices import Cpu, Simulated, host_memory, random_bytes
@@ -127,7 +127,7 @@ def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(
     # Others take and give host memory meanwhile.
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr("reft.snapshot.copying.cpu.cgroup_free_bytes", list)
+    monkeypatch.setattr("reft.snapshot.copying.engine.cgroup_free_bytes", list)
     area = StagingArea(engine)
     assert area.reserve(10_000)
     room = area.room()

@@ -18,10 +18,9 @@ from reft.memory.arena import Arena, ArenaState, scan
 from reft.naming import Label
 from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.snapshot.committing.version import Cause
-from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
-from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.scheduling.has import Overflow
+from reft.snapshot.copying.copier import StagingArea
+from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine, Mark, Piece
+from reft.snapshot.schedule import Overflow
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
 

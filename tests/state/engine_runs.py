@@ -22,9 +22,9 @@ from torch import nn
 from reft.engine.engine import coordinate_of
 from reft.state import codec
 from reft.state.adapters import adapter_for
+from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import host_file_name, read_host_file
-from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
 from tests.old_deepspeed import step_without_autograd
 
 SNAP, END = 3, 7

@@ -25,10 +25,9 @@ from reft.naming import Label
 from reft.node import history
 from reft.protect.blocks import Section
 from reft.protect.placement import place_group
-from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
-from reft.recover.recover import Recovery, RecoveryOutcome
-from reft.recover.reshape import Piece, Resize, Scatter
+from reft.recover.recover import Blueprint, Completing, Recovery, RecoveryOutcome, Room
+from reft.recover.sources import Piece, Resize, Scatter
 from reft.recover.stages import Participant, Repair
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob

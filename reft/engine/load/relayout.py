@@ -24,7 +24,7 @@ from reft.protect.blocks import BlockKey, Section
 from reft.recover.other_layout import OtherMemory, Place
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan
 from reft.recover.relayout import WEIGHT, Held, Layout, Move, paddings, plan_layout
-from reft.recover.reshape import Resize
+from reft.recover.sources import Resize
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import TensorSpec, end_to_end
 from reft.state.codec import decode, encode

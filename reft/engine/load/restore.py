@@ -43,7 +43,7 @@ from reft.naming import Label
 from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery
-from reft.recover.reshape import Resize
+from reft.recover.sources import Resize
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 
 logger = logging.getLogger(__name__)

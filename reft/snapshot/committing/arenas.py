@@ -101,8 +101,6 @@ class ArenaSet:
                 coordinate=self._identity.coordinate,
                 label=label,
                 state=ArenaState.WRITING,
-                entries=(),
-                sealed_unix_secs=0.0,
                 layout=layout.layout_hash,
                 coding=layout.plan.code.describe() if layout.plan.code else "",
                 scheme=str(layout.plan.placement.scheme),
@@ -238,7 +236,11 @@ class ArenaSet:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
         try:
             filling.arena.commit()
-            self._remove_leftovers()
+            # What an earlier incarnation with more slots or more ranks left here. Only after a commit: until
+            # then one of them may hold the version that was recovered (P3).
+            if not self._leftovers_removed:
+                self._leftovers_removed = True
+                self._files.remove_leftovers(self._unused)
         except (ArenaError, OSError) as error:
             logger.warning("the commit of step %d cannot be recorded: %s", filling.label.step, error)
         finally:
@@ -248,14 +250,6 @@ class ArenaSet:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
         filling.arena.unlock()
-
-    def _remove_leftovers(self) -> None:
-        """Free the arenas that an earlier incarnation with more slots or more ranks left here. Only
-        after a commit: until then one of them may hold the version that was recovered (P3)."""
-        if self._leftovers_removed:
-            return
-        self._leftovers_removed = True
-        self._files.remove_leftovers(self._unused)
 
     def close(self) -> None:
         """Forget the mappings; the files stay."""
@@ -292,7 +286,12 @@ class ArenaSet:
             if not arena.try_lock_exclusive():
                 raise ArenaError(f"{arena.path.name} is pinned by a reader")
             return arena
-        self._check_limit(wanted)
+        if self.limit_bytes is not None and wanted * self.count > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"{self.count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self.count / 2**20:.1f} "
+                f"MiB, but reft.memory_limit_bytes leaves this rank {self.limit_bytes / 2**20:.1f} MiB; "
+                f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
+            )
         if arena is not None:
             self._forget(arena)
             arena.unlock()
@@ -305,11 +304,3 @@ class ArenaSet:
             self._engine.register(arena.data)
         self._arenas[slot] = arena
         return arena
-
-    def _check_limit(self, wanted: int) -> None:
-        if self.limit_bytes is not None and wanted * self.count > self.limit_bytes:
-            raise OutOfMemoryError(
-                f"{self.count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self.count / 2**20:.1f} "
-                f"MiB, but reft.memory_limit_bytes leaves this rank {self.limit_bytes / 2**20:.1f} MiB; "
-                f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
-            )

@@ -1,28 +1,229 @@
-"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the way."""
+"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the way;
+stages what there is no time for; takes the checksums that data-parallel peers compare."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint
-from reft.errors import CopyOrderError
-from reft.memory.stream import CutRanges, hashing_copier, ranges_of
-from reft.protect.blocks import Section
+from reft.errors import CopyOrderError, StagingMemoryError
+from reft.memory.stream import CutRanges, HashingCopier, hashing_copier, ranges_of
+from reft.protect.blocks import Section, aligned
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
-from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.engine import CheckedPieces, CopyEngine, CopyTicket, Mark, Piece
+from reft.snapshot.copying.engine import (
+    CheckedPieces,
+    CopyEngine,
+    CopyTicket,
+    CpuCopyEngine,
+    Encode,
+    Mark,
+    Part,
+    Piece,
+)
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
-from reft.snapshot.copying.peers import PeerCheck
-from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.schedule import ChunkRecord
 from reft.snapshot.stats import Kind
+
+logger = logging.getLogger(__name__)
+
+
+TURNS = 61
+"""Versions after which every block was compared once by turns."""
+_COLUMNS = 64  # sums of a block, so that what has moved within it is seen
+
+
+class PeerCheck:
+    """Whether what data-parallel peers must have alike is alike, and whose is not.
+
+    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as any other
+    state. Each member of a sharding group takes the checksum of the same bytes of its own replica with every
+    version, while training does not change them, and ring neighbours compare: what differs is not committed.
+    ``by_turns``: of a part of the replicated section's blocks with every version."""
+
+    def __init__(self, by_turns: bool, block_bytes: int) -> None:
+        self._turns, self._block_bytes = TURNS if by_turns else 1, block_bytes
+        self.again: frozenset[int] = frozenset()
+        """Blocks that differed: compared with every version until they do not."""
+        self.turn: int | None = None
+        """Of the next version; None: its step, until the ranks have sealed one together."""
+        self.blocks: Sequence[int] = ()  # of the newest version
+        self.memory = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def sums(self) -> dict[int, int]:
+        """By block, of the newest version; of a device once it is waited for."""
+        return dict(zip(self.blocks, self.memory.tolist(), strict=False))
+
+    def choose(self, images: LiveImages, step: int) -> int:
+        """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any step."""
+        count = -(-images.replicated.nbytes // self._block_bytes)
+        turn = step if self.turn is None else self.turn
+        self.blocks = [b for b in range(count) if (b - turn) % self._turns == 0 or b in self.again]
+        return count
+
+    def sealed(self, step: int) -> None:
+        """The ranks have voted on a version that all could copy: all of them go on to the next turn."""
+        self.turn = (step if self.turn is None else self.turn) + 1
+
+    def meet(self) -> None:
+        """The ranks have come together again, and do not know what each has heard of the last vote."""
+        self.turn, self.again = None, frozenset()
+
+    def parts(self, images: LiveImages, nbytes: int) -> Iterator[Encode]:
+        """Take the checksums: what is to be called, in host memory for so many bytes each; for a device it
+        queues all on the current stream, and returns what is to be copied."""
+        image, size = images.replicated, self._block_bytes
+        live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self.blocks]
+        if live and image.device.type != "cpu":
+            target = self.memory[: len(live)].view(torch.uint8)
+            yield lambda: [(torch.stack([*map(_on_device, live)]).view(torch.uint8), target)]
+            return
+        hasher = hashing_copier()
+        for place, views in enumerate(live):
+            for view in views:
+                for at in range(0, view.numel(), nbytes):
+                    yield partial(_hash, hasher, view[at : at + nbytes])
+            self.memory[place] = hasher.take() - 2**63
+
+    def names(self, images: LiveImages, blocks: Sequence[int]) -> str:
+        """Of the tensors in those blocks."""
+        size, image = self._block_bytes, images.replicated
+        return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first few."""
+    found = [*dict.fromkeys(names)]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
+    hasher.copy(ranges_of([(0, view.data_ptr(), view.numel())]))
+    return ()
+
+
+def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One number for those bytes: exact, whatever the order in which the device adds."""
+    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
+    for view in views:
+        wide = view.data_ptr() % 4 == view.numel() % 4 == 0
+        words = view.view(torch.int32) if wide else view
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        total = total * 31 + words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+        total[: len(words) - whole] += words[whole:]
+    return (total * torch.arange(1, 2 * _COLUMNS, 2, device=total.device)).sum()
+
+
+def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Blocks that differ among the members of a group, with the members that are not of the majority: all of
+    them where there is none. ``sums``: by member and block."""
+    found = {}
+    for block in next(iter(sums.values())):
+        votes = Counter(of[block] for of in sums.values())
+        most, count = votes.most_common(1)[0]
+        if len(votes) > 1:
+            clear = 2 * count > len(sums)
+            found[block] = tuple(m for m, of in sums.items() if not clear or of[block] != most)
+    return found
+
+
+_ALIGNMENT_BYTES = 256
+_HEADROOM = 1.125  # More than was planned: windows are not equally long in every step
+_KEPT_PLANS = 16
+_MOST_PLANS_WITHOUT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StagedChunk:
+    """A chunk, its position in its version, and the pieces from the staging area to the arena."""
+
+    number: int
+    chunk: Chunk
+    pieces: Sequence[Piece]
+
+
+class StagingArea:
+    """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU mode,
+    REFERENCE 2): the fence waits for a copy within the device instead of one to host memory, and the windows
+    of the following steps drain it. The memory is taken when a plan asks for it and device memory allows,
+    keeps a margin for training, and is given back to torch's allocator when plans have long not asked. Used
+    by the copying thread only."""
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._memory: torch.Tensor | None = None
+        self._unused_plans = 0
+        self._refusals = Backoff(2, _MOST_PLANS_WITHOUT)
+        self._plans_without = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What can be staged now."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def room(self) -> int:
+        """Bytes that the next plan may stage; asked once for each.
+
+        After the device has refused, some plans get no more than there is.
+        """
+        if self._plans_without:
+            self._plans_without -= 1
+            return self.capacity_bytes
+        # Not their sum: what is given up stays in torch's cache, where free_bytes does not see it.
+        return max(self.capacity_bytes, self._engine.free_bytes)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there is. If
+        not, it was logged, and what does not fit waits at the fence."""
+        if not nbytes:
+            self._unused_plans += 1
+            if self._unused_plans >= _KEPT_PLANS:
+                self._memory = None
+            return True
+        self._unused_plans = 0
+        if nbytes <= self.capacity_bytes:
+            return True
+        self._memory = None  # first: both together may be more than there is
+        wanted = max(nbytes, min(int(_HEADROOM * nbytes), self._engine.free_bytes))
+        try:
+            self._memory = self._engine.staging_buffer(wanted + _ALIGNMENT_BYTES)
+        except StagingMemoryError as error:
+            self._plans_without = int(self._refusals.failed())
+            logger.warning("snapshots cannot be staged: %s", error)
+            return False
+        self._refusals.reset()
+        logger.info("%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name)
+        return True
+
+    def first_fitting(self, chunks: Sequence[Chunk]) -> int:
+        """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""
+        left, number = self.capacity_bytes, len(chunks)
+        while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
+            number -= 1
+        return number
+
+    def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
+        """Copy the chunks from ``first`` on into the staging area, by the fence."""
+        assert self._memory is not None
+        parts: list[Part] = []
+        at = 0
+        for chunk in chunks[first:]:
+            parts.append((chunk.pieces, self._memory[at : at + chunk.nbytes], chunk.encode))
+            at += aligned(chunk.nbytes, _ALIGNMENT_BYTES)
+        staged = enumerate(self._engine.stage(parts), first)
+        return [StagedChunk(number, chunks[number], pieces) for number, pieces in staged]
+
 
 _KEPT_CHUNKS = 2**16
 _BATCH_BYTES = 32 * 2**20

@@ -37,19 +37,25 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Protocol
 
+import psutil
 import torch
 
-from reft.errors import CopyError, CopyOrderError
+from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.memory.files import cgroup_free_bytes
+from reft.memory.stream import CutRanges, HashingCopier, copier
 
 logger = logging.getLogger(__name__)
+
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 """``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
@@ -109,7 +115,7 @@ class ComputeClock(Protocol):
         training thread."""
 
 
-class CopyEngine(ABC):
+class CopyEngine(ComputeClock, ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
     name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
@@ -127,21 +133,13 @@ class CopyEngine(ABC):
     def _closed(self) -> bool:
         return self._order.closed
 
-    @abstractmethod
-    def stamp(self) -> Any:
-        """See :class:`ComputeClock`."""
-
-    @abstractmethod
-    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """See :class:`ComputeClock`."""
-
     def register(self, memory: memoryview | torch.Tensor) -> bool:
         """Tell the engine about an arena's data region, once, when it was made; takes seconds for tens of GB.
         The engine keeps the memory mapped until :meth:`unregister`. Returns whether copies go straight there:
         False costs speed only, and was logged."""
         return True
 
-    def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
         """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
         Memory that is not registered is fine."""
 
@@ -270,16 +268,15 @@ def contiguous(views: Sequence[Piece]) -> list[Piece]:
     for view in views:
         starts = tuple(side.data_ptr() for side in view)
         # Memory of two storages may touch; a view is of one.
-        if starts == ends and all(map(_share_storage, view, runs[-1][0])):
+        if starts == ends and all(
+            a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            for a, b in zip(view, runs[-1][0], strict=True)
+        ):
             runs[-1].append(view)
         else:
             runs.append([view])
         ends = tuple(start + view[1].numel() for start in starts)
     return [run[0] if len(run) == 1 else _joined(run) for run in runs]
-
-
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _joined(run: Sequence[Piece]) -> Piece:
@@ -436,3 +433,133 @@ class CallOrder:
 def bandwidth(nbytes: int, secs: float, before: float | None) -> float | None:
     """Bytes per second of a version that took ``secs``; ``before`` where it says nothing."""
     return nbytes / secs if nbytes >= MEASURED_BYTES and secs > 0 else before
+
+
+# -- copies between host memory, on the thread that calls ------------------------------------------
+
+
+STRIDE_BYTES = 8 * 2**20
+"""Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
+
+
+MARGIN_PART = 0.05  # Part of all memory that a staging buffer leaves alone
+
+
+def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
+    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises CopyOrderError:
+    the engine was closed before all was copied."""
+    _copy_range(target.data_ptr(), source.data_ptr(), source.numel(), closed)
+
+
+def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool]) -> None:
+    copy = copier()
+    for at in range(0, nbytes, STRIDE_BYTES):
+        if closed():
+            raise CopyOrderError("copy: the engine was closed while it was copying; the version is not whole")
+        copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
+
+
+class CpuCopyEngine(CopyEngine):
+    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copying.engine`."""
+
+    name = "cpu"
+    asynchronous = False
+    least_chunk_bytes = 64 * 2**10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._version = 0
+        self._bytes = 0
+        self._secs = 0.0
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def secs_of(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
+        checked = _on_host(pieces)
+        with self._order.copying(after) as version:
+            began = time.perf_counter()
+            nbytes = self._copy(checked)
+            if encode is not None:
+                nbytes += self._copy(_on_host(encode()))
+            ended = time.perf_counter()
+        self._count(version, nbytes, ended - began)
+        return CopyTicket(nbytes, (began, ended))
+
+    def copy_hashed(
+        self,
+        cut: CutRanges,
+        chunks: tuple[int, int],
+        hasher: HashingCopier,
+        until: ctypes.c_int | None = None,
+    ) -> int:
+        """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since ``close`` and
+        ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
+        CopyOrderError: as in :meth:`copy`."""
+        first, stop = chunks
+        with self._order.copying(None) as version:
+            began = time.perf_counter()
+            copied = hasher.copy_chunks(cut, first, stop, until)
+            ended = time.perf_counter()
+        self._count(version, cut.nbytes(first, first + copied), ended - began)
+        return copied
+
+    @property
+    def free_bytes(self) -> int:
+        memory = psutil.virtual_memory()
+        free = min([memory.available, *cgroup_free_bytes()])
+        return max(0, int(free - MARGIN_PART * memory.total))
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.free_bytes:
+            raise StagingMemoryError(
+                f"{nbytes} bytes of host memory are wanted to stage snapshots, {self.free_bytes} are free"
+            )
+        return torch.zeros(nbytes, dtype=torch.uint8)  # touched here, not at the fence
+
+    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
+        staged = []
+        for pieces, buffer, encode in parts:
+            checked = _on_host(pieces)
+            with self._order.copying(None):
+                encoded = _on_host(encode()) if encode is not None else ()
+                copy = partial(copy_on_host, closed=self._closed)
+                staged.append(into_buffer(chain(checked, encoded), buffer, copy))
+        return staged
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        with self._order.draining():
+            began = time.perf_counter()
+            for source, target in staged:
+                copy_on_host(source, target, self._closed)
+            return CopyTicket(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+
+    def _copy(self, pieces: CheckedPieces) -> int:
+        """Returns the bytes."""
+        total = 0
+        for target, source, nbytes in pieces.addresses:
+            _copy_range(target, source, nbytes, self._closed)
+            total += nbytes
+        return total
+
+    def _count(self, version: int, nbytes: int, secs: float) -> None:
+        if version != self._version:
+            self._version, self._bytes, self._secs = version, 0, 0.0
+        self._bytes += nbytes
+        self._secs += secs
+
+    def synchronize(self) -> None:
+        self._order.check_not_closed("synchronize")
+        self.bytes_per_sec = bandwidth(self._bytes, self._secs, self.bytes_per_sec)
+
+
+def _on_host(pieces: Iterable[Piece]) -> CheckedPieces:
+    checked = CheckedPieces.of(pieces)
+    if checked.elsewhere is not None:
+        raise CopyError(f"the source is on {checked.elsewhere}; expected the CPU, as the engine was made")
+    return checked

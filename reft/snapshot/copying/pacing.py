@@ -15,21 +15,19 @@ from typing import Any, NamedTuple
 
 from reft.snapshot.copying.engine import ComputeClock, Mark
 from reft.snapshot.copying.gate import Gate
-from reft.snapshot.scheduling.has import (
+from reft.snapshot.schedule import (
+    AnalyticEstimator,
     BandwidthModel,
+    ChunkRecord,
     HasSchedule,
     Interval,
     Limits,
     Overflow,
-    plan_schedule,
-)
-from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.scheduling.windows import (
-    AnalyticEstimator,
     Window,
     WindowKind,
     one_f_one_b_names,
     paper_windows,
+    plan_schedule,
 )
 
 logger = logging.getLogger(__name__)
@@ -358,10 +356,10 @@ class Pacer:
         beside: dict[int, tuple[int | None, int]] = {
             position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
         }
+        # With a window starts its own, and, for engines that queue, its part of tier 2.
+        part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
-            p.position: (i, self._budget(plan, i))
-            for i, p in enumerate(plan.windows)
-            if p.position is not None
+            p.position: (i, p.nbytes + part) for i, p in enumerate(plan.windows) if p.position is not None
         }
         self.plan, self._plan_key = plan, last.key
         self._share(plan)
@@ -374,10 +372,6 @@ class Pacer:
         secs = sum(interval.length_secs for interval in plan.computing)
         pace = math.inf if free or not (nbytes and secs) else nbytes / secs
         self.gate.share(1.0 if free else plan.compute_share(self.model.compute), nbytes, pace)
-
-    def _budget(self, plan: HasSchedule, window: int) -> int:
-        """Bytes to start with a window: its own, and, for engines that queue, its part of tier 2."""
-        return plan.windows[window].nbytes + -(-plan.tier_bytes[2] // len(plan.windows))
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)

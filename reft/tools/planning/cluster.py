@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from reft.config import read_object
 from reft.errors import ConfigError
-from reft.protect.survival import Weibull
+from reft.protect.placement import Weibull
 
 DAY_SECS = 86400.0
 

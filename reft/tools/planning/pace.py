@@ -11,8 +11,7 @@ from reft.errors import ConfigError
 from reft.policy.choose import Fit
 from reft.policy.loads import Load
 from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.scheduling.has import Bandwidth, Interval, Limits, plan_schedule
-from reft.snapshot.scheduling.windows import AnalyticEstimator, Window
+from reft.snapshot.schedule import AnalyticEstimator, Bandwidth, Interval, Limits, Window, plan_schedule
 from reft.tools.planning.model import Training
 
 ESTIMATED = "estimated"

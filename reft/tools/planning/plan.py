@@ -22,7 +22,7 @@ from reft.policy.storage_interval import (
 )
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
-from reft.protect.survival import losses_within, persist_interval_secs
+from reft.protect.placement import losses_within, persist_interval_secs
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, estimated_pace, measured_pace

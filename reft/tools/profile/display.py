@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reft.profile.result import Activity, MeasuredWindow, ProfileResult, RankTimeline, Spread, StageProfile
-from reft.snapshot.scheduling.windows import WindowKind
+from reft.snapshot.schedule import WindowKind
 
 _COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
 _HELD_UP_SHARE = 0.002
