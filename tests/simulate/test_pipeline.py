@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from benchmarks.simulator.instructions import (
 )
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
-from reft.snapshot.scheduling.trace import StepTrace
 from tests.profile.simulated import train_schedule
 
 whole_secs = st.integers(1, 1000).map(float)
@@ -53,7 +51,6 @@ def any_schedule(draw):
 
 
 def computations(schedule, simulation):
-    """{(class, micro-batch, place in the model): (begin, end)}"""
     found = {}
     for stage in simulation.stages:
         for interval in stage.intervals:
@@ -87,39 +84,6 @@ def test_nothing_is_computed_before_its_inputs_exist(drawn):
     assert all(kind is BackwardPass for kind, _, _ in found), f"left over: {found}"
 
 
-@settings(max_examples=100, deadline=None)
-@given(any_schedule())
-def test_a_stage_does_one_thing_at_a_time_and_no_time_is_lost(drawn):
-    schedule, costs = drawn
-    simulation = simulate(schedule, costs)
-    for stage, stream in zip(simulation.stages, schedule.streams, strict=True):
-        assert tuple(i.instruction for i in stage.intervals) == stream
-        now = 0.0
-        for interval in stage.intervals:
-            assert interval.ready_secs == now <= interval.begin_secs <= interval.end_secs
-            now = interval.end_secs
-        accounted = stage.compute_secs + stage.other_secs + stage.idle_secs
-        assert accounted == pytest.approx(stage.end_secs)
-        secs = costs.forward_secs[stage.stage_id] + costs.backward_secs[stage.stage_id]
-        assert stage.compute_secs == pytest.approx(schedule.micro_batches * secs)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 10), st.integers(1, 24), st.data())
-def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_batches, data):
-    """Also with unequal stages: the same computations at the same times."""
-    times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
-    costs = Costs(data.draw(times), data.draw(times))
-    deepspeed, ours = train_schedule(stages, micro_batches), one_f_one_b(stages, micro_batches)
-    a, b = simulate(deepspeed, costs), simulate(ours, costs)
-    assert computations(deepspeed, a) == computations(ours, b)
-    assert a.makespan_secs == b.makespan_secs
-    for here, there in zip(a.stages, b.stages, strict=True):
-        assert [(w.kind, w.start_secs, w.stop_secs) for w in here.windows] == [
-            (w.kind, w.start_secs, w.stop_secs) for w in there.windows
-        ]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 3), whole_secs, whole_secs)
 def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
@@ -132,15 +96,3 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     assert zero_bubble.bubble_fraction < plain.bubble_fraction
     even = simulate(zero_bubble_h1(stages, micro_batches), Costs.equal(stages, t_f, 2 * t_f))
     assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
-
-
-def test_a_simulation_becomes_traces_as_the_hook_records_them():
-    schedule = train_schedule(3, 4)
-    simulation = simulate(schedule, Costs.equal(3, 1.0, 2.0))
-    traces = simulation.to_traces(step=7, start_secs=100.0)
-    assert [t.stage_id for t in traces] == [0, 1, 2]
-    for trace, stream in zip(traces, schedule.streams, strict=True):
-        assert [r.name for r in trace.instructions] == [i.name for i in stream]
-        assert [r.position for r in trace.instructions] == list(range(len(stream)))
-        assert (trace.begin_secs, trace.end_secs) == (100.0, 118.0)
-        assert StepTrace.from_json(trace.to_json()) == trace
