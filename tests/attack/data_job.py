@@ -60,8 +60,6 @@ CONFIG: dict[str, Any] = {
 
 
 class Life:
-    """What one process does: it starts, loads, trains up to a step, and is gone."""
-
     def __init__(
         self, block: dict[str, Any] | None, until: int, save_dir: Path, save_at: int | None = None
     ) -> None:
@@ -73,10 +71,10 @@ class Life:
     def plain(self) -> Any:
         return self._make(nn.Sequential, nn.Linear, nn.Dropout)
 
-    def pipeline(self, stages: int = 1, **options: Any) -> Any:
+    def pipeline(self, **options: Any) -> Any:
         def staged(*layers: LayerSpec) -> PipelineModule:
             loss = nn.functional.mse_loss
-            return PipelineModule([*layers], num_stages=stages, loss_fn=loss, partition_method="uniform")
+            return PipelineModule([*layers], num_stages=1, loss_fn=loss, partition_method="uniform")
 
         return self._make(staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
 
@@ -164,7 +162,6 @@ def skips_all(life: Life) -> None:
 
 
 def prepared_skips(life: Life) -> None:
-    """Passes that are over are read, too."""
     engine = life.plain()
     loader = prepare(longer(noise=False))
     life.load()
@@ -227,7 +224,6 @@ def prepared(life: Life, *, seedable: bool) -> None:
 
 
 def repeating(life: Life, *, before: bool = False, reft_s: bool = False, workers: int = 0) -> None:
-    """An endless loader, torch's or reft's, made before or after the engine."""
     life.samples = Samples(noise=not workers)
 
     def make() -> Any:
@@ -314,7 +310,6 @@ def live(
 
 
 def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
-    """A running pipeline job goes back to a checkpoint of its own: its data goes back with it."""
     block = {"enabled": True, "job_id": "back", "memory_dir": str(root / "memory")}
     life = Life(block, 9, root / "back", save_at=4)
     life.pipeline()
@@ -329,7 +324,6 @@ def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
 
 
 def client_state(root: Path) -> dict[str, Any]:
-    """Attached client state goes through a checkpoint on disk, and through a death before the next commit."""
     memory = root / "memory"
     block = {"enabled": True, "job_id": "client", "memory_dir": str(memory)}
     out: dict[str, Any] = {}
@@ -365,7 +359,6 @@ def main(root: Path) -> dict[str, Any]:
         out[name] = {"undisturbed": undisturbed["losses"], "lives": lives}
     out["goes_back"] = goes_back(root, heard)
     out["client_state"] = client_state(root)
-    out["not_patched"] = DataLoader.__iter__.__module__
     return out
 
 

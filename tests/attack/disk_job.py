@@ -27,9 +27,6 @@ RANK = int(os.environ["RANK"])
 
 
 class Lives:
-    """The lives of several jobs that share a persist directory. ``root``: for everything of this run.
-    ``name``: of this run's directories."""
-
     def __init__(self, root: Path, name: str) -> None:
         self.root = root / name
         self.persist = self.root / "persist"
@@ -65,7 +62,6 @@ class Lives:
 
     @contextmanager
     def life(self, job: str = "one", load: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-        """A started engine and what its loading said (see :meth:`load`); it is closed in the end."""
         engine = self.start(job, **options)
         yield engine, self.load(engine, **(load or {}))
         reft.attach(engine).close(60)
@@ -75,7 +71,6 @@ class Lives:
         engine.save_checkpoint(str(self.root / where), **options)
 
     def load(self, engine: Any, **options: Any) -> list[Any]:
-        """The step after loading and the client state, or the error."""
         try:
             path, client = engine.load_checkpoint(str(self.root / "ckpt"), **options)
         except reft.ReftError as error:
@@ -133,7 +128,6 @@ def flip(path: Path) -> None:
 
 
 def first_life(lives: Lives) -> list[str]:
-    """Checkpoints of steps 4 and 8; the losses of all ten steps."""
     with lives.life() as (engine, _):
         losses = train(engine, 4)
         lives.write(engine)
@@ -144,7 +138,6 @@ def first_life(lives: Lives) -> list[str]:
 
 
 def goes_on(lives: Lives, losses: list[str]) -> dict[str, Any]:
-    """A life without memory, whose losses are compared with those of the undisturbed one."""
     lives.lose_memory("one")
     with lives.life() as (engine, (step, client)):
         equal = train(engine, len(losses)) == losses[step:]

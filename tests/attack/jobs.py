@@ -24,7 +24,6 @@ DEADLINE_SECS = 300.0
 
 
 def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -> Any:
-    """The first true value of ``condition``; an AssertionError with the log's end if none comes."""
     deadline = time.monotonic() + DEADLINE_SECS
     while not (value := condition()):
         end = log.read_text(errors="replace")[-3000:] if log is not None and log.exists() else ""
@@ -34,7 +33,6 @@ def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -
 
 
 def asked(command: str, memory_dirs: Iterable[Path], job_id: str, *more: str) -> dict[str, Any]:
-    """What ``reft status`` and its like say of a job with ``--json``; empty where they cannot say anything."""
     places = [word for place in memory_dirs for word in ("--memory-dir", str(place))]
     done = subprocess.run(
         [sys.executable, "-m", "reft.cli", command, "--json", "--job", job_id, *places, *more],
@@ -114,7 +112,6 @@ def _of_the_suite() -> dict[str, str]:
 
 
 def clean_environment(**env: str) -> dict[str, str]:
-    """Without what a launcher of reft or torch has set."""
     strange = ("REFT_", "TORCHELASTIC", "PET_", "TEST_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
     path = os.pathsep.join(p for p in (str(ROOT), clean.get("PYTHONPATH")) if p)
@@ -171,6 +168,5 @@ def launched(
     options: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Started]:
-    """Start a script under one ``reft launch``, with what the suite sets."""
     command = [sys.executable, "-m", "reft.job.launch", *options, str(script), *args]
     return _started(command, cwd, out, [{**_of_the_suite(), **(env or {})}])

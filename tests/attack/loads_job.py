@@ -131,7 +131,6 @@ def main(root: Path) -> dict[str, Any]:
 
 
 def damage_weights(job: Job) -> int:
-    """Change a bit of the first layer wherever the memory holds it; returns how often it does."""
     number = 0
     for path in job.memory.glob("*.arena"):
         with path.open("r+b") as file:

@@ -45,8 +45,6 @@ needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "they
 
 
 class Network:
-    """A switch and what is plugged into it; use it as a context manager."""
-
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}
@@ -79,7 +77,6 @@ class Network:
         return ["nsenter", "-t", str(self._processes[name].pid), "-n"]
 
     def cut(self, sources: Iterable[str], targets: Iterable[str], *, both_ways: bool = True) -> None:
-        """From now on nothing that ``sources`` send reaches ``targets``; nor the other way round."""
         sources, targets = list(sources), list(targets)
         for source in sources:
             for target in targets:
@@ -101,7 +98,6 @@ class Network:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdout is not None
         assert process.stdout.readline() == b"made\n", f"no namespace for {name}"
         process.stdout.close()
         self._processes[name] = process
@@ -114,8 +110,6 @@ class Network:
 
 
 class NetCluster(LocalCluster):
-    """A cluster each of whose nodes has a namespace of its own, with the memory directories of this host."""
-
     def __enter__(self) -> NetCluster:
         self.network = Network().__enter__()
         super().__enter__()

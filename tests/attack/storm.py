@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,30 +58,9 @@ class Episode:
     ended: str = "broken off"
     secs: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        verdict = self.verdict
-        return {
-            "setup": self.setup.name,
-            "layout": self.setup.shape.name,
-            "optimizer": self.setup.optimizer.name,
-            "protection": self.setup.protection,
-            "steps": self.steps,
-            "secs": round(self.secs, 1),
-            "ended": self.ended,
-            "attacks": self.attacks,
-            "recoveries": [
-                {"source": r.source, "version": r.version, "last_step": r.last_step, "commit": r.commit}
-                for r in (verdict.recoveries if verdict else ())
-            ],
-            "losses_compared": verdict.losses if verdict else 0,
-            "problems": self.problems,
-        }
-
 
 class Storm:
-    """Draws attacks and carries them out. ``scratch``: where jobs run. ``rng``: decides what the seed
-    decides. ``kinds``: attacks that may come; each comes once before any comes twice. ``steps``: of every
-    job; None: what its setup says. ``most``: attacks on one job."""
+    """``kinds``: attacks that may come; each comes once before any comes twice. ``most``: attacks on one job."""
 
     def __init__(
         self, scratch: Scratch, rng: Random, kinds: Sequence[Attack], steps: int | None, most: int
@@ -125,7 +104,6 @@ class Storm:
         job.wait_until_safe(after)
 
     def _strike(self, episode: Episode, job: StormJob, attack: Attack, fillable: bool) -> int:
-        """Strike once; returns the step after which the job has to commit."""
         step, chapters, began = job.poll().last_step, len(job.chapters), time.monotonic()
         strike = Strike(job, self._rng, fillable)
         facts: dict[str, Any] = {"kind": attack.name, "step": step}
@@ -198,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(args.json, summarise(episodes, args, time.monotonic() - began))
     summary = summarise(episodes, args, time.monotonic() - began)
     if args.json == "-":
-        print(json.dumps(summary, indent=2))
+        print(json.dumps(summary, indent=2, default=str))
     if args.keep_logs is None and summary["good"]:
         shutil.rmtree(root, ignore_errors=True)
     else:
@@ -227,7 +205,7 @@ def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float
         "commits_lost": sum(r.version < r.commit for r in recoveries),
         "losses_compared": sum(e.verdict.losses for e in episodes if e.verdict),
         "problems": [f"{e.directory.name}: {p}" for e in episodes for p in e.problems],
-        "jobs": [e.to_json() for e in episodes],
+        "jobs": [asdict(e) for e in episodes],
     }
 
 
@@ -243,7 +221,7 @@ def _show(episode: Episode) -> None:
 def _write(target: str, summary: dict[str, Any]) -> None:
     """After every job: what was seen is kept if the storm itself is ended."""
     if target != "-":
-        Path(target).write_text(json.dumps(summary, indent=2) + "\n")
+        Path(target).write_text(json.dumps(summary, indent=2, default=str) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

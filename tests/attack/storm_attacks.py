@@ -16,7 +16,7 @@ from random import Random
 from tests.attack.jobs import asked
 from tests.attack.storm_job import BrokenPromiseError, StormJob, step_of
 from tests.attack.storm_setups import StormSetup
-from tests.faults.memory import fill_up
+from tests.faults.memory import exchange, fill_up
 
 _PAUSE_SECS = (0.5, 9.0)
 _BACK_SECS = (0.0, 3.0)
@@ -52,9 +52,6 @@ class Attack:
     # whether it makes sense for a setup whose memory may be filled up, or not
     fits: Callable[[StormSetup, bool], bool] = lambda setup, fillable: True
     any_time: bool = False  # also before the job has recovered from the one before: it costs no memory
-
-
-# -- processes ---------------------------------------------------------------------------------------
 
 
 def trainer_gets(number: signal.Signals) -> Callable[[Strike], None]:
@@ -96,7 +93,6 @@ def kill_nodes(s: Strike) -> None:
 
 
 def spare_takeover(s: Strike) -> None:
-    """A node dies with its memory, and one that has waited takes its place."""
     index, seat = s.node(), len(s.job.cluster.current)
     spare = s.job.cluster.start_node(seat)
     try:
@@ -138,7 +134,6 @@ def cut_power(s: Strike) -> None:
 
 
 def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
-    """Send a signal to every launcher, as a batch system or a person does; returns their exit codes."""
     for node in job.cluster.history:  # those that were replaced and ran on, too
         if node.running:
             node.process.send_signal(number)
@@ -162,9 +157,6 @@ def stop_job(s: Strike) -> None:
         s.job.cluster.come_back()
 
 
-# -- standing still ----------------------------------------------------------------------------------
-
-
 def pause_node(s: Strike) -> None:
     node = s.job.cluster.current[s.node()]
     s.job.cluster.signal_all(node.node_id, signal.SIGSTOP)
@@ -176,7 +168,6 @@ def pause_node(s: Strike) -> None:
 
 def pause_rendezvous(s: Strike) -> None:
     process = s.job.cluster.rendezvous
-    assert process is not None
     process.send_signal(signal.SIGSTOP)
     secs = s.rng.uniform(*_PAUSE_SECS)
     time.sleep(secs)
@@ -199,9 +190,6 @@ def freeze_node(s: Strike) -> None:
     else:
         s.job.cluster.kill_all(node.node_id)
         s.say("and then died")
-
-
-# -- memory ------------------------------------------------------------------------------------------
 
 
 def flip_bits(job_dir: Path, rng: Random) -> str:
@@ -232,10 +220,7 @@ def swap(job_dir: Path, rng: Random) -> str:
     if len(arenas) < 2:
         return "found less than two arenas to swap"
     one, other = rng.sample(arenas, 2)
-    aside = one.with_suffix(".aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+    exchange(one, other)
     return f"swapped {one.name} and {other.name}"
 
 
@@ -273,8 +258,6 @@ Damage = Callable[[Path, Random], str]
 
 
 def damaged_in_the_dark(damage: Damage) -> Callable[[Strike], None]:
-    """Everything dies, one node's memory is damaged meanwhile, everything comes back."""
-
     def strike(s: Strike) -> None:
         index = s.node()
         s.job.cluster.cut_power(rendezvous=s.rng.random() < 0.5)
@@ -302,7 +285,6 @@ def damaged_alive(damage: Damage) -> Callable[[Strike], None]:
 
 
 def fill_memory(s: Strike) -> None:
-    """The memory's file system is full for a while: training goes on, and so do the snapshots after it."""
     root = s.job.cluster.memory_root
     assert root is not None
     filler = fill_up(root)
@@ -320,11 +302,7 @@ def fill_memory(s: Strike) -> None:
     s.say("full, then not")
 
 
-# -- disk --------------------------------------------------------------------------------------------
-
-
 def lose_all_memory(s: Strike) -> None:
-    """Every node dies with its memory, and the newest checkpoint on disk may be damaged, too."""
     if not s.job.wait(lambda: len(s.job.persisted()) >= 2, "two checkpoints on disk"):
         return
     s.job.cluster.cut_power(rendezvous=False)
@@ -356,11 +334,7 @@ def _damage_checkpoint(checkpoint: Path, rng: Random) -> str:
     return f"{how} {path.name}"
 
 
-# -- strangers ---------------------------------------------------------------------------------------
-
-
 def stranger(s: Strike) -> None:
-    """Somebody without the secret talks to the rendezvous, and hangs up or not."""
     kept = []
     for _ in range(s.rng.randint(1, 8)):
         with suppress(OSError):

@@ -54,12 +54,10 @@ class StormCluster(LocalCluster):
         return node
 
     def kill_rendezvous(self) -> None:
-        assert self.rendezvous is not None
         self.rendezvous.kill()
         self.rendezvous.wait()
 
     def cut_power(self, *, rendezvous: bool) -> None:
-        """Every process of every node dies at once; what is in memory stays."""
         names = [node.node_id for node in self.history]
         for name in dict.fromkeys(names):
             self.signal_all(name, signal.SIGSTOP)
@@ -76,10 +74,6 @@ class StormCluster(LocalCluster):
 
 
 class StormJob(FaultJob):
-    """A job under attack, and what it has shown so far. ``scratch``: text, checkpoints and undisturbed runs.
-    ``name``: of its directory. ``setup``: its kind. ``steps``: to train. ``memory_root``: for the memory
-    of its nodes."""
-
     cluster: StormCluster
 
     def __init__(self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path) -> None:
@@ -105,8 +99,6 @@ class StormJob(FaultJob):
         """Step on disk from which the job had to go on when it lost all memory; 0: it never did."""
         self.chapters: list[Chapter] = []  # what was before the memory of all nodes was lost, oldest first
 
-    # -- looking -----------------------------------------------------------------------------------
-
     def poll(self) -> History:
         for event in self._reader.poll():
             self.live.feed(event)
@@ -128,7 +120,6 @@ class StormJob(FaultJob):
         return self.poll().last_step + 1
 
     def tolerance(self) -> int:
-        """Lost nodes that the job itself says it survives, on the node that says least."""
         nodes = self.asked("status").get("here", [])
         if len(nodes) < len(self.cluster.current):
             return 0
@@ -139,7 +130,6 @@ class StormJob(FaultJob):
         return asked(command, [node.memory_dir for node in nodes], self.cluster.job_id)
 
     def persisted(self) -> list[Path]:
-        """Checkpoints on disk that were finished, oldest first."""
         return sorted(self.persist_dir.glob("*/global_step*"), key=step_of)
 
     def new_chapter(self, restored: int) -> None:
@@ -157,10 +147,7 @@ class StormJob(FaultJob):
     def all_chapters(self) -> list[Chapter]:
         return [*self.chapters, Chapter(self.events_dir, self.restored)]
 
-    # -- waiting -----------------------------------------------------------------------------------
-
     def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SAFE_SECS) -> bool:
-        """Wait for ``condition``; False where the job has ended well instead."""
         deadline = time.monotonic() + timeout_secs
         while not condition():
             codes = self.codes()
@@ -179,7 +166,6 @@ class StormJob(FaultJob):
         return self.wait(lambda: self.newest_commit >= wanted, f"a commit of step {wanted}")
 
     def wait_until_safe(self, after: int) -> bool:
-        """Until a version later than ``after`` is committed and survives what it is promised to survive."""
         tolerance = self.setup.tolerance
         return self.wait(lambda: self._committed_now() > after, f"a commit after step {after}") and self.wait(
             lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}"
@@ -199,7 +185,6 @@ class StormJob(FaultJob):
         return wrong + [f"memory left after a good end: {path}" for path in self.memory_left()]
 
     def forgotten(self) -> list[str]:
-        """What the memory of a job that was told to stop ought to hold, by the words of ``reft verify``."""
         report = self.asked("verify")
         wanted, restores = self._committed_now(), report.get("restores")
         if restores is not None and restores["step"] >= wanted and not report["bad_blocks"]:
@@ -215,9 +200,6 @@ class StormJob(FaultJob):
             time.sleep(_POLL_SECS)
 
 
-# -- what it has to have kept to ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Verdict:
     problems: tuple[str, ...]  # promises that were broken
@@ -226,8 +208,6 @@ class Verdict:
 
 
 def judge(chapters: Sequence[tuple[Chapter, History]], reference: Losses) -> Verdict:
-    """Judge a job. ``chapters``: with their events, oldest first. ``reference``: losses of the undisturbed
-    run, at least as long as the job."""
     problems: list[str] = []
     found: list[Recovery] = []
     losses = 0
@@ -252,7 +232,6 @@ def unknown_steps(history: History, reference: Losses) -> list[str]:
 
 
 def wrong_beginning(restored: int, history: History) -> list[str]:
-    """Whether the first life of a chapter that trained went on from the checkpoint on disk."""
     first = next((life for _, life in sorted(history.incarnations.items()) if life.steps), None)
     if not restored or first is None:
         return []
@@ -272,7 +251,6 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def memory_of(setup: StormSetup, scratch: Path) -> Iterator[tuple[Path, bool]]:
-    """A directory for the memory of all nodes; and whether it may be filled up."""
     if not setup.memory_mib:
         with memory_directory() as path:
             yield path, False

@@ -27,7 +27,6 @@ class Held:
 
 def lasting(job: WatchedCluster) -> Iterator[psutil.Process]:
     """Processes that outlive the trainers: the rendezvous, launchers, their daemons and servers of forks."""
-    assert job.rendezvous is not None
     yield psutil.Process(job.rendezvous.pid)
     for index, node in job.current.items():
         launcher = psutil.Process(node.process.pid)

@@ -18,8 +18,6 @@ SCRIPT = Path(__file__).with_name("identity_job.py")
 
 
 class Jobs:
-    """Starts of the script, each in a directory of its own; nothing of them is left when the test ends."""
-
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
         self.memory = root / "memory"
@@ -33,7 +31,6 @@ class Jobs:
         return cwd, self.root / f"out{self._starts}"
 
     def torchrun(self, name: str, *args: str, world: int = 1, **env: str) -> Started:
-        """As plain ``torchrun`` starts it: all ranks on this host, one memory directory."""
         cwd, out = self._place(name)
         arguments = ("--ckpt", str(cwd / "ckpt"), *args)
         memory = [self.memory] * world

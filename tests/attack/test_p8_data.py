@@ -48,12 +48,6 @@ def test_p12_a_loop_over_a_loader_is_told_at_the_first_step_and_at_the_resumptio
     assert any("batch 4 of a pass" in line and "after batch 0" in line for line in second["heard"])
 
 
-def test_p12_data_from_nowhere_is_told(result: dict) -> None:
-    first = result["draws_without_a_loader"]["lives"][0]
-    assert any("is not known" in line and "client_state" in line for line in first["heard"])
-    assert any("reft.data.loader(dataset, batch_size)" in line for line in first["heard"])
-
-
 @pytest.mark.parametrize("script", ["reads_ahead", "loader_read_ahead"])
 def test_p12_a_resumable_loader_that_is_read_ahead_is_told(result: dict, script: str) -> None:
     assert any("ahead of training" in line for line in result[script]["lives"][0]["heard"])
@@ -76,7 +70,3 @@ def test_p8_attached_client_state_comes_back_from_disk_and_survives_a_death_befo
     assert found["first"] == [None, None]
     assert found["from_disk"][1] == 7
     assert found["from_memory"] == ["memory", 7]
-
-
-def test_p10_dataloader_is_as_torch_made_it_when_nobody_watches(result: dict) -> None:
-    assert result["not_patched"].startswith("torch.")

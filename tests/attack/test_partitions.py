@@ -96,7 +96,6 @@ def test_a_node_that_is_cut_off_and_replaced_ends_itself(scratch: Scratch, cut: 
 def test_peers_that_cannot_reach_each_other_wait_and_go_on_when_they_can(
     scratch: Scratch, both_ways: bool
 ) -> None:
-    """Both reach the store: nobody is replaced, and nobody goes on alone."""
     with started(scratch, f"peers-{both_ways}", DP2) as job:
         network = job.cluster.network
         network.cut(["node1"], ["node0"], both_ways=both_ways)

@@ -111,9 +111,6 @@ def listening(job: WatchedCluster) -> list[Listening]:
 
 
 def name_of(at: Listening, master_port: int, first_node: int, doors: Collection[Listening]) -> str:
-    """Which of the table's sockets it is; "" where it is none. ``at``: the socket. ``master_port``: of the
-    trainers on its node. ``first_node``: where rank 0 runs. ``doors``: those of the trainers that speak
-    first."""
     is_first, local = at.node == first_node, at.address if isinstance(at.address, str) else ""
     if at.process == "launcher" and not local and at.address[1] == master_port:
         assert at.address[0] == "127.0.0.1"
@@ -178,7 +175,6 @@ def metrics() -> bytes:
 
 
 def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
-    """Call on every socket of the job; returns callers that say nothing and stay."""
     master_port = {i: int(job.trainers(i)[0].environ()["MASTER_PORT"]) for i in job.current}
     first = next(i for i in job.current for t in job.trainers(i) if t.environ()["RANK"] == "0")
     table, seen, silent = documented(), {}, []

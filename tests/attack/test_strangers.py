@@ -26,7 +26,6 @@ MOST_TOLD = 64  # bytes: a challenge and the proof for the caller's
 
 
 def read_all(caller: socket.socket) -> bytes:
-    """What comes until the other side ends, or nothing comes any more."""
     caller.settimeout(WAIT_SECS)
     got = b""
     with contextlib.suppress(OSError):
@@ -64,7 +63,6 @@ def throw(port: int, run_id: str, bomb: bytes) -> None:
     ],
 )
 def test_p11_a_job_runs_no_strangers_code_and_tells_no_secret(tmp_path: Path, given: bool) -> None:
-    """Two nodes train while a stranger writes a pickle where TorchElastic would read one."""
     home = tmp_path / "home"
     home.mkdir()
     secret = "5e" * 32 if given else ""
@@ -96,7 +94,6 @@ def test_p11_a_job_runs_no_strangers_code_and_tells_no_secret(tmp_path: Path, gi
 def assert_doors_are_on_loopback(job: WatchedCluster) -> None:
     """The launchers and the rendezvous listen on the address asked for; --local-addr is loopback here.
     What gloo opens between trainers is not ours (docs/security.md)."""
-    assert job.rendezvous is not None
     pids = [job.rendezvous.pid, *(node.process.pid for node in job.current.values())]
     assert {address for pid in pids for address in listening(pid)} == {"127.0.0.1"}
 
@@ -129,7 +126,6 @@ def launch(folder: Path, *arguments: str, env: Mapping[str, str]) -> Iterator[li
 
 
 def trains(folder: Path, attempt: int, number: int, launchers: list[Any]) -> bool:
-    """Whether so many trainers of an attempt have begun; no launcher has ended."""
     said = "\n".join(path.read_text()[-4000:] for path in folder.glob("out*") if path.is_file())
     assert [launcher.poll() for launcher in launchers] == [None] * len(launchers), said
     written = [path.read_text() for path in (folder / "events").glob("worker-*")]
@@ -151,7 +147,6 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.integration
 def test_p11_the_store_that_node_0_serves_asks_for_the_secret_too(tmp_path: Path) -> None:
-    """torchrun's --master-addr: two nodes, a restart, and the same closed doors."""
     port = free_port()
     common = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --job-id static --max-restarts 1"
     nodes = [f"{common} --node-rank {n} --node-id n{n} --local-addr 127.0.0.1" for n in range(2)]

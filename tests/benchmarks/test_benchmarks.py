@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECS = 800
 PLACES: dict[str, tuple[str, ...]] = {
     **{"host_copies.py": ("shm",), "watching.py": ("shm",)},
-    **{"smaller.py": (), "resume_data.py": ()},
+    **{"smaller.py": (), "resume_data.py": (), "protect.py": (), "frequency.py": ()},
 }
 """Of those that do not take both options."""
 
@@ -87,6 +87,7 @@ def check_estimates(found: Any) -> int:
     [
         pytest.param("host_copies", ("ways",), marks=pytest.mark.integration),
         pytest.param("watching", ("note_secs", "step_secs", "look_secs"), marks=pytest.mark.process),
+        pytest.param("protect", ("results",), marks=pytest.mark.integration),
         pytest.param("hangs", ("ways",), marks=pytest.mark.nightly),
         pytest.param("smaller", ("phases",), marks=pytest.mark.nightly),
         pytest.param("save_stall", ("situations",), marks=pytest.mark.nightly),
@@ -107,6 +108,34 @@ def test_a_benchmark_runs_and_its_intervals_hold_their_medians(
         assert result["differing_steps"] == []
     elif script == "save_stall":
         assert result["memory"]["own_and_redundant_bytes"] >= 2 * 4 * 3 * result["model"]["parameters"]
+
+
+@pytest.mark.process
+def test_the_chosen_interval_is_within_two_percent_of_the_best_simulated(tmp_path: Path) -> None:
+    """tests/policy/test_storage_interval.py holds the formulas against brute force."""
+    result = run("frequency.py", folder=tmp_path)
+    assert result["simulated"] is True
+    # Far below that, in truth: an interval half as long again would still be within 2 %.
+    assert result["worst"]["missed"] < 0.002
+    assert result["allowed_worst"]["allowed_missed"] < 0.02
+    for point in result["points"]:
+        assert 0 < point["effective"] <= point["best_effective"] < 1
+
+
+@pytest.mark.process
+def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "decoders.py"),
+        "--json",
+        "--block-mib",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"copy", "reft, NumPy"} <= set(json.loads(done.stdout)["ways"])
 
 
 @pytest.mark.integration

@@ -1,23 +1,16 @@
-"""Parts of benchmarks by themselves: what is counted of a job, what stands for a neighbour and a network file system."""
+"""Parts of benchmarks by themselves: what is counted of a job."""
 
 from __future__ import annotations
 
 import sys
-import time
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.benchmarks.test_benchmarks import ROOT, check_estimates
+from tests.benchmarks.test_benchmarks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from frequency_real import Course, Look, goal, table
-from neighbour import summary
-from slow_files import slow_loads
-
-RATE = 1000.0
 
 
 @pytest.fixture
@@ -52,42 +45,3 @@ def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is
     assert judged["held"] is None
     assert judged["too_few_in"] == [part["part"] for part in parts]
     assert "is not judged: fewer than 20 versions in alone," in "\n".join(table(result | {"goal": judged}))
-
-
-@pytest.mark.parametrize(
-    ("pairs", "samples"),
-    [([], 0), ([(100.0, 90.0, 0.0)], 0), ([(100.0, 90.0, 0.0), (100.0, 80.0, 1e6), (90.0, 0.5, 2e6)], 2)],
-)
-def test_slices_in_which_the_neighbour_did_not_run_say_nothing(
-    pairs: list[tuple[float, float, float]], samples: int
-) -> None:
-    """On a busy machine every one may be such a slice."""
-    found = summary(2**20, pairs)
-    assert (found is None) == (not samples)
-    if found is not None:
-        assert check_estimates(found["slowdown"])
-        assert found["copy_bytes_per_sec"]["samples"] == samples
-        assert 0 < found["extra_secs"] < found["copy_secs"]
-
-
-def test_of_a_slow_file_system_every_byte_is_paid_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def sleep(secs: float) -> None:
-        nonlocal now
-        now += secs
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    saved = {name: torch.randn(1000) for name in "abc"}
-    path = tmp_path / "file.pt"
-    torch.save(saved, path)
-    with slow_loads(RATE):
-        loaded = torch.load(path)
-        paid = now
-        torch.load(path)
-    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    assert 3 * saved["a"].nbytes / RATE <= paid < 2 * path.stat().st_size / RATE
-    assert now == paid

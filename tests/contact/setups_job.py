@@ -129,7 +129,6 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def lived(place: Place, **changes: Any) -> None:
-    """An earlier life, killed as far as memory can tell."""
     engine = make(place.block(), **changes)
     engine.load_checkpoint(str(place.checkpoints))
     train(engine)
@@ -139,9 +138,6 @@ def lived(place: Place, **changes: Any) -> None:
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
         yield torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
-
-
-# -- set-ups ---------------------------------------------------------------------------------------------
 
 
 def pipeline_restarted(place: Place) -> None:
@@ -236,8 +232,6 @@ def other_arguments(place: Place) -> None:
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Rows without numbers."""
-
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.ones(64, WIDTH))
 
@@ -320,8 +314,6 @@ SETUPS: dict[str, Callable[[Place], object]] = {
 
 
 def tried(name: str, root: Path, *, strict: bool = False) -> dict[str, Any]:
-    """What was said at which step, and how it ended: with an error and an exit code; where it trains, with
-    ``strict`` in the block too."""
     HEARD.lines.clear()
     HEARD.engine = None
     environment = dict(os.environ)

@@ -18,7 +18,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def dry_run(directory: Path, block: dict[str, Any]) -> tuple[set[int], str]:
-    """Of four ranks, PP2 x DP2; the exit codes of both launchers, and all that was printed."""
     config = json.loads((EXAMPLES / "pipeline.json").read_text()) | {"reft": {"enabled": True, **block}}
     path = directory / "pipeline.json"
     path.write_text(json.dumps(config))

@@ -33,8 +33,6 @@ class Pipeline(Engine):
 
 
 class Damaged:
-    """Samples that are their own number; some cannot be read."""
-
     def __init__(self, size: int, *bad: int) -> None:
         self._size, self._bad = size, bad
 
@@ -48,8 +46,6 @@ class Damaged:
 
 
 class Life:
-    """One process of a script: it trains on batches, and remembers their samples and a random number each."""
-
     def __init__(self, engine: Engine) -> None:
         self.data = DataPosition(engine)
         self.seen: list[tuple[list[int], float]] = []

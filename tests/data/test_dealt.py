@@ -44,7 +44,6 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
     moved, kind = 0, (drop_last, cuts)
     for old, new in product((1, 2, 3, 4), repeat=2):
         dealt = dealt_by(loader(samples, old, 0, drop_last, cuts))
-        assert dealt is not None
         assert dealt.batches == len(loader(samples, old, 0, drop_last, cuts))
         assert replace(dealt, replicas=new).batches == len(loader(samples, new, 0, drop_last, cuts))
         for taken in range(dealt.batches):

@@ -29,8 +29,6 @@ SIZE = 101
 
 
 class Job:
-    """The replicas of one start of a job, with its store; an engine trains, so that a look makes no epoch."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         # Replicas of one process have loaders of one name.
@@ -60,7 +58,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 
 def train(reading: Any) -> list[int]:
-    """A micro-batch, as an engine takes it."""
     found: list[int] = next(reading).tolist()
     reading._progress.train()
     return found
@@ -71,9 +68,6 @@ def rest_of_step(loader: Any, reading: Any) -> list[int]:
     while not loader.ends_step:
         found += train(reading)
     return found
-
-
-# -- a slow replica takes fewer -----------------------------------------------------------------------------
 
 
 @pytest.mark.process
@@ -95,9 +89,6 @@ def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held
         taken.append(len(mine) // MICRO)
     assert taken[1:] == [held] * 5, "of the first step the workers' share may have been taken in turns"
     assert taken[0] <= held
-
-
-# -- each sample once -----------------------------------------------------------------------------------------
 
 
 def test_p8_a_loader_that_is_made_anew_has_a_ledger_of_its_own(job: Job) -> None:
@@ -192,7 +183,6 @@ def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("looked_at", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: int, looked_at: int) -> None:
-    """Before each batch is trained on, and behind it: the loop steps where its own pass does."""
     job.start(2)
     loaders, kept = job.loaders(size=96, num_workers=workers), []
 
@@ -265,9 +255,6 @@ def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(
         data.close()
 
 
-# -- whatever happens, in any turns -----------------------------------------------------------------------------
-
-
 class Replica:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -278,9 +265,6 @@ class Replica:
 
 
 class Attacked:
-    """A job that is killed, rolled back and resized in drawn turns, and the samples of its history. ``job``:
-    its loaders and store. ``rng``: draws what happens. ``workers``: processes of each loader."""
-
     def __init__(self, job: Job, rng: random.Random, workers: int) -> None:
         self._job, self._rng, self._workers = job, rng, workers
         self.history: list[list[int]] = []  # Samples of each step

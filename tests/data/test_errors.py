@@ -19,8 +19,6 @@ SIZE, BATCH = 24, 2
 
 
 class DamagedStream(IterableDataset):  # type: ignore[type-arg]
-    """It goes on behind a sample that cannot be read."""
-
     def __iter__(self) -> Iterator[int]:
         self._next = -1
         return self
@@ -54,7 +52,6 @@ def read_again(workers: int) -> Any:
 
 
 def whole(loader: Any, life: Life, train: Callable[[Any], Any], *, stop: int | None = None) -> Any:
-    """A pass without what cannot be read; the version behind a number of trained batches."""
     reading, saved = iter(loader), None
     while True:
         try:

@@ -94,7 +94,6 @@ SLOW = ("workers", "persistent_workers")
 
 
 def train() -> float:
-    """Random numbers that a step draws."""
     return float(torch.rand(())) + random.random() + float(np.random.rand())
 
 
@@ -180,7 +179,6 @@ def test_two_loaders_under_one_name_are_refused() -> None:
 
 
 def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
-    """``for batch in reft.resumable(loader)``."""
     seed(4)
     wanted = [numbers(batch) for batch in LOADERS["shuffled"]()]
     seed(4)

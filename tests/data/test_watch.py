@@ -80,8 +80,6 @@ def test_a_loader_with_its_own_iter_is_refused_where_it_shall_be_resumable() -> 
 
 
 class Nested:
-    """Says whether a loader of its own is torch's."""
-
     def __len__(self) -> int:
         return 1
 

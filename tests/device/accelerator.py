@@ -127,7 +127,6 @@ def _staged(collective: Any, *args: Any, **options: Any) -> Any:
 
 
 def use_simulated() -> Simulated:
-    """Have DeepSpeed train on the simulated device, before anything is made there."""
     sim = simulated()
     set_accelerator(Accelerator(sim))
     dist.Backend.register_backend(BACKEND, Staged, devices=[NAME, "cpu"])

@@ -64,7 +64,6 @@ class Settings(ctypes.Structure):
 
 
 def library() -> Path:
-    """The compiled extension; compiled by whoever comes first, while others wait."""
     torch_dir = Path(torch.__file__).parent
     flags = [
         *("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w"),
@@ -121,8 +120,15 @@ class Simulated:
         calls.sim_sleep.argtypes = (ctypes.c_double,)
         self.settings: Settings = calls.sim_settings().contents
         self._launched: list[Any] = []  # Python functions that a stream may still call
-
-    # -- what torch.cuda has too -----------------------------------------------------------------------
+        self.sleep, self.empty_cache, self.look_away = (
+            calls.sim_sleep,
+            calls.sim_empty_cache,
+            calls.sim_look_away,
+        )
+        # 0, or the code of the driver's error.
+        self.host_register, self.host_unregister = calls.sim_host_register, calls.sim_host_unregister
+        # Streams outside of torch's pool.
+        self.create_stream, self.destroy_stream = calls.sim_create_stream, calls.sim_destroy_stream
 
     def is_available(self) -> bool:
         return True
@@ -190,9 +196,6 @@ class Simulated:
             "reserved_bytes": {"all": {"current": s.reserved_bytes}},
         }
 
-    def empty_cache(self) -> None:
-        self._calls.sim_empty_cache()
-
     def manual_seed_all(self, seed: int) -> None:
         self.settings.rng_seed, self.settings.rng_offset = seed % 2**64, 0
 
@@ -206,39 +209,12 @@ class Simulated:
         seed, offset = state.view(torch.uint64).tolist()
         self.settings.rng_seed, self.settings.rng_offset = seed, offset
 
-    # -- the driver ------------------------------------------------------------------------------------
-
-    def host_register(self, address: int, nbytes: int) -> int:
-        """0, or the code of cudaHostRegister's error."""
-        return int(self._calls.sim_host_register(address, nbytes))
-
-    def host_unregister(self, address: int) -> int:
-        return int(self._calls.sim_host_unregister(address))
-
-    def look_away(self) -> None:
-        """Calls of this thread do not end a capture by another one."""
-        self._calls.sim_look_away()
-
     @property
     def registrations(self) -> int:
         return int(self._calls.sim_registered())
 
-    def create_stream(self) -> int:
-        """A stream outside of torch's pool."""
-        return int(self._calls.sim_create_stream())
-
-    def destroy_stream(self, address: int) -> None:
-        self._calls.sim_destroy_stream(address)
-
-    # -- what a test does to it ------------------------------------------------------------------------
-
-    def sleep(self, secs: float) -> None:
-        """A kernel that takes so long."""
-        self._calls.sim_sleep(secs)
-
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Training captures a graph meanwhile, in torch's default mode."""
         self._calls.sim_capture(1)
         try:
             yield
@@ -246,18 +222,15 @@ class Simulated:
             self._calls.sim_capture(0)
 
     def launch(self, call: Callable[[], object]) -> None:
-        """Call a function on the thread of the current stream."""
         self._launched.append(made := ctypes.CFUNCTYPE(None)(lambda: [call(), None][1]))
         self._calls.sim_launch(made)
 
     def hold(self, stream: torch.Stream | None = None) -> Callable[[], None]:
-        """Hold a stream up, by default the current one; what is returned lets it go on."""
         number = self._calls.sim_hold((stream or self.current_stream()).stream_id)
         return lambda: self._calls.sim_release(number)
 
     @contextmanager
     def by_hand(self, seed: int) -> Iterator[None]:
-        """Nothing runs by itself meanwhile."""
         self.synchronize()
         self._calls.sim_set_seed(seed)
         try:
@@ -266,11 +239,9 @@ class Simulated:
             self._calls.sim_set_seed(-1)
 
     def progress(self, most: int = 8) -> None:
-        """By hand: the device does some of what it was given."""
         self._calls.sim_progress(most)
 
     def reset(self) -> None:
-        """As at the beginning; waits until nothing runs."""
         self._calls.sim_release(0)
         self._calls.sim_set_seed(-1)
         for (name, _), value in zip(Settings._fields_, Settings.DEFAULTS, strict=False):
@@ -285,8 +256,6 @@ class Simulated:
 
 
 class SimulatedVendor(Vendor):
-    """As reft's own code reaches it."""
-
     type = name = NAME
     node = -1
 

@@ -16,7 +16,6 @@ from tests.device.conftest import hold
 def sums_of(
     tensors: list[torch.Tensor], vendor: Vendor, change: bool, by_turns: bool = False, step: int = 1
 ) -> dict[int, int]:
-    """Of the state before what is queued behind the fence."""
     engine = DeviceCopyEngine(tensors[0].device, vendor)
     images = LiveImages(SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None)
     check = PeerCheck(by_turns, 4096)

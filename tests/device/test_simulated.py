@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from tests.device.simulated import NAME, POISON, Simulated
 
@@ -21,88 +20,12 @@ def pages(sim: Simulated, nbytes: int) -> torch.Tensor:
     return memory
 
 
-# -- streams and events ------------------------------------------------------------------------------
-
-
-def test_the_host_runs_ahead_and_a_stream_does_what_it_was_given_in_order(sim: Simulated) -> None:
-    go = sim.hold()
-    x = torch.zeros(1000, device=NAME)
-    for number in range(5):
-        x.mul_(10).add_(number)
-    y = (x @ x).sqrt()
-    event = sim.Event()
-    event.record()
-    assert not event.query(), "the device is held, and the host is here"
-    go()
-    event.synchronize()
-    assert x.cpu().eq(1234).all()
-    assert y.item() == pytest.approx(1234 * 1000**0.5)
-    assert sim.settings.synchronised == 0
-
-
-def test_events_tell_when_the_device_was_there(sim: Simulated) -> None:
-    first, second, untimed = sim.Event(enable_timing=True), sim.Event(enable_timing=True), sim.Event()
-    go = sim.hold()
-    first.record()
-    sim.sleep(0.02)
-    second.record()
-    untimed.record()
-    with pytest.raises(RuntimeError):
-        first.elapsed_time(second)  # not there yet
-    go()
-    second.synchronize()
-    assert 20 <= first.elapsed_time(second) < 20_000
-    with pytest.raises((RuntimeError, ValueError)):
-        first.elapsed_time(untimed)
-
-
-def test_torch_hands_its_pool_out_in_turns_and_the_driver_s_streams_are_nobody_else_s(sim: Simulated) -> None:
-    sim.settings.pool = 3
-    ids = [sim.Stream().stream_id for _ in range(7)]
-    assert len(set(ids)) == 3
-    own = sim.create_stream()
-    assert own not in ids
-    assert sim.settings.own_streams == 1
-    sim.destroy_stream(own)
-    assert sim.settings.own_streams == 0
-
-
 def test_a_kernel_that_dies_is_heard_of_where_somebody_waits(sim: Simulated) -> None:
     x = torch.zeros(3, device=NAME)
     x.index_fill_(0, torch.tensor([7]), 1.0)
     with pytest.raises(RuntimeError, match="the simulated device failed"):
         sim.synchronize()
     assert x.cpu().tolist() == [0, 0, 0], "the next who waits is not told again"
-
-
-# -- copies over the link -------------------------------------------------------------------------------
-
-
-def test_copies_into_registered_memory_return_at_once_and_take_their_time(sim: Simulated) -> None:
-    sim.settings.bytes_per_sec, sim.settings.delay_secs = 1e7, 0.001
-    x = torch.full((400_000,), 7, dtype=torch.uint8, device=NAME)
-    target = pages(sim, 2**19)[:400_000]
-    sim.synchronize()
-    began = sim.Event(enable_timing=True)
-    ended = sim.Event(enable_timing=True)
-    began.record()
-    target.copy_(x, non_blocking=True)
-    ended.record()
-    assert not ended.query()
-    sim.synchronize()
-    assert target.eq(7).all()
-    assert began.elapsed_time(ended) >= 40.0, "1e7 bytes a second, and the delay"
-    ends = []
-    for part in range(2):  # streams share the link
-        with sim.stream(sim.Stream()):
-            target[part * 200_000 :][:200_000].copy_(x[:200_000], non_blocking=True)
-            ends.append(sim.Event(enable_timing=True))
-            ends[-1].record()
-    sim.synchronize()
-    assert max(map(ended.elapsed_time, ends)) >= 40.0
-    ordinary = torch.zeros(400_000, dtype=torch.uint8)
-    ordinary.copy_(x, non_blocking=True)
-    assert ordinary.eq(7).all(), "into memory that is not registered the host waits"
 
 
 def test_what_changes_while_it_is_copied_arrives_torn(sim: Simulated) -> None:
@@ -158,9 +81,6 @@ def test_registering_is_as_strict_as_the_driver(sim: Simulated) -> None:
     assert sim.host_register(at, page) == 1
 
 
-# -- memory ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("said", [False, True])
 def test_a_freed_block_is_given_out_again_at_once_and_poisoned_unless_somebody_said_he_uses_it(
     sim: Simulated, said: bool
@@ -184,61 +104,11 @@ def test_a_freed_block_is_given_out_again_at_once_and_poisoned_unless_somebody_s
     assert late.cpu().eq(1 if said else POISON).all()
 
 
-def test_memory_comes_to_an_end(sim: Simulated) -> None:
-    sim.settings.total_bytes = sim.settings.reserved_bytes + 2**20
-    x = torch.empty(2**19, dtype=torch.uint8, device=NAME)
-    assert sim.mem_get_info()[0] == 2**19
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(2**20, dtype=torch.uint8, device=NAME)
-    del x
-    torch.empty(2**20, dtype=torch.uint8, device=NAME)
-
-
-# -- training -------------------------------------------------------------------------------------------
-
-
-def train(sim: Simulated, steps: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and weights. Nothing waits before the end."""
-    torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Embedding(50, 32),
-        nn.Linear(32, 64),
-        nn.GELU(),
-        nn.Dropout(0.1),
-        nn.LayerNorm(64),
-        nn.Linear(64, 50),
-    ).to(NAME)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sim.manual_seed_all(7)
-    losses = []
-    for step in range(steps):
-        tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(step)).to(NAME)
-        loss = nn.functional.cross_entropy(model(tokens), tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.detach())
-    return [float(loss) for loss in losses], [p.detach().cpu() for p in model.parameters()]
-
-
-def test_models_train_on_it_the_same_in_every_run_and_nothing_waits(sim: Simulated) -> None:
-    losses, weights = train(sim, 12)
-    assert losses[-1] < losses[0] / 2
-    assert sim.settings.synchronised == 0
-    again, weights_again = train(sim, 12)
-    assert again == losses
-    assert all(map(torch.equal, weights, weights_again))
-
-
 def test_what_has_no_shape_before_it_has_run_holds_the_host_up_and_is_counted(sim: Simulated) -> None:
     x = torch.tensor([0, 1, 0, 2], device=NAME)
     assert x.nonzero().cpu().tolist() == [[1], [3]]
     assert torch.equal(x, x.clone())
     assert sim.settings.synchronised >= 1
-
-
-# -- by hand --------------------------------------------------------------------------------------------
 
 
 def orders(sim: Simulated, seed: int) -> list[int]:

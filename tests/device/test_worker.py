@@ -16,7 +16,7 @@ import torch
 
 from reft.config import Variant
 from reft.device import Vendor
-from reft.memory.arena import Arena, scan
+from reft.memory.arena import scan
 from reft.naming import Label
 from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
@@ -37,8 +37,6 @@ SLOW = 3e7  # bytes per second of a link that takes longer for the state than a 
 
 
 class ObservedGate(StreamGate):
-    """Counts what it hands out, by tier; whoever is silent for long is waited for."""
-
     patience_secs = property(lambda self: self.patience, lambda self, secs: None)
     patience = 1.0
 
@@ -48,7 +46,6 @@ class ObservedGate(StreamGate):
 
     @property
     def begun_beside(self) -> bool:
-        """Whether a part of what may be copied beside computation was handed out, or there is none."""
         return self._beside_left < max(1, self._beside_bytes)
 
     def admit(self) -> Permit:
@@ -58,8 +55,6 @@ class ObservedGate(StreamGate):
 
 
 class Job:
-    """One rank that trains a tensor of as many equal numbers as there were steps."""
-
     def __init__(self, folder: Path, vendor: Vendor, limits: Limits) -> None:
         self.vendor, self.sim = vendor, vendor.module
         engine = copy_engine_for(vendor.type)
@@ -78,11 +73,11 @@ class Job:
         self.state = torch.zeros(ELEMENTS, device=vendor.type)
         self.folder = folder
         copier = Copier(self.engine, 65536, self.staging)
-        self.worker = make_worker(folder, copier, self.pacer, on_commit=self._committed)
+        self.worker = make_worker(folder, copier, self.pacer, on_commit=self.note)
         self.stats = self.worker.watchers.stats
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
-    def _committed(self, label: Label) -> None:
+    def note(self, label: Label) -> None:
         self.content[label.step] = self.committed()[label.step]
 
     def step(self, number: int, variant: Variant) -> SnapshotRequest:
@@ -96,6 +91,9 @@ class Job:
         self.worker.fence()
         self.state.fill_(number)
         self.pacer.end_step("step", NAMES, [forward[::2]], [backward[::2]])
+        return self.hand_over(number, variant)
+
+    def hand_over(self, number: int, variant: Variant) -> SnapshotRequest:
         first = number == 1  # memory is reserved for it, whatever it takes
         request = SnapshotRequest(
             Label(1, number), self.images, f"host {number}".encode(), must=first, variant=variant
@@ -111,17 +109,14 @@ class Job:
             pass
 
     def end(self) -> None:
-        """The last fence; the tensors change after it, and every version comes to its end."""
         self.worker.fence()
         self.state.fill_(-1.0)
         assert self.worker.drain(WAIT_SECS)
 
     def check(self) -> None:
-        """P2: every version held the numbers of its step alone when it was committed."""
         assert all(values == {float(step)} for step, values in self.content.items()), self.content
 
     def await_device(self) -> None:
-        """As a script does that prints its loss."""
         self.sim.current_stream().synchronize()
 
     def train(self, steps: Iterable[int]) -> None:
@@ -137,15 +132,12 @@ class Job:
             self.sim._sleep(int(secs * 2.5e9))  # cycles; no device has a faster clock
 
     def slow_down(self, bytes_per_sec: float) -> None:
-        """The link, where it can be."""
         if self.vendor.type == NAME:
             self.sim.settings.bytes_per_sec = bytes_per_sec
 
     def committed(self) -> dict[int, set[float]]:
-        """Step and values of every arena, whose checksums are right."""
         found = {}
         for _, arena in scan(self.folder, SECRET):
-            assert isinstance(arena, Arena)
             header = arena.header()
             if header is None or not header.state.whole:
                 continue
@@ -205,7 +197,6 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
         "training records an event where a window opens, and one at its end"
     )
     plan = job.pacer.plan
-    assert plan is not None
     (window,) = plan.windows
     assert window.position == 1
     assert window.length_secs >= 0.01
@@ -229,7 +220,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
         return secs
 
     def commit(label: Label) -> None:
-        job.content[label.step] = job.committed()[label.step]
+        job.note(label)
         assert label.step == 1 or at_fence.wait(WAIT_SECS)
 
     monkeypatch.setattr(job.worker, "fence", come_to_the_fence)
@@ -261,7 +252,6 @@ def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job
     job.sim.settings.bytes_per_sec = SLOW  # more for all chunks than a step takes
     train(job, 40)
     stats = job.stats
-    assert job.pacer.plan is not None
     assert job.pacer.plan.overflow is Overflow.STAGING
     assert stats.staged >= 3
     assert 0 < stats.staged_bytes < stats.staged * job.state.nbytes, "windows before the fence were used too"
@@ -306,7 +296,6 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     settings.others_bytes = settings.total_bytes - 2**28  # less than the margin is left
     train(job, 10)
     plan = job.pacer.plan
-    assert plan is not None
     assert plan.overflow is Overflow.INTERVAL
     assert plan.advised_interval_steps > 1
     assert job.stats.staged == 0
@@ -314,8 +303,7 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     # It comes back with the memory.
     settings.others_bytes = 0
     job.train(range(11, 40))
-    job.worker.fence()
-    assert job.worker.drain(WAIT_SECS)
+    job.end()
     assert job.stats.staged > 0
     job.check()
 
@@ -362,9 +350,6 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     assert all(values == {float(step)} for step, values in job.committed().items()), job.committed()
 
 
-# --- without windows: plain engines, pipelines of one stage --------------------------------------------
-
-
 def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
     """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
     job.slow_down(link_bytes_per_sec)
@@ -377,12 +362,7 @@ def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> No
         job.state.fill_(number)
         job.pacer.end_optimizer()
         job.pacer.end_step("step", ())
-        request = SnapshotRequest(
-            Label(1, number), job.images, f"host {number}".encode(), must=number == 1, variant=Variant.HAS
-        )
-        job.worker.submit(request)
-        if number == 1:
-            assert request.done.wait(WAIT_SECS)
+        request = job.hand_over(number, Variant.HAS)
         # However late the worker comes, it does before the host gets to the next fence.
         job.await_turn(request)
         while request.started and not (job.gate.begun_beside or request.copied.wait(0.001)):
@@ -399,7 +379,6 @@ BESIDE = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
 @pytest.mark.parametrize("job", [BESIDE], indirect=True)
 def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
     train_without_windows(job, 8, 1e12)
-    assert job.pacer.plan is not None
     assert job.pacer.plan.windows == ()
     assert job.pacer.plan.fits
     assert job.gate.handed_out[2] >= 3, "copies waited for the fence"
@@ -410,7 +389,6 @@ def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
 def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(job: Job) -> None:
     train_without_windows(job, 6, 3e6)
     plan = job.pacer.plan
-    assert plan is not None
     assert not plan.fits
     assert plan.advised_interval_steps > 1
     assert job.worker.votes.interval_steps(100) > 1
@@ -419,7 +397,6 @@ def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken
 @pytest.mark.parametrize("job", [replace(BESIDE, overflow=Overflow.STAGING)], indirect=True)
 def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
     train_without_windows(job, 16, 6e6)
-    assert job.pacer.plan is not None
     assert not job.pacer.plan.fits
     assert job.stats.staged > 0, "all was queued beside computation, and the fence waited for it"
     assert job.gate.handed_out[2] > 0

@@ -32,7 +32,6 @@ _TO_THE_END = "wait $NODE_A && wait $NODE_B\nkill $RENDEZVOUS\nrm -r $MEMORY\n"
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of an environment into which the wheel was installed as the quickstart says."""
     folder = tmp_path_factory.mktemp("wheel")
     wheel = build_wheel(folder)
     home = folder / "venv"
@@ -59,7 +58,6 @@ def test_the_wheel_is_installed_where_nothing_else_is(binaries: Path) -> None:
 
 
 def quickstart(binaries: Path, folder: Path, train: str, commands: str) -> Outcome:
-    """Run ``commands`` as a person does: in a folder with nothing but the examples."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = f"{binaries}{os.pathsep}{environment['PATH']}"
     environment |= {"PATH": path, "PORT": str(free_port()), "TRAIN": train, "OMP_NUM_THREADS": "1"}

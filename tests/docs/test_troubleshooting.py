@@ -22,7 +22,6 @@ REFUSED = re.findall(r"^\| (.+?) \|", SUPPORT.partition("## Refused")[2].partiti
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """All string literals of reft, with what is put in at run time left out."""
     return "\n".join(text for path in sorted((ROOT / "reft").rglob("*.py")) for text in literals(path))
 
 

@@ -42,8 +42,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Example:
-    """One script of ``examples/``, made as small as a test needs it."""
-
     script: str  # its file
     config: str  # its DeepSpeed configuration
     arguments: Sequence[str] = ()  # further arguments
@@ -51,7 +49,6 @@ class Example:
     options: Sequence[str] = ()  # further options of ``reft launch``
 
     def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
-        """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""
         directory.mkdir(parents=True)
         config = json.loads((EXAMPLES / self.config).read_text())
         path = directory / self.config
@@ -87,7 +84,6 @@ def _ended(job: WatchedCluster) -> list[int]:
 
 
 def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
-    """Train with reft, and lose a node when the version of ``step`` is committed."""
     fault = {"point": "after_commit", "step": step, "pp": 0, "dp": 1, "action": "kill_node"}
     outcome = example.run(directory, {"enabled": True, "faults": [fault]}, loses_node=True)
     assert [source for _, source in outcome.resumed] == ["memory"], outcome.log[-4000:]

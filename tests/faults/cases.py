@@ -25,8 +25,6 @@ MOMENTS = (
 
 
 class Coordinate(NamedTuple):
-    """Where a rank sits, as reft writes it."""
-
     pp: int
     dp: int
     tp: int
@@ -186,7 +184,6 @@ class PlannedJob:
 
     @property
     def process_kills(self) -> int:
-        """Faults that use up a restart: a trainer that dies by itself."""
         return sum(f.action == "kill" and f.restarts for f in self.faults)
 
     @property
@@ -212,7 +209,6 @@ class PlannedJob:
 
 
 def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
-    """Put cases of one setup together, every moment at most once per job."""
     waiting: dict[Setup, list[list[Case]]] = {}
     for case in cases:
         jobs = waiting.setdefault(case.setup, [])

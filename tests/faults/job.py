@@ -53,7 +53,6 @@ class Scratch:
 
     @classmethod
     def of_the_run(cls, factory: pytest.TempPathFactory, name: str) -> Scratch:
-        """A new directory, with the undisturbed runs of all suites and workers."""
         base = factory.getbasetemp()
         shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
         return cls(factory.mktemp(name), shared)
@@ -166,8 +165,6 @@ class FaultJob:
                 return f"the time is over: {codes}"
             time.sleep(_POLL_SECS)
 
-    # -- looking -----------------------------------------------------------------------------------
-
     def status(self, index: int = 0) -> dict[str, Any]:
         try:
             return self.cluster.status(index) or {}
@@ -180,7 +177,6 @@ class FaultJob:
 
     @property
     def logs(self) -> str:
-        """Output of all launchers and trainers, the dead ones' included."""
         return "\n".join(
             path.read_text(errors="replace") for path in sorted(self.directory.glob("node*.log"))
         )
@@ -192,7 +188,6 @@ class FaultJob:
         self._wait_in_lives(f"step {step}", life, lambda found: found.last_step >= step)
 
     def wait_for_commit(self, step: int, life: int | None = None) -> None:
-        """Until a version of ``step`` or later is committed, in this incarnation or in any."""
         self._wait_in_lives(
             f"a commit of step {step}", life, lambda found: max(found.committed, default=0) >= step
         )
@@ -214,7 +209,6 @@ class FaultJob:
         assert set(self.cluster.wait(SECS_PER_LIFE).values()) == {128 + signal.SIGTERM}, self.logs[-6000:]
 
     def left_over(self) -> list[str]:
-        """Processes that outlived the launchers; the rendezvous is meant to."""
         rendezvous = self.cluster.rendezvous
         return [
             " ".join(process.cmdline())
@@ -225,9 +219,6 @@ class FaultJob:
     def memory_left(self) -> list[Path]:
         nodes = self.cluster.current.values()
         return [p for p in (node.memory_dir / self.cluster.job_id for node in nodes) if p.exists()]
-
-
-# -- judging ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,8 +271,6 @@ def broken_promises(history: History) -> list[str]:
 
 
 def run_planned(scratch: Scratch, job: PlannedJob, name: str, steps: int = 0) -> list[Recovery]:
-    """Run one job of the matrix with all its faults, and judge it. ``steps``: of other jobs that are compared with
-    the same undisturbed run."""
     shape, optimizer = job.setup.shape, job.setup.optimizer
     reference = scratch.reference(shape, optimizer, max(steps, job.steps))
     block, restarts = job.reft_block(str(scratch.root / name / "persisted")), job.process_kills

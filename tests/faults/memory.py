@@ -38,7 +38,6 @@ def small_file_system(path: Path, size: str) -> Iterator[str | None]:
 
 
 def remount(path: Path, how: str) -> None:
-    """Read-only (``ro``) or writable (``rw``)."""
     assert _mount("-o", f"remount,{how}", str(path)) is None
 
 
@@ -47,6 +46,13 @@ def _mount(*arguments: str) -> str | None:
         return "mounting needs root"
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"it cannot be mounted: {done.stderr.strip()}"
+
+
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_suffix(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
 
 
 def fill_up(directory: Path, leave_bytes: int = 0) -> Path:

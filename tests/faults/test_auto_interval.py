@@ -19,8 +19,6 @@ def started(scratch: Scratch, name: str, **block: Any) -> FaultJob:
 
 
 def measured(job: FaultJob, index: int, rate: str) -> dict[str, Any]:
-    """What the first trainer of a node says of a rate, once it has measured."""
-
     def told() -> dict[str, Any]:
         trainers = job.status(index).get("trainers") or {}
         return ((trainers.get("0") or {}).get("stats") or {}).get(rate) or {}
@@ -40,14 +38,3 @@ def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
             assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (10, 10, 20)
             assert rate["max_overhead"] == 0.035
         assert step_on_storage(persist_dir / "auto") % 10 == 0
-
-
-def test_how_often_memory_takes_versions_is_found_agreed_on_and_told(scratch: Scratch) -> None:
-    with started(scratch, "auto-memory", interval_steps="auto", max_lost_steps=8) as job:
-        for index in range(2):
-            rate = measured(job, index, "memory_rate")
-            assert 1 <= rate["interval_steps"] <= rate["agreed_steps"] or rate["agreed_steps"] == 1
-            assert rate["agreed_steps"] <= 4
-            assert rate["most_lost_steps"] <= 8
-            assert rate["max_overhead"] == 0.03
-            assert all(rate["costs"][cost] > 0 for cost in ("step_secs", "host_copy_secs", "update_secs"))

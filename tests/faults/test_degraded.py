@@ -40,7 +40,6 @@ class Watched(FaultJob):
 
 
 def _job(scratch: Scratch, name: str, memory_root: Path | None = None, **block: Any) -> Watched:
-    """It never reaches its last step."""
     block = {"host_state_bytes": 2**17, "grace_secs": 100.0, **block}
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
@@ -106,7 +105,6 @@ def _protection(job: Watched) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_storage_and_daemon_fail(scratch: Scratch) -> None:
-    """A persist directory that is missing, read-only, full; a daemon that is killed; and all well again."""
     store = scratch.root / "store"
     persist_dir = store / "mounted" / "checkpoints"
     with _job(scratch, "storage", persist={"dir": str(persist_dir), "interval_steps": 2}) as job:

@@ -74,7 +74,6 @@ def _armed(life: int, point: str, at: Coordinate) -> list[dict[str, Any]]:
 
 
 def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -> None:
-    """Wait for the rank to die, lose other nodes with it, and see what the next life begins with."""
     pid, node = _attached(job, life, at)
     job.wait_for(f"{at} to die {point} in life {life}", lambda: not _alive(pid))
     lost = [(node + i) % job.cluster.nodes for i in range(1, losses + 1)]
@@ -99,7 +98,6 @@ def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -
 
 
 def _attached(job: FaultJob, life: int, at: Coordinate) -> tuple[int, int]:
-    """Process and node index of a coordinate in a life; waits for it."""
     found: list[tuple[int, int]] = []
 
     def look() -> bool:

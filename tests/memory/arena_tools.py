@@ -70,7 +70,6 @@ def read_back(path: Path) -> ArenaHeader | None:
 
 @contextmanager
 def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """A real process that opens the arena, runs ``how`` on it and waits to be killed."""
     code = textwrap.dedent(
         f"""
         import sys
@@ -101,5 +100,4 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()

@@ -96,7 +96,6 @@ def test_begin_is_on_record_before_any_data_byte_changes(tmp_path: Path) -> None
         data = bytes(reader.data)
         arena.begin(header(2))
         found = reader.header()
-        assert found is not None
         assert (found.state, found.label.step, found.entries) == (ArenaState.WRITING, 2, ())
         assert bytes(reader.data) == data
 

@@ -50,7 +50,6 @@ class JobMemory:
     def entries(self, member: int, slot: int) -> tuple[Entry, ...]:
         with self.arena(member, slot) as arena:
             header = arena.header()
-            assert header is not None
             return header.entries
 
 

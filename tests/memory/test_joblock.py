@@ -51,7 +51,6 @@ def test_p7_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         assert (holder(tmp_path) or {})["pid"] == process.pid
     finally:

@@ -88,8 +88,6 @@ def _compiled(rows: tuple[Row, ...], width: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A backend, how to hand it bytes, and how to read them."""
-
     make: Callable[[], Backend]
     put: Callable[[np.ndarray], Any]
     get: Callable[[Any], np.ndarray]
@@ -121,7 +119,6 @@ CASES = {
 
 
 def case_or_skip(name: str) -> Case:
-    """The case, or a skip that says what this machine lacks."""
     if name == "cupy":
         try:
             CupyBackend()

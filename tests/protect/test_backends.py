@@ -16,7 +16,6 @@ from reft.errors import ConfigError
 from reft.protect.backend import (
     ChunkedBackend,
     CupyBackend,
-    NumpyBackend,
     TorchBackend,
     _tried,
     _usable_cupy,
@@ -109,28 +108,6 @@ def test_zero_rows_and_unused_sources(case: Case) -> None:
     check(case, [(0, 0, 0), (0, 7, 0), (0, 1, 1)], CELL_BYTES + GRAIN_BYTES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_bit_patterns_survive(case: Case, dtype: torch.dtype) -> None:
-    """Signalling NaNs, infinities, signed zeros, denormals: what comes back is what was there."""
-    rng = np.random.default_rng(0)
-    width = torch.empty((), dtype=dtype).element_size()
-    special = {2: 0x7C01, 4: 0x7F800001, 8: 0x7FF0000000000001}[width]
-    patterns = np.array(
-        [special, special | 1 << (8 * width - 1), 0, 1, 1 << (8 * width - 1), 2 ** (8 * width) - 1],
-        f"u{width}",
-    )
-    values = np.concatenate([patterns, rng.integers(0, 2 ** (8 * width), 999, dtype=f"u{width}")])
-    tensor = torch.from_numpy(values.view(f"i{width}")).view(dtype)
-    lost = tensor.view(torch.uint8).numpy()
-    others = [random_bytes(rng, len(lost)) for _ in range(2)]
-    parity = case.put(aligned(len(lost)))
-    backend = case.make()
-    backend.combine([(1, 1, 1)], [case.put(b) for b in (lost, *others)], [parity])
-    back = case.put(aligned(len(lost)))
-    backend.combine([(1, 1, 1)], [parity, *(case.put(b) for b in others)], [back])
-    assert case.get(back).tobytes() == values.tobytes()
-
-
 @pytest.mark.process
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -162,17 +139,6 @@ def test_wrong_arguments_are_refused_with_what_was_found(case: Case) -> None:
         backend.combine([(256,)], [short], [case.put(aligned(64))])
     with pytest.raises(ValueError, match="none longer"):
         combine_ragged(backend, [(1,)], [long], [short])
-
-
-def test_a_range_of_whole_cells_can_be_decoded_by_itself() -> None:
-    """Blocks of 4 MiB are checked and sent one by one; they need not wait for the whole sub-block."""
-    rng = np.random.default_rng(2)
-    sources = [random_bytes(rng, 5 * CELL_BYTES) for _ in range(3)]
-    whole, part = aligned(5 * CELL_BYTES), aligned(2 * CELL_BYTES)
-    NumpyBackend().combine([(1, 2, 4)], sources, [whole])
-    cut = slice(CELL_BYTES, 3 * CELL_BYTES)
-    NumpyBackend().combine([(1, 2, 4)], [s[cut] for s in sources], [part])
-    assert np.array_equal(whole[cut], part)
 
 
 def test_the_backend_follows_the_buffer() -> None:

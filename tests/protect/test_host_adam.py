@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from typing import Any
@@ -15,17 +14,11 @@ from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
 from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, recipe_of, step_of
 from tests.apex_standin import FusedAdam
+from tests.state.test_cpu_adam import needs_compiled_adam
 
 STEPS = 240
 SIZES = (1037, 258)  # Not multiples of any vector width: tails are computed too
 
-compiled = pytest.param(
-    "compiled",
-    marks=pytest.mark.skipif(
-        os.environ.get("REFT_TEST_CPU_ADAM") != "1" or sys.platform != "linux",
-        reason="DeepSpeed would compile its CPU Adam; set REFT_TEST_CPU_ADAM=1 to run this",
-    ),
-)
 FOLLOWED = [
     (torch.optim.AdamW, {}),
     (torch.optim.Adam, {}),
@@ -123,10 +116,10 @@ def test_master_and_moments_equal_the_owners_after_240_steps(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("need", [compiled])
+@needs_compiled_adam
 @pytest.mark.parametrize("late", [None, 60])
 @pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_the_compiled_kernels_of_deepspeed_are_followed_too(name: str, late: int | None, need: str) -> None:
+def test_the_compiled_kernels_of_deepspeed_are_followed_too(name: str, late: int | None) -> None:
     """In a process of its own: the kernel's powers of beta belong to the process."""
     code = (
         "import deepspeed; from tests.protect.test_host_adam import follow;"

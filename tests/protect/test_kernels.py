@@ -16,20 +16,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import reft
-from reft.protect.backend import NAME, THREADS, NumpyBackend, TorchBackend, backend_for, kernel_source
-from reft.protect.rs import GRAIN_BYTES, Row, needs_packets, parity_rows
-from tests.protect.backends import HostKernel
-from tests.protect.test_backends import OnDevice, aligned, random_bytes
+from reft.protect.backend import NAME, THREADS, TorchBackend, backend_for, kernel_source
+from reft.protect.rs import Row, parity_rows
+from tests.protect.test_backends import OnDevice
 
 ROOT = Path(reft.__file__).parents[1]
 ARCHITECTURE = "gfx90a"  # MI250X
 WAVEFRONT = 64
 WIDTHS = (16, 8, 4, 2, 1)
-KERNEL_FILES = {"reft/protect/backend.py"}
 CLANGS = ("15", "17", "19", "21")
 NVRTC = ((12, "sm_70"), (12, "sm_90"), (13, "sm_90"))
 """V100 and H100: version 13 knows no V100."""
@@ -55,18 +52,6 @@ def cases() -> Iterator[tuple[tuple[Row, ...], int]]:
 CASES = tuple(cases())
 COMPILED = (CASES[0], CASES[2], CASES[3], CASES[-1], (CASES[3][0], 1))
 """Few for every run of the suite: the others differ in the types of words only."""
-
-
-def test_kernels_are_made_in_one_place() -> None:
-    """So that what is read and compiled here is all there is."""
-    made = re.compile(r"__global__|RawKernel|RawModule|ElementwiseKernel|load_inline|triton")
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "reft").rglob("*.py")
-        if made.search(path.read_text())
-    }
-    assert found == KERNEL_FILES
-    assert not [*(ROOT / "reft").rglob("*.cu"), *(ROOT / "reft").rglob("*.hip")]
 
 
 @pytest.mark.parametrize(("rows", "width"), CASES)
@@ -190,16 +175,3 @@ def test_p6_where_cuda_13_refuses_a_v100_the_message_names_the_extra_that_takes_
     assert backend_for(OnDevice(103)).name == "torch"
     assert "invalid value for --gpu-architecture" in caplog.text
     assert "reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100)" in caplog.text
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("rows", "width"), CASES)
-def test_every_kernel_makes_numpys_bytes_at_odd_sizes(rows: tuple[Row, ...], width: int) -> None:
-    """With pointers that are multiples of no more than ``width``, so that this kernel is the one that runs."""
-    grain = GRAIN_BYTES if needs_packets(rows) else 1
-    for nbytes in (size * grain for size in (1, 127, 128, 129, 4095)):
-        sources = [random_bytes(np.random.default_rng(j), nbytes, width) for j in range(len(rows[0]))]
-        made = [[aligned(nbytes, width) for _ in rows] for _ in range(2)]
-        for backend, targets in zip((HostKernel(), NumpyBackend()), made, strict=True):
-            backend.combine(rows, sources, targets)
-        assert all(np.array_equal(a, b) for a, b in zip(*made, strict=True)), nbytes

@@ -90,7 +90,6 @@ class Fleet:
         return np.random.default_rng(seed).integers(0, 256, self.image_bytes(at, section), dtype=np.uint8)
 
     def content(self, at: Coordinate, placed: PlacedBlock, label: Label) -> np.ndarray:
-        """The bytes of a block in the arena of the rank at ``at``."""
         plan, key, start = self.shard_plan(at.pp, at.tp), placed.key, placed.block.start_bytes
         owner = Coordinate(at.pp, key.member, at.tp)
         if key.section in STATE_SECTIONS:
@@ -107,7 +106,6 @@ class Fleet:
         return out
 
     def entries(self, at: Coordinate, label: Label, real: bool) -> tuple[Entry, ...]:
-        """Block table of one rank's arena; ``real`` checksums, or ones that only tell blocks apart."""
         member = self.shard_plan(at.pp, at.tp).members[at.dp]
         entries = []
         for placed in member.blocks:
@@ -155,7 +153,6 @@ class Fleet:
         states: Mapping[Coordinate, ArenaState] | ArenaState = ArenaState.COMMITTED,
         slot: int = 0,
     ) -> list[ArenaRecord]:
-        """One arena per coordinate (or per coordinate in ``states``), on the node where it was written."""
         every = self.topology.degrees.coordinates()
         wanted = states if isinstance(states, Mapping) else dict.fromkeys(every, states)
         return [
@@ -164,6 +161,13 @@ class Fleet:
             )
             for c, state in wanted.items()
         ]
+
+    def write(self, root: Path, *labels: Label, lost: Collection[str] = ()) -> None:
+        """The arenas of all ranks but those on nodes that are ``lost``, with a slot for each version."""
+        for slot, label in enumerate(labels):
+            for at in self.topology.coordinates:
+                if self.topology.node_of(at) not in lost:
+                    self.write_arena(root, at, label, slot)
 
     def write_arena(self, root: Path, at: Coordinate, label: Label, slot: int = 0) -> Path:
         node_dir = self.directory(root, self.topology.node_of(at))
@@ -198,7 +202,6 @@ def place(degrees: Degrees, kind: str) -> Topology:
 
 
 def without(topology: Topology, lost: Collection[str]) -> Topology:
-    """The placement after lost nodes were replaced by new, empty ones."""
     return Topology(
         topology.degrees, topology.coordinates, tuple(f"new-{n}" if n in lost else n for n in topology.nodes)
     )
@@ -207,7 +210,6 @@ def without(topology: Topology, lost: Collection[str]) -> Topology:
 def inventories(
     records: Iterable[ArenaRecord], lost: Collection[str] = (), also: Iterable[str] = ()
 ) -> list[Inventory]:
-    """What the surviving nodes (and empty ones in ``also``) report."""
     by_node: dict[str, list[ArenaRecord]] = {node: [] for node in also}
     for record in records:
         if record.node not in lost:
@@ -299,7 +301,6 @@ def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], 
 
 
 def read_image(plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section) -> np.ndarray:
-    """One section's image of one coordinate, as the plan says it is read."""
     image = np.zeros(plan.image_bytes(at, section), np.uint8)
     for fetch in plan.fetches[at]:
         if fetch.key.section is section:

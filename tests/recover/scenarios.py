@@ -97,12 +97,8 @@ def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
 
 
 def prepare_memory(root: Path) -> None:
-    """Write the memory of every scenario, as the surviving nodes hold it."""
     for name, scenario in SCENARIOS.items():
-        for slot, label in enumerate(scenario.labels):
-            for at in scenario.fleet.topology.coordinates:
-                if scenario.fleet.topology.node_of(at) not in scenario.lost:
-                    scenario.fleet.write_arena(root / name, at, label, slot)
+        scenario.fleet.write(root / name, *scenario.labels, lost=scenario.lost)
     arena = "rank0-slot0.arena"
     damage(root / "corrupt_at_source" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)

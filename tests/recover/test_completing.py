@@ -37,11 +37,7 @@ NODE = TOPOLOGY.node_of(AT)
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
-    """The survivors hold two versions, the newcomer nothing."""
-    for slot, label in enumerate((OLD, NEW)):
-        for at in FLEET.topology.coordinates:
-            if FLEET.topology.node_of(at) != LOST:
-                FLEET.write_arena(tmp_path, at, label, slot)
+    FLEET.write(tmp_path, OLD, NEW, lost=[LOST])
     (tmp_path / NODE).mkdir()
     return tmp_path
 
@@ -68,7 +64,6 @@ def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
 
 
 def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = None) -> int:
-    """The first blocks arrive, or all; how many there are."""
     fetches = plan.with_kept().fetches[AT]
     for fetch in fetches[:blocks]:
         inventory = take_inventory(memory / fetch.node, fetch.node, SECRET)
@@ -144,7 +139,6 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
 
 
 def kept_by_newcomers(lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
-    """Whose blocks the member ``lost`` has to keep, once it runs on another node and its own is gone."""
     records = [r for r in FLEET.records(NEW) if r.node != NODES[lost]]
     sources = judge((0, 0), records, {NEW: len(NODES)})[NEW]
     kept = plan_kept((0, 0), sources, records, moved(lost, moved_to))

@@ -38,7 +38,6 @@ SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState
 
 @st.composite
 def jobs(draw):
-    """What is left of a job's memory, where its coordinates run now, and blocks found corrupt."""
     degrees, kind = draw(st.sampled_from(SHAPES))
     parities = draw(st.integers(0, 1))
     fleet = Fleet(
@@ -77,7 +76,6 @@ def jobs(draw):
 
 
 def survey(found, topology, bad):
-    """Every rank's result, by the messages that it would get."""
     shares = []
     for rank in range(topology.world_size):
         inventory = next(i for i in found if i.node == topology.nodes[rank])

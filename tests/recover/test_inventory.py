@@ -44,9 +44,7 @@ def test_p11_every_flipped_byte_and_every_other_secret_is_refused():
 
 
 def test_take_inventory_lists_arenas_and_names_unreadable_ones(tmp_path):
-    for at in FLEET.topology.coordinates:
-        FLEET.write_arena(tmp_path, at, OLD)
-        FLEET.write_arena(tmp_path, at, NEW, slot=1)
+    FLEET.write(tmp_path, OLD, NEW)
     (tmp_path / "n0" / "rank7-slot0.arena").write_bytes(b"not an arena" * 1000)
     taken = [take_inventory(tmp_path / node, node, SECRET) for node in ("n0", "n1")]
     assert [r.path for r in taken[0].arenas] == ["rank0-slot0.arena", "rank0-slot1.arena"]

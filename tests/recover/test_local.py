@@ -25,11 +25,7 @@ FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
 
 @pytest.fixture
 def memory(tmp_path):
-    """The directories of a dead job whose node n1 is gone: steps 5 and 6."""
-    for at in FLEET.topology.coordinates:
-        if at.dp != 1:
-            FLEET.write_arena(tmp_path, at, OLD)
-            FLEET.write_arena(tmp_path, at, NEW, slot=1)
+    FLEET.write(tmp_path, OLD, NEW, lost=["n1"])
     return tmp_path
 
 
@@ -49,14 +45,6 @@ def assert_whole(plan, arenas, label):
         for section in STATE_SECTIONS:
             image = read_image(plan, arenas, at, section)
             assert np.array_equal(image, FLEET.image(at, section, label))
-
-
-def test_p5_damage_is_found_and_repaired_from_the_next_source(memory, planned):
-    damage(memory / "n0" / "rank0-slot1.arena", Section.REPLICATED, member=0)
-    plan, bad, arenas = planned()
-    assert [(s.node, s.arena) for s in bad] == [("n0", "rank0-slot1.arena")]
-    assert plan.label == NEW
-    assert_whole(plan, arenas, NEW)
 
 
 def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(memory, planned):

@@ -23,13 +23,11 @@ SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3,
 
 def written(tmp_path, dp, copies, parities, **options):
     fleet = Fleet(place(Degrees(1, dp, 1), "single"), copies=copies, parities=parities, **options)
-    for at in fleet.topology.coordinates:
-        fleet.write_arena(tmp_path, at, NEW)
+    fleet.write(tmp_path, NEW)
     return fleet
 
 
 def recovered(fleet, root, lost, scratch):
-    """The plan after a loss, with everything decoded, and the images that come out of it."""
     scratch.mkdir(parents=True)
     nodes = [n for n in fleet.topology.nodes if n not in lost]
     topology = without(fleet.topology, lost)

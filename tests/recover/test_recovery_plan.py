@@ -30,7 +30,6 @@ def subsets(items):
 
 
 def run(fleet, records, lost=(), bad=frozenset(), *, topology=None):
-    """Plan after the loss; checks the plan against the surviving arenas."""
     topology = topology or without(fleet.topology, lost)
     found = inventories(records, lost, also=[n for n in topology.nodes if n not in fleet.topology.nodes])
     plan = plan_recovery(found, topology, job_id=fleet.job_id, bad=bad)
@@ -175,9 +174,6 @@ def test_diverged_copies_restore_the_owners_bytes_everywhere():
     plan = plan_recovery(inventories(records), fleet.topology, job_id=JOB)
     assert all(f.checksum != 1 for fetches in plan.fetches.values() for f in fetches)
     assert any("differ" in note for note in plan.notes)
-
-
-# ---- random histories ----
 
 
 @st.composite

@@ -27,7 +27,6 @@ FORMS = ("zero0", "zero0-flat", "zero1")
 
 
 def whole_model() -> dict[str, tuple[tuple[int, ...], int, int | None]]:
-    """Shape, split dimension and optimizer's group (None: frozen) of every parameter."""
     model: dict[str, tuple[tuple[int, ...], int, int | None]] = {TIED: ((8, 3), 0, 0)}
     for layer in range(LAYERS):
         model[f"{layer}.norm"] = ((5,), WHOLE, 1)
@@ -100,7 +99,6 @@ def states_of(layout: Layout) -> State:
 def made(
     old: State, wanted: dict[str, np.ndarray], new: Layout, at: Coordinate, moves: tuple[Move, ...]
 ) -> dict[str, np.ndarray]:
-    """What a rank has when the moves are carried out; every element is written once."""
     found = {name: np.full(values.shape, -1) for name, values in wanted.items()}
     written = {name: np.zeros(values.shape, int) for name, values in wanted.items()}
     for move in moves:

@@ -16,7 +16,7 @@ from reft.protect.placement import tolerance
 from reft.recover.decide import Verdict, decide, judge, plan_decided
 from reft.recover.inventory import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.sources import OwnedTensor, Resize, Scatter, cut, padding
+from reft.recover.sources import OwnedTensor, Resize, cut, padding
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
@@ -49,7 +49,6 @@ class Owned:
         return starts, end
 
     def image(self, dp: int, member: int) -> np.ndarray:
-        """The bytes of one member's image; 255 between the tensors, where nothing is."""
         starts, nbytes = self.starts(dp)
         image = np.full(nbytes, 255, np.uint8)
         for number, (start, numel, (length, itemsize)) in enumerate(
@@ -75,7 +74,6 @@ class Owned:
 
 
 def check_cover(owned: Owned, resize: Resize) -> None:
-    """Pieces and padding make up every new image, and no byte comes from two places."""
     old = [owned.image(resize.old, member) for member in range(resize.old)]
     tensors = owned.described(resize)
     for dp in range(resize.new):
@@ -104,25 +102,6 @@ def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
         check_cover(Owned(tuple(kinds)), Resize(old, new))
 
 
-@pytest.mark.parametrize("block_bytes", [1, 64, 100, 4096])
-def test_a_block_is_taken_apart_as_the_pieces_say(block_bytes: int) -> None:
-    owned = Owned(((61, 4), (24, 4), (None, 8), (128, 2)))
-    for old, new in product(range(1, 5), repeat=2):
-        resize = Resize(old, new)
-        tensors = owned.described(resize)
-        for dp in range(new):
-            wanted = owned.image(new, dp)
-            made = np.where(wanted == 255, 255, 0).astype(np.uint8)
-            scatter = Scatter(cut(tensors, resize, dp))
-            for member in range(old):
-                image = owned.image(old, member)
-                for start in range(0, image.size, block_bytes):
-                    block = image[start : start + block_bytes]
-                    for at, nbytes, target in scatter.parts(member, start, block.size):
-                        made[target : target + nbytes] = block[at : at + nbytes]
-            np.testing.assert_array_equal(made, wanted)
-
-
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -134,8 +113,6 @@ def test_p7_another_model_is_refused(tensor: OwnedTensor, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         cut([tensor], Resize(2, 3), 0)
 
-
-# -- from the memory of nodes, some of them lost -----------------------------------------------------------
 
 OWNED = Owned(((61, 4), (61, 4), (None, 4)))
 
@@ -149,7 +126,6 @@ class Partitioned(Fleet):
 
 
 def resized(fleet: Fleet, records, lost, topology: Topology):
-    """What every group plans for a version of another degree."""
     findings = found_in(records, topology, lost, also=topology.nodes)
     records = [record for record in records if record.node not in lost]
     tables = {
@@ -185,7 +161,6 @@ FOUR, TWO = (Partitioned(place(Degrees(1, dp, 1), "single")) for dp in (4, 2))
 
 
 def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> None:
-    """Every block is stored where the plan says, on a node that is left, and the images are covered."""
     stored = {(r.node, r.path, e.key): e for r in records for e in r.header.entries if r.node not in lost}
     old, new = fleet.topology.degrees.dp, topology.degrees.dp
     decodes = any(plan.rebuilds for plan, _ in plans)

@@ -18,7 +18,6 @@ IMAGE = np.random.default_rng(3).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
 def after_losing(*lost: int) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[BlockKey, np.ndarray]]:
-    """The stripes of six members under rs:2 with lost blocks, and all blocks that are left."""
     code = BlockCode(make_code(Scheme(0, 2), range(6)), NBYTES, BLOCK_BYTES)
     data = {b.key: IMAGE[b.start_bytes : b.start_bytes + b.nbytes] for m in range(6) for b in code.data(m)}
     left = {key: block for key, block in data.items() if key.member not in lost}
@@ -48,7 +47,6 @@ def check(stripe: Stripe) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None:
-    """Terms that stay, that are copied, that arrive in their room, and stripes that no room is left for."""
     room_bytes = data.draw(st.sampled_from([0, BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES]))
     pool = Pool(room_bytes)
     stripes = [made(blocks, pool) for blocks in STRIPES]

@@ -43,8 +43,6 @@ TRANSPORT = {"transport": "mpi" if OVER_MPI else "sockets"}
 
 
 class Rank:
-    """What this rank restores in one scenario, compared with what the job had."""
-
     def __init__(self, root: Path, name: str, control: ControlGroup) -> None:
         self.control = control
         self.scenario = SCENARIOS[name]
@@ -76,7 +74,6 @@ class Rank:
         return OwnedTensor("owned", 1, 0, part, 0, -(-length // resize.new), length)
 
     def at_of(self, section: Section) -> Coordinate:
-        """Whose image was stored that this rank restores."""
         return replace(self.at, dp=self.at.dp % self.scenario.fleet.topology.degrees.dp)
 
     def expected(self, section: Section, label: Label) -> np.ndarray:
@@ -106,8 +103,6 @@ class Rank:
         return Recovery(Participant(self.topology, self.control, *where, faults, 4096), **options)
 
     def completing(self, scheme: str = "arc", slot: int = 0) -> Completing:
-        """As a session would store versions."""
-
         def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
             sizes = self.scenario.fleet.sizes(self.at.pp, self.at.tp)
             assert (replicated_bytes, owned_bytes) == (sizes.replicated_bytes, sizes.owned_bytes)
@@ -118,7 +113,6 @@ class Rank:
         return Completing(scheme, None if path.exists() else path, blueprint)
 
     def stored(self) -> dict[str, object]:
-        """What its own arena holds now, against what the job had."""
         path = self.job_dir / arena_name(self.topology, self.at, 0)
         if not path.exists():
             return {"state": "none"}
@@ -132,7 +126,6 @@ class Rank:
             }
 
     def recover(self, between=lambda: None, prepare=None, copy=None, **options):
-        """Survey and restore; ``between``: what happens before anything is read."""
         recovery = self.recovery(**options)
         recovery.survey()
         between()
@@ -173,8 +166,6 @@ def attempt(action) -> dict[str, object]:
 
 
 class FlipsOnTheWay(ControlGroup):
-    """Damages the first block of the state that it sends; what it holds stays in order."""
-
     flipped = False
 
     def stream(self, sends, receives, wake=None) -> None:
@@ -187,8 +178,6 @@ class FlipsOnTheWay(ControlGroup):
 
 
 class ForgesMessages(ControlGroup):
-    """Damages the last byte of every message that it gives its peers."""
-
     def stream(self, sends, receives, wake=None) -> None:
         forged = {peer: bytearray(b"".join(parts)) for peer, parts in sends.items()}
         for message in forged.values():
@@ -243,7 +232,6 @@ def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, objec
 
 
 def run_completion(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
-    """Recover with completion; then, as at a second start, once more."""
     me, again = Rank(root, name, control), Rank(root, name, control)
     how = me.completing("arc:2" if name == "another_scheme" else "arc")
     with no_room_for_files() if name == "no_room_to_complete" and me.at == DEAD else nullcontext():

@@ -62,7 +62,6 @@ def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(tra
 
 
 def test_a_plan_estimates_hardly_less_than_what_is_simulated():
-    """Overhead as a part of the step."""
     for training in (job for group in experiments() for job in group.trainings):
         plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
         pipeline = one_f_one_b(training.stages, training.micro_batches)
@@ -73,9 +72,6 @@ def test_a_plan_estimates_hardly_less_than_what_is_simulated():
             true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
             found = pace({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
             assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
-
-
-# ---- the command ----
 
 
 def run(capsys, *arguments):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -52,7 +51,6 @@ def any_schedule(draw):
 
 
 def computations(schedule, simulation):
-    """{(class, micro-batch, place in the model): (begin, end)}"""
     found = {}
     for stage in simulation.stages:
         for interval in stage.intervals:
@@ -84,23 +82,6 @@ def test_nothing_is_computed_before_its_inputs_exist(drawn):
             if weight := found.pop((BackwardWeight, j, place), None):
                 assert backward[1] <= weight[0]
     assert all(kind is BackwardPass for kind, _, _ in found), f"left over: {found}"
-
-
-@settings(max_examples=100, deadline=None)
-@given(any_schedule())
-def test_a_stage_does_one_thing_at_a_time_and_no_time_is_lost(drawn):
-    schedule, costs = drawn
-    simulation = simulate(schedule, costs)
-    for stage, stream in zip(simulation.stages, schedule.streams, strict=True):
-        assert tuple(i.instruction for i in stage.intervals) == stream
-        now = 0.0
-        for interval in stage.intervals:
-            assert interval.ready_secs == now <= interval.begin_secs <= interval.end_secs
-            now = interval.end_secs
-        accounted = stage.compute_secs + stage.other_secs + stage.idle_secs
-        assert accounted == pytest.approx(stage.end_secs)
-        secs = costs.forward_secs[stage.stage_id] + costs.backward_secs[stage.stage_id]
-        assert stage.compute_secs == pytest.approx(schedule.micro_batches * secs)
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,7 +23,6 @@ pipelines = st.tuples(st.integers(1, 10), st.integers(1, 24))
 @settings(max_examples=200, deadline=None)
 @given(pipelines, whole_secs, whole_secs, st.booleans())
 def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t_f, t_b, blocking):
-    """Every window of every stage: kind, start, stop and position."""
     stages, micro_batches = pipeline
     costs = dataclasses.replace(Costs.equal(stages, t_f, t_b), blocking_sends=blocking)
     simulated = simulate(train_schedule(stages, micro_batches), costs)

@@ -29,11 +29,9 @@ class Cpu:
         return copy_engine_for("cpu")
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
-        """A live tensor with these bytes."""
         return value.clone()
 
     def write(self, live: torch.Tensor, value: int) -> None:
-        """A kernel on the compute stream that sets every byte."""
         live.fill_(value)
 
     def hold(self) -> Callable[[], None]:
@@ -76,7 +74,6 @@ class Cuda(Simulated):
 
 
 def host_memory(engine: CopyEngine, nbytes: int, fill: int = 0xEE) -> torch.Tensor:
-    """Shared memory as an arena has it, known to the engine."""
     memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))
     assert engine.register(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].fill_(fill)
@@ -87,7 +84,6 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def parity_of(plan: ShardPlan, member: MemberPlan, image: SectionImage) -> dict[BlockKey, np.ndarray]:
-    """The parity blocks of a member, computed from the whole image."""
     whole = torch.zeros(image.nbytes, dtype=torch.uint8)
     image.read_into(0, whole)
     blocks = {b.key: b.block for m in plan.members for b in m.own}

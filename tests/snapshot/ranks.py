@@ -102,24 +102,13 @@ def make_worker(
 
 
 class Pacer(SimpleNamespace):
-    """Has the plan that a test gives it, and a gate that the test opens."""
-
     def __init__(self) -> None:
         super().__init__(plan=None, gate=HostGate(), version_done=lambda sections, chunks: None)
 
 
 class Rank:
     """One rank with a small state that is a function of (step, rank), so that content can be checked.
-
-    Args:
-        rank: this one.
-        root: directory for the memory of all.
-        topology: of the job.
-        copier: of the worker.
-        pacer: of the worker.
-        together: all ranks' arenas lie in one directory, as on one node.
-        options: further ones of :func:`make_worker`.
-    """
+    ``together``: all ranks' arenas lie in one directory, as on one node."""
 
     def __init__(
         self,
@@ -196,16 +185,13 @@ class Rank:
         return request.committed
 
     def begin(self, step: int, **options: Any) -> SnapshotRequest:
-        """One step, and its version on its way."""
         self.step(step)
         return self.snapshot(step, **options)
 
     def take(self, step: int, **options: Any) -> bool:
-        """One step and its version; whether it was committed."""
         return self.wait_for(self.begin(step, must=True, **options))
 
     def take_next(self, number: int) -> list[bool]:
-        """So many steps further, each with its version; which were committed."""
         taken = []
         for _ in range(number):
             self.now += 1
@@ -237,15 +223,12 @@ Scenario = Callable[[int, Path], dict[str, Any]]
 
 
 class Results:
-    """Of several scenarios, one after the other in the same processes, which take seconds to start."""
-
     def __init__(self, root: Path, *scenarios: Scenario, world: int = 2) -> None:
         self.root, self._world = root, world
         names = [(s.__module__, s.__name__) for s in scenarios]
         spawn(_run, str(root), free_port(), world, names, nprocs=world)
 
     def of(self, scenario: Scenario) -> list[dict[str, Any]]:
-        """What each rank says of a scenario."""
         directory = self.root / scenario.__name__
         return [json.loads((directory / f"result-{r}.json").read_text()) for r in range(self._world)]
 

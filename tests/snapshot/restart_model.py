@@ -49,9 +49,6 @@ PROTECTED = ("training", "committing again")
 """Stages in which every rank holds a version whole, so that any node may be lost."""
 
 
-# ---- what a crash leaves, and what can be recovered from it ----
-
-
 def store(memory: Memory, slot: int, label: Label, state: ArenaState) -> Memory:
     return (*memory[:slot], Held(label, state), *memory[slot + 1 :])
 
@@ -68,8 +65,6 @@ _same: dict[object, Group] = {}
 
 @dataclass(frozen=True)
 class Violation:
-    """P3 is broken: what was committed, what is left, and how it came about."""
-
     committed: Label
     restored: Label | None
     lost: tuple[int, ...]
@@ -112,13 +107,8 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
                 yield job, committed
 
 
-# ---- restarts ----
-
-
 @dataclass(frozen=True)
 class Restart:
-    """What all ranks do alike in one restart."""
-
     restored: Label  # the version, R
     incarnation: int  # the one that begins
     completes: bool  # whether R is completed where there is a slot without a file
@@ -135,13 +125,11 @@ class Restart:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of what comes one after the other."""
         last = ("copying again", "sealing again", "committing again") if self.again else ("training",)
         return ("completing", "sealing", *last)
 
 
 def held_in(memory: Memory, label: Label) -> dict[int, Label]:
-    """The slots of one rank that hold a version whole."""
     return {slot: label for slot, held in enumerate(memory) if held.label == label and held.state.whole}
 
 
@@ -177,13 +165,11 @@ def life_after_restart(memory: Memory, restart: Restart) -> tuple[tuple[Memory, 
 
 @cache
 def comes_back(memory: GroupMemory, lost: int) -> GroupMemory:
-    """What the ranks of a restart find: the lost node comes back empty."""
     return tuple((EMPTY,) * len(slots) if d == lost else slots for d, slots in enumerate(memory))
 
 
 @cache
 def group_after_restart(found: GroupMemory, restart: Restart) -> tuple[tuple[GroupMemory, ...], ...]:
-    """Per stage, everything that a crash may find in one group."""
     lives = [life_after_restart(slots, restart) for slots in found]
     return tuple(tuple(product(*of_stage)) for of_stage in zip(*lives, strict=True))
 
@@ -201,7 +187,6 @@ Findings = dict[Group, tuple[GroupMemory, int]]
 def findings(
     memory: GroupMemory, lost: int, restart: Restart
 ) -> tuple[tuple[frozenset[object], Findings], ...]:
-    """Per stage, with a key that compares fast."""
     stages = []
     lives = group_after_restart(comes_back(memory, lost), restart)
     for name, contents in zip(restart.stages, lives, strict=True):
@@ -214,10 +199,6 @@ def findings(
 
 
 class SecondCrash:
-    """Checks every second crash after a first one. Keeps what it has checked. ``completes``: whether restarts
-    complete the version on nodes that came back empty. ``choose``: the rule by which a version is
-    restored."""
-
     def __init__(self, *, completes: bool, choose: Choose = preferred_label) -> None:
         self._completes = completes
         self._choose = choose
@@ -227,7 +208,6 @@ class SecondCrash:
         self._numbers: dict[tuple[GroupMemory, int], int] = {}
 
     def check(self, memory: JobMemory, committed: Label) -> Violation | None:
-        """Restart after a crash with these contents and any loss, then crash anywhere."""
         for lost in product(LOSSES, repeat=len(memory)):
             found = restored(list(map(look_at, memory, lost)), self._choose)
             if found is None or found < committed:
@@ -274,8 +254,6 @@ class SecondCrash:
 
 @dataclass(frozen=True)
 class Crash:
-    """What one group is left with."""
-
     memory: GroupMemory  # contents of its arenas
     lost: int  # node that this crash took
     spent: int  # node lost since the group was last protected, by this crash or an earlier one

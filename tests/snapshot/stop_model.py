@@ -27,8 +27,6 @@ Job = tuple["Rank", ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """What is explored."""
-
     steps: int = 5  # of the job
     ranks: int = 2  # of the job
     named: Callable[..., int] = named_step  # what a rank names
@@ -36,8 +34,6 @@ class Rules:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank."""
-
     ended: int = 0  # the last step that has ended
     newest: int = 0  # the last one whose version was handed over
     told: bool = False  # whether it was told to stop
@@ -52,14 +48,11 @@ class Rank:
 
     @property
     def voted_step(self) -> int:
-        """The last step that was voted on."""
         return (self.heard + 1) // 2
 
 
 @dataclass(frozen=True)
 class StopError(Exception):
-    """Ranks do not stop together, and what they did."""
-
     what: str
     trace: tuple[str, ...]
 
@@ -68,8 +61,6 @@ class StopError(Exception):
 
 
 def explore(rules: Rules) -> tuple[int, set[int]]:
-    """Every order of events. Returns number of states of the whole job, and the steps after which all ranks
-    may stop."""
     start: Job = (Rank(),) * rules.ranks
     found: dict[Job, tuple[Job, str] | None] = {start: None}
     queue = deque([start])
@@ -92,7 +83,6 @@ def explore(rules: Rules) -> tuple[int, set[int]]:
 
 
 def _sorted(job: Job) -> Job:
-    """All ranks follow the same rules."""
     return tuple(sorted(job, key=repr))
 
 

@@ -38,8 +38,6 @@ from tests.snapshot.version_model import (
 
 @dataclass(frozen=True)
 class Keeps:
-    """What one rank keeps."""
-
     in_force: InForce  # the protection
     wanted: int  # the order whose ladder it is on
     layout: object  # under which versions are written; None: to be agreed on
@@ -52,8 +50,6 @@ class Keeps:
 
 
 class SwitchingRank(OneRank):
-    """Everything that one rank may do by itself, where what it keeps may change."""
-
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
         self.ladders = rules.ladders
@@ -62,13 +58,10 @@ class SwitchingRank(OneRank):
         first = self.ladders[0][0]
         return replace(super().start(), keeps=Keeps(self.rules.in_force, 0, None, first.arenas))
 
-    # -- votes -------------------------------------------------------------------------------------
-
     def voting(self, rank: Rank) -> Iterator[Move]:
         keeps: Keeps = rank.keeps
         now = keeps.in_force
         for text, voted in super().voting(rank):
-            assert voted.cast is not None
             for order, level in self._wishes(keeps) if voted.cast.ok or not rank.state.approves else ():
                 ballot = replace(voted.cast, order=order, level=level)
                 yield f"{text}, order {order}, level {level}", replace(voted, cast=ballot)
@@ -76,7 +69,6 @@ class SwitchingRank(OneRank):
                 yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
-        """Orders that this rank may know of, and levels that it may want."""
         now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
         orders, levels = {now.heard_order}, {now.level}
         if keeps.layout is not None:
@@ -118,8 +110,6 @@ class SwitchingRank(OneRank):
                 keeps = replace(keeps, in_force=now, changes=keeps.changes + new)
                 yield from self._effects(text, replace(rank, keeps=keeps), result.voted)
 
-    # -- the layout --------------------------------------------------------------------------------
-
     def slot(self, rank: Rank) -> int | None:
         return rank.state.slots.choose(rank.keeps.unused)
 
@@ -147,8 +137,6 @@ class SwitchingRank(OneRank):
         for text, reserved in self._reserved(after):
             yield f"has agreed on {found}, {text}", self.tell(reserved, LaidOut())
 
-    # -- memory ------------------------------------------------------------------------------------
-
     @staticmethod
     def _use(rank: Rank, count: int) -> Rank:
         """:meth:`ArenaSet.use`."""
@@ -174,8 +162,6 @@ class SwitchingRank(OneRank):
             if after.state.slots.committed_label != rank.state.slots.committed_label:
                 for settled, reserved in self._reserved(self._use(after, after.keeps.count)):
                     yield f"{said}, {settled}", reserved
-
-    # -- between two versions ----------------------------------------------------------------------
 
     def switching(self, rank: Rank) -> Iterator[Move]:
         keeps: Keeps = rank.keeps
@@ -245,8 +231,6 @@ class SwitchingRank(OneRank):
         layout = None if keeps.layout is None else wanted.scheme
         after = replace(rank, keeps=replace(keeps, in_force=now, wanted=now.order, layout=layout))
         return self._use(after, wanted.arenas)
-
-    # -- interruptions -----------------------------------------------------------------------------
 
     def interrupted(self, rank: Rank) -> Rank:
         keeps = replace(rank.keeps, before=None, tried=0, made=frozenset())

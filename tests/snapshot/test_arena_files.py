@@ -11,20 +11,19 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from reft.memory.arena import Arena, scan
+from reft.memory.arena import scan
 from reft.memory.header import Geometry
 from reft.naming import Label
 from reft.snapshot.committing import arenas
+from tests.faults.memory import exchange
 from tests.snapshot.ranks import PAIR, SECRET, Rank, Results
 
 pytestmark = pytest.mark.process
 
 
 def _damage(me: Rank, kind: str, which: str) -> None:
-    """Damage the arenas of this rank's node that hold the newest version, or the other ones."""
     newest = max(me.commits)
     for path, arena in scan(me.job_dir, SECRET):
-        assert isinstance(arena, Arena), arena
         with arena:
             header, geometry = arena.header(), Geometry.of(arena.data_bytes, arena.max_entries)
         holds_newest = header is not None and header.label.step == newest
@@ -55,7 +54,6 @@ ATTACKS = [
 
 
 def files(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 1's files are attacked in every way, one after the other."""
     me, found = Rank(rank, root, PAIR), {}
     me.take_next(3)
     for kind, which in ATTACKS:
@@ -77,13 +75,6 @@ def files(rank: int, root: Path) -> dict[str, Any]:
     return found
 
 
-def exchange(one: Path, other: Path) -> None:
-    aside = one.with_suffix(".aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
-
-
 def swap(rank: int, root: Path) -> dict[str, Any]:
     """The files of two local ranks are exchanged under a running job: nobody overwrites what is the other's."""
     me, found = Rank(rank, root, PAIR, together=True), {}
@@ -103,7 +94,6 @@ def swap(rank: int, root: Path) -> dict[str, Any]:
 
 
 def swapped_before(rank: int, root: Path) -> dict[str, Any]:
-    """Files exchanged between two starts: one rank finds the recovered version in all its slots."""
     me = Rank(rank, root, PAIR, together=True)
     assert me.take_next(2) == [True, True]
     me.worker.close(10)
@@ -111,10 +101,8 @@ def swapped_before(rank: int, root: Path) -> dict[str, Any]:
     if rank == 0:
         names = {}
         for path, arena in scan(me.job_dir, SECRET):
-            assert isinstance(arena, Arena), arena
             with arena:
                 header = arena.header()
-                assert header is not None
                 names[header.coordinate.dp, header.label.step] = path
         # Rank 1's newest version lies where rank 0's older one was.
         exchange(names[0, 1], names[1, 2])

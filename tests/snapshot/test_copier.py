@@ -32,8 +32,6 @@ from tests.snapshot.devices import parity_of, random_bytes
 
 
 class OneByOne(HostGate):
-    """A window that lets one chunk through at a time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.open(0, 1, None)
@@ -56,12 +54,10 @@ class Closing(HostGate):
 
     def admit(self) -> Permit:
         permit = super().admit()
-        assert permit.until is not None
         permit.until.value = 1
         return permit
 
     def release(self, permit: Permit, secs: float) -> None:
-        assert permit.until is not None
         permit.until.value = 0
         super().release(permit, secs)
 
@@ -85,7 +81,6 @@ GATES = {
 def filling_of(
     folder: Path, tensors: list[torch.Tensor], *, copies: int, parities: int, block_bytes: int
 ) -> Iterator[tuple[Filling, LiveImages]]:
-    """An arena to be filled with member 0's part of a replicated and an owned section."""
     half = len(tensors) // 2
     replicated, owned = (
         SectionImage([(str(i), t) for i, t in enumerate(part)]) for part in (tensors[:half], tensors[half:])
@@ -244,8 +239,6 @@ def test_p1_training_may_still_resize_what_was_copied(tmp_path: Path) -> None:
 
 
 class Windows(StreamGate):
-    """Counts its permits."""
-
     permits = 0
 
     def admit(self) -> Permit:

@@ -81,8 +81,6 @@ def test_who_differs_is_who_is_not_of_the_majority(
     assert differing({m: dict(enumerate(of)) for m, of in enumerate(sums)}) == expected
 
 
-# -- real workers -----------------------------------------------------------------------------------------
-
 THREE = Topology(Degrees(1, 3, 1), Degrees(1, 3, 1).coordinates(), ("A", "B", "C"))
 WRONG = 1  # of the ranks
 
@@ -113,7 +111,6 @@ def corrupted(rank: int, root: Path) -> dict[str, Any]:
 
 
 def poisoned(rank: int, root: Path) -> list[Any]:
-    """No version of this start was committed: going back leads to the same."""
     me = Rank(rank, root, THREE, verify=VerifyConfig(suspects=2))
     me.replicated, halts = [torch.full((9,), torch.inf)], []
     for step in (1, 2, 3):

@@ -23,8 +23,6 @@ from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of
 
 
 class SlowToPin(CpuCopyEngine):
-    """Pins an arena for as long as the test likes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pinning, self.pinned = threading.Event(), threading.Event()
@@ -37,8 +35,6 @@ class SlowToPin(CpuCopyEngine):
 
 
 class Alone(Rank):
-    """A job of one rank."""
-
     def __init__(self, root: Path) -> None:
         self.engine, pacer = SlowToPin(), Pacer()
         self.gate = pacer.gate

@@ -56,8 +56,6 @@ def test_windows_of_1f1b_are_told_apart(stage: int) -> None:
 
 
 class Clock(ComputeClock):
-    """Time goes on when it is told to."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -112,7 +110,6 @@ def test_tier_3_opens_in_communication_where_links_are_separate_and_the_rest_doe
     pacer = make_pacer(clock, separate_links=separate, compute_share=0.0)
     for _ in range(5):
         tiers = run_step(pacer, clock, nbytes=nbytes, SendGrad=0.0001, ReduceGrads=0.2)
-    assert pacer.plan is not None
     needed = nbytes > pacer.plan.windows[0].capacity_bytes
     assert needed == (nbytes == 10**9)
     # The send is too short to be of use, the reduction is no idle time.
@@ -126,7 +123,6 @@ def test_nothing_is_planned_beside_the_optimizer_step() -> None:
     for _ in range(4):
         run_step(pacer, clock, nbytes=10**9, SendGrad=0.0, ReduceGrads=0.0, OptimizerStep=0.6)
     plan = pacer.plan
-    assert plan is not None
     assert plan.step_secs == pytest.approx(0.9)
     assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.3))]
     # Beside the optimizer step there would have been room for all of it.
@@ -142,7 +138,6 @@ def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidt
         pacer.end_optimizer()
         pacer.end_step("step", ())
         pacer.version_done({"replicated": 10**9}, [ChunkRecord(0, 10**9, 0.0, 0.1, None, "replicated")])
-    assert pacer.plan is not None
     assert pacer.plan.left_over_secs == pytest.approx(0.1, rel=0.01)
     assert pacer.plan.advised_interval_steps == 4  # 0.1 s within 3 % of steps of a second
 
@@ -156,7 +151,6 @@ def test_plans_follow_the_schedule_that_trains_whatever_is_evaluated_between() -
             run_step(pacer, clock, EVALUATION, RecvActivation=5.0)
         pacer.version_done({"replicated": 10**6}, ())
     plan = pacer.plan
-    assert plan is not None
     assert plan.step_secs == pytest.approx(0.7)
     assert plan.windows[0].length_secs == pytest.approx(0.2)
     assert pacer.gate.patience_secs < 2.0
@@ -185,7 +179,6 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
             clock.now += 1.0
             pacer.end_step("step", names, [(0.0, 0.01)], [(0.0, 0.02)])
             pacer.version_done({"replicated": 10**6}, ())
-        assert pacer.plan is not None
         positions = [w.position for w in pacer.plan.windows]
         assert (positions == [0]) == (names is other), positions
     said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.pacing"]
@@ -274,7 +267,6 @@ def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guess
         if not late:
             pacer.version_done({"replicated": nbytes}, chunks)
     plan = pacer.plan
-    assert plan is not None
     assert plan.fits
     assert plan.advised_interval_steps == 1
     held = rate * WINDOW_SECS

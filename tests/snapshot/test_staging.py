@@ -15,8 +15,6 @@ from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
 from tests.snapshot.devices import Cpu, Simulated, host_memory, random_bytes
 
-# --- the contract of every engine --------------------------------------------------------------------
-
 
 def test_p2_what_is_staged_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
     live = device.put(torch.zeros(100_000, dtype=torch.uint8))
@@ -83,9 +81,6 @@ def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngin
     assert torch.all(memory == 0xEE)
 
 
-# --- what only some engines have ---------------------------------------------------------------------
-
-
 def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: CopyEngine) -> None:
     if type(device) is not Simulated:
         pytest.skip("only the simulated device can be made full")
@@ -96,9 +91,6 @@ def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: Copy
     assert engine.free_bytes == 2 * 2**30 - 512 * 2**20
     with pytest.raises(StagingMemoryError, match="1537 MiB are wanted"):
         engine.staging_buffer(1537 * 2**20)
-
-
-# --- the area ----------------------------------------------------------------------------------------
 
 
 def test_the_area_is_given_back_when_plans_have_long_not_asked_for_it(engine: CopyEngine) -> None:

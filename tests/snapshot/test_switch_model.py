@@ -1,16 +1,7 @@
 """P2, P3 and P6, explored where what is kept changes, and where the job stops: a rank whose memory is short, room
 again, orders, arenas that cannot be had, in every order of events and with a crash after every transition.
 
-Exhaustive within these bounds, for 3 groups x 4 ranks:
-
-- memory short: 2 versions, 3 levels (three arenas, two, another scheme), any errors, one change: 311 windows with
-  47,947 states of a rank;
-- orders: 2 versions, two schemes of two arenas, any errors, one change, and an interruption: 630 windows, 75,925
-  states (``long``; 107 and 14,109 without the interruption);
-- both: 3 versions, two schemes of two levels each, two changes, arenas that cannot be had and no other errors: 714
-  windows, 39,923 states (``long``).
-
-A stop is explored with 2 ranks and 4 steps: 41,044 states of the whole job.
+For 3 groups x 4 ranks; a stop is explored with 2 ranks and 4 steps.
 """
 
 from __future__ import annotations
@@ -25,7 +16,8 @@ from reft.protect.placement import Level
 from reft.snapshot.committing.switching import InForce
 from reft.snapshot.committing.version import Slots
 from tests.snapshot import stop_model
-from tests.snapshot.version_model import PromiseError, Rules
+from tests.snapshot.test_version_model import explored, has_a_counterexample
+from tests.snapshot.version_model import Rules
 from tests.snapshot.version_search import Explorer
 
 COPY, PARITY = Scheme(1), Scheme(0, 1)
@@ -38,15 +30,7 @@ def rules(ladders: tuple[tuple[Level, ...], ...], **others: object) -> Rules:
     return Rules(**{"ladders": ladders, "slots": Slots.make(ladders[0][0].arenas), "meetings": 0, **others})
 
 
-def explored(rules: Rules) -> Explorer:
-    explorer = Explorer(rules)
-    violation = explorer.run()
-    assert violation is None, f"\n{violation}"
-    return explorer
-
-
 def kept(explorer: Explorer) -> set[tuple[int, int]]:
-    """Orders and levels in force on ranks that have committed a version under them."""
     return {
         (rank.keeps.in_force.order, rank.keeps.in_force.level)
         for window in explorer.windows
@@ -78,8 +62,6 @@ def test_p3_holds_through_orders_and_short_memory_one_after_the_other() -> None:
 
 
 class GreedySlots(Slots):
-    """Gives up slots without a look at what they hold."""
-
     def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
         order = sorted(range(len(self.held)), key=lambda slot: (slot in unused, slot))
         return frozenset(order[count:])
@@ -107,11 +89,7 @@ WRONG: dict[str, tuple[str, Rules]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
-    promise, wrong = WRONG[name]
-    violation = Explorer(wrong).run()
-    assert isinstance(violation, PromiseError), f"{name} was not found"
-    print(f"\n{name}:\n{violation}")
-    assert violation.promise == promise, str(violation)
+    has_a_counterexample(name, *WRONG[name])
 
 
 def test_p6_all_ranks_stop_after_the_same_step() -> None:

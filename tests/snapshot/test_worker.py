@@ -47,7 +47,6 @@ def protocol(rank: int, root: Path) -> dict[str, Any]:
 
 
 def memory(rank: int, root: Path) -> dict[str, Any]:
-    """One rank has no memory for a while."""
     me = Rank(rank, root, FOUR)
     if rank == 3:
         me.arenas.limit_bytes = 1000
@@ -62,7 +61,6 @@ def memory(rank: int, root: Path) -> dict[str, Any]:
 
 
 def fence(rank: int, root: Path) -> dict[str, Any]:
-    """P2: a copy under way holds the optimizer step up, one that has not started is dropped."""
     me = Rank(rank, root, FOUR)
     me.take(1)
     gate, entered = threading.Event(), threading.Event()
@@ -101,7 +99,6 @@ def fence(rank: int, root: Path) -> dict[str, Any]:
 
 
 def wants(rank: int, root: Path) -> dict[str, Any]:
-    """Every rank has a request of its own for how often versions are taken, and how often they go to storage."""
     pacer = Pacer()
     to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
     wanted, taken = [0], []
@@ -123,7 +120,6 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
 
 
 def staging(rank: int, root: Path) -> dict[str, Any]:
-    """One rank has to stage: all commit later, and all know that votes are late."""
     pacer = Pacer()
     me = Rank(rank, root, FOUR, pacer=pacer if rank == 2 else None)
     me.take(1)
@@ -170,7 +166,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def versions_in(root: Path, rank: int) -> dict[int, Arena]:
     found = {}
     for _, arena in scan(root / f"node{rank}", SECRET):
-        assert isinstance(arena, Arena), arena
         header = arena.header()
         if header is not None and header.state is ArenaState.COMMITTED:
             found[header.label.step] = arena

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.integration
 
 
 def pair(rank: int, root: Path) -> Rank:
-    """One of two ranks, which looks after memory with every version."""
     return Rank(rank, root, PAIR, keeping=Keeping(look_secs=0.0))
 
 
@@ -61,7 +60,6 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 
 def _once(owner: Any, name: str, error: Exception, nth: int = 1) -> Callable[[Rank], Any]:
-    """A patch under which the n-th call fails, and only that."""
     original, calls = getattr(owner, name), [0]
 
     def act(*args: Any, **options: Any) -> Any:
@@ -135,7 +133,6 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
 
 
 def failures(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 1 fails at one place of a version's life after another, once each."""
     me, found = pair(rank, root), {}
     for place, patch in FAILURES.items():
         dist.barrier()
@@ -149,7 +146,6 @@ def failures(rank: int, root: Path) -> dict[str, Any]:
 
 
 def went_back(rank: int, root: Path) -> dict[str, Any]:
-    """A version broke off; later the script goes back to an older checkpoint, by its tag."""
     me = pair(rank, root)
     before = me.take_next(4)
     with _on_rank_1(me, _once(Votes, "cast", _LOST)):
@@ -206,7 +202,6 @@ def astray(rank: int, root: Path) -> dict[str, Any]:
 
 
 def complains(rank: int, root: Path) -> dict[str, Any]:
-    """Something fails on rank 1 that costs no version."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -221,7 +216,6 @@ def complains(rank: int, root: Path) -> dict[str, Any]:
 
 
 def layouts(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
     me, found = pair(rank, root), {}
     places = {
         "layout, at its begin": _once(SnapshotWorker, "_renew_layout", _LOST),

@@ -76,8 +76,6 @@ Choose = Callable[[dict[Label, list[tuple[int, int]]], Label | None], Label | No
 
 @dataclass(frozen=True)
 class Rules:
-    """What is explored."""
-
     steps: int = 3  # versions that are handed over
     ahead: int = 2  # most versions that are handed over and not over
     idle: frozenset[int] = frozenset()  # steps whose versions are only voted on
@@ -119,8 +117,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank between two of its own steps."""
-
     state: State  # of the transition system
     files: tuple[Held, ...]  # what a reader finds in its arenas
     tensors: int = 1  # step after which the live tensors are as they are, to the host
@@ -161,7 +157,6 @@ class OneRank:
         return Rank(State(slots), (EMPTY,) * len(slots.held))
 
     def moves(self, rank: Rank) -> list[Move]:
-        """Every next step."""
         if rank not in self._found:
             self._found[rank] = list(self._moves(rank))
         return self._found[rank]
@@ -175,13 +170,10 @@ class OneRank:
             yield from self.hears(rank, rank.result)
 
     def hears(self, rank: Rank, result: Voted | Verdict) -> Iterator[Move]:
-        """It learns the result of its vote."""
         assert isinstance(result, Voted)
         yield from self._effects(f"learns {say(result)}", replace(rank, cast=None, result=None), result)
 
     def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
-        """What a vote can come to, and the ranks that may hear that. ``cast``: ranks that may take part, and
-        what each says."""
         relayout = [r for r, ballot in cast if ballot.relayout]
         if any(ballot.ok for _, ballot in cast):
             yield Voted(True), [r for r, ballot in cast if ballot.ok]
@@ -294,11 +286,9 @@ class OneRank:
         yield "goes on", self.tell(rank, Switched())
 
     def slot(self, rank: Rank) -> int | None:
-        """Where the next version would be written."""
         return rank.state.slots.choose()
 
     def layout(self, rank: Rank) -> object:
-        """Under which layout."""
         return None
 
     def _copying(self, rank: Rank) -> Iterator[Move]:
@@ -363,7 +353,6 @@ class OneRank:
             yield f"{text}, cannot note it", after
 
     def interrupted(self, rank: Rank) -> Rank:
-        """It, or a peer, cannot go on, wherever it is."""
         return self.tell(replace(rank, cast=None, result=None, queued=False), Broke("some"))
 
     def parted(self, rank: Rank) -> Rank:

@@ -34,8 +34,6 @@ from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseE
 
 @dataclass
 class Window:
-    """What a rank can be at between two votes, after the same results on all ranks."""
-
     # every state, with the state and the step that first led there
     ranks: dict[Rank, tuple[Rank, str] | None]
     results: tuple[str, ...]  # of the votes so far, in words
@@ -43,7 +41,6 @@ class Window:
     origin: Mapping[Rank, tuple[Window, Rank]]
 
     def trace(self, rank: Rank) -> tuple[str, ...]:
-        """What a rank did that is in this state."""
         told: list[str] = []
         window: Window = self
         while True:
@@ -68,7 +65,6 @@ class Explorer:
         self.deepest_commit = 0
 
     def run(self) -> PromiseError | None:
-        """Explore everything; the first violation found, or None."""
         start = self.one.start()
         pending: deque[tuple[dict[Rank, tuple[Window, Rank]], tuple[str, ...], int]] = deque()
         seen: set[tuple[frozenset[Rank], int]] = set()
@@ -234,8 +230,6 @@ def _may_have_told(rank: Rank, met: Met) -> bool:
     return rank.state.newest <= met.after and committed <= (met.committed or NONE_YET)
 
 
-# ---- what a crash leaves, and what can be recovered from it ----
-
 Left = tuple[frozenset[Label], Label | None, Label | None]
 """Of one rank: versions that are whole in its files, the newest that these say is committed, and the newest
 that it knew to be."""
@@ -282,13 +276,11 @@ class Group:
 
 @cache
 def _covers(members: frozenset[int], of: int) -> bool:
-    """Whether the bytes of every member are held by ``members``."""
     placement = place_group([f"node{d}" for d in range(of)], 1)
     return {kept for m in members for kept in placement.kept_by(m)} == set(range(of))
 
 
 def restored(groups: Sequence[Group], choose: Choose) -> Label | None:
-    """The version that all groups can recover and that the rule would restore."""
     held = [dict(group.held_by) for group in groups]
     common = set.intersection(*(set(h) for h in held))
     places = {label: [(g, d) for g, h in enumerate(held) for d in h[label]] for label in common}

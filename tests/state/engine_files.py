@@ -41,7 +41,6 @@ def template_of(engine: Any, adapter: StateAdapter, host: dict[str, Any]) -> byt
 def written_from(
     snap: dict[str, Any], encoded: bytes, at: Coordinate, saved: Path, rebuilt: Path
 ) -> dict[str, Any]:
-    """Write this rank's files of a version into ``rebuilt``, and compare them with DeepSpeed's in ``saved``."""
     images = [memoryview(bytearray(image.numpy().tobytes())) for image in snap["images"]]
 
     def read(section: Section, start: int, nbytes: int) -> memoryview:

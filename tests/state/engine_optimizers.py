@@ -59,8 +59,6 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class Ramp:
-    """A callable with state, for LambdaLR."""
-
     def __init__(self) -> None:
         self.calls = 0
 

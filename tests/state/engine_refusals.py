@@ -31,7 +31,6 @@ def refusal(engine: Any) -> str:
 
 @contextmanager
 def changed(target: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a live object set to ``value`` for a while."""
     missing = object()
     before = type(target) if name == "__class__" else vars(target).get(name, missing)
     setattr(target, name, value)
@@ -45,7 +44,6 @@ def changed(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def refusals() -> dict[str, str]:
-    """What adapter_for says to engines that reft must not take."""
     said = {}
     base = {"optimizer": TORCH_ADAM}
     for stage in (2, 3):

@@ -100,7 +100,6 @@ def train(engine: Any, case: Case, upto: int) -> list[str]:
 
 
 def read(image: SectionImage) -> torch.Tensor:
-    """The image's bytes, read in pieces that respect no boundary."""
     copied = torch.full((image.nbytes,), 0x5A, dtype=torch.uint8)
     for start in range(0, image.nbytes, 777):
         image.read_into(start, copied[start : start + 777])

@@ -22,7 +22,6 @@ def whole(image: SectionImage) -> torch.Tensor:
 
 
 def reference(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The image of contiguous tensors, written down the plain way."""
     parts = [torch.empty(0, dtype=torch.uint8)]
     for t in tensors:
         raw = t.detach().reshape(-1).view(torch.uint8)

@@ -16,7 +16,7 @@ from torch import nn
 from reft.state.codec import class_path
 from reft.state.optimizer import OptimizerState, replay
 
-pytestmark = pytest.mark.skipif(
+needs_compiled_adam = pytest.mark.skipif(
     os.environ.get("REFT_TEST_CPU_ADAM") != "1" or sys.platform != "linux",
     reason="DeepSpeed would compile its CPU Adam; set REFT_TEST_CPU_ADAM=1 to run this",
 )
@@ -34,6 +34,7 @@ def step(optimizer: Any, params: list[nn.Parameter], number: int) -> None:
     optimizer.step()
 
 
+@needs_compiled_adam
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam"])

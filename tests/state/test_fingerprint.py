@@ -120,14 +120,11 @@ def test_p7_a_refusal_for_an_argument_says_how_to_leave_them_all_out() -> None:
     require_same(was, now, of="it", accepted=["arguments"])
 
 
-# -- of several nodes ----------------------------------------------------------------------------------
-
 OLD, NEW = Fingerprint({"seed": 1}), Fingerprint({"seed": 2})
 
 
 @pytest.fixture
 def check(tmp_path: Path) -> Any:
-    """Compare the version of an incarnation with what two nodes have recorded."""
     here, back = (JobDir.open_or_create(tmp_path / n, "job", n) for n in ("here", "back"))
     for directory, known in ((here, {1: OLD, 3: NEW}), (back, {1: OLD})):
         for incarnation, fingerprint in known.items():
