@@ -42,7 +42,7 @@ def test_a_test_that_starts_a_process_without_the_marker_fails(tmp_path: Path) -
 
 def test_a_change_is_tested_by_what_imports_it_within_two_steps() -> None:
     found = tiers.reached(
-        [tiers.ROOT / "reft" / "memory" / "joblock.py", tiers.ROOT / "tests" / "test_tiers.py"]
+        [tiers.ROOT / "reft" / "memory" / "files.py", tiers.ROOT / "tests" / "test_tiers.py"]
     )
     assert {"tests/memory/test_joblock.py", "tests/test_tiers.py"} <= set(found)
     assert "tests/protect/test_gf256.py" not in found

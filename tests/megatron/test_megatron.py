@@ -203,6 +203,9 @@ class Engine(SimpleNamespace):
     def train_batch_size(self) -> int:
         return 8
 
+    def load_checkpoint(self, directory: str | None) -> tuple[str | None, dict[str, Any]]:
+        return directory, {}
+
 
 def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     """The program's modules and arguments as they are when its engine is made."""
@@ -265,6 +268,26 @@ def test_a_program_without_load_is_told_to_load_only_where_there_is_something(
     assert program is not None
     program.join(session_of())
     assert args.load == load
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_program_with_other_slices_compares_its_own_and_draws_anew(
+    slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degrees = {"tensor_model_parallel_size": slices, "pipeline_model_parallel_size": 1}
+    started(monkeypatch, load="somewhere", **degrees)
+    told = {
+        "args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1),
+        "rng_state": "its",
+    }
+    engine = Engine(load_checkpoint=lambda directory: ("memory:gpt/5", told), dp_world_size=1)
+    program = running_program(engine)
+    assert program is not None
+    monkeypatch.setattr(program, "_rng_state", lambda: "own")
+    program.join(session_of())
+    assert engine.load_checkpoint("somewhere") == ("memory:gpt/5", told)
+    assert vars(told["args"]) == degrees
+    assert told["rng_state"] == ("its" if slices == 2 else "own")
 
 
 @pytest.mark.process
