@@ -135,6 +135,21 @@ MUTATIONS = {
         "if False:",
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
+    "p5-a-corrupt-block-goes-to-storage": Mutation(
+        "storage/staging.py",
+        "block.check(block.data)",
+        "block.data",
+        ("tests/storage/test_persist.py",),
+    ),
+    "p7-fused-matrices-are-taken-for-one": Mutation(
+        "recover/relayout.py", "whole = whole or (1,)", "whole = (1,)", ("tests/recover/test_relayout.py",)
+    ),
+    "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
+        "job/rendezvous/membership.py",
+        "taken = (state.seats | trains | state.those(Role.WAITS)) - leaving",
+        "taken = trains - leaving",
+        ("tests/job/test_membership.py", "tests/job/test_rendezvous_walk.py"),
+    ),
     "p7-an-older-start-writes-to-storage": Mutation(
         "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/storage/test_fence.py",)
     ),
