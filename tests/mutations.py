@@ -250,7 +250,7 @@ def main(*names: str) -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
         tree = Path(directory)
-        for folder in ("reft", "megatron_patches", "examples", "tests"):
+        for folder in ("reft", "megatron_patches", "benchmarks", "examples", "tests"):
             shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         for name in names or MUTATIONS:
