@@ -87,6 +87,7 @@ def inodes(pid: int) -> Iterator[str]:
 
 def processes(job: WatchedCluster) -> Iterator[tuple[str, int, psutil.Process]]:
     kinds = {job.rendezvous.pid: ("rendezvous", -1)} if job.rendezvous else {}
+    job.wait_until(lambda: all(map(job.status, job.current)), 60.0, "what the daemons say of themselves")
     for index, node in job.current.items():
         kinds[node.process.pid] = "launcher", index
         kinds[(job.status(index) or {})["pid"]] = "daemon", index

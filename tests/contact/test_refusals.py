@@ -67,7 +67,10 @@ def test_other_errors_keep_traceback_and_code(tmp_path: Path) -> None:
     code, said = run(
         tmp_path, HOOKED.replace("main()\n", "try:\n    main()\nexcept ValueError:\n    pass\n1 / 0\n")
     )
-    assert (code, said.split()) == (1, ["HOOK", "ZeroDivisionError"])
+    assert (code, said.split()[-2:]) == (1, ["HOOK", "ZeroDivisionError"]), (
+        said
+    )  # DeepSpeed says what it finds
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("source", [REFUSED, RECORDED], ids=["plain", "with @record"])
