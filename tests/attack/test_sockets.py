@@ -87,7 +87,6 @@ def inodes(pid: int) -> Iterator[str]:
 
 def processes(job: WatchedCluster) -> Iterator[tuple[str, int, psutil.Process]]:
     kinds = {job.rendezvous.pid: ("rendezvous", -1)} if job.rendezvous else {}
-    job.wait_until(lambda: all(map(job.status, job.current)), 60.0, "what the daemons say of themselves")
     for index, node in job.current.items():
         kinds[node.process.pid] = "launcher", index
         kinds[(job.status(index) or {})["pid"]] = "daemon", index
@@ -179,6 +178,8 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     master_port = {i: int(job.trainers(i)[0].environ()["MASTER_PORT"]) for i in job.current}
     first = next(i for i in job.current for t in job.trainers(i) if t.environ()["RANK"] == "0")
     table, seen, silent = documented(), {}, []
+    # Both nodes are on one host here: the second one's daemon finds the port taken. Both are there then.
+    job.wait_until(lambda: any("no metrics at" in job.log(i) for i in job.current), 240, "both daemons")
     sockets = listening(job)
     trainers = (at for at in sockets if at.process == "trainer" and not isinstance(at.address, str))
     doors = speaking_first(trainers, CONTROL_DOORS)
@@ -198,7 +199,6 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
             attack(at, table[name], junk)
     # Who is silent there holds up the next one for a while, no longer.
     job.wait_until(lambda: b'reft_tolerance_left_nodes{job="local"' in metrics(), 240, "the job's metrics")
-    # Both nodes are on one host here: the second one's daemon has found the port taken.
     logs = [job.log(index) for index in job.current]
     assert sorted(log.count("no metrics at") for log in logs) == [0, 1]
     return silent
