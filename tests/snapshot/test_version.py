@@ -10,28 +10,35 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import preferred_label
 from reft.snapshot.committing.version import (
+    NOT_STARTED,
     OVERRUN,
     Abort,
     Begin,
     Broke,
     Cause,
     Closing,
+    Commit,
     Copied,
     CopyFailed,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
+    LaidOut,
+    Met,
     Parted,
     Released,
     Resumption,
+    Sealed,
     Slots,
     SlotTaken,
     Standing,
     State,
+    Switched,
     Task,
     TensorsChange,
     Turn,
+    Unfit,
     Version,
     Voted,
     resume_from,
@@ -55,6 +62,30 @@ def take(
     return slot, slots
 
 
+def taken(slots: Slots, *versions: tuple[int, str]) -> tuple[list[int | None], Slots]:
+    chosen = []
+    for number, outcome in versions:
+        slot, slots = take(slots, number, outcome)
+        chosen.append(slot)
+    return chosen, slots
+
+
+def test_a_version_whose_fate_is_unknown_blocks_its_slot() -> None:
+    chosen, slots = taken(Slots.make(2), (1, "committed"), (2, "unknown"))
+    assert (chosen, slots.open_slot, slots.choose()) == ([0, 1], 1, None)
+    assert slots.committed(1).choose() == 0  # the answer came after all
+
+
+def test_frozen_slots_are_kept_until_something_newer_is_committed() -> None:
+    chosen, slots = taken(Slots.make(2, {1: Label(1, 7)}), (7, "aborted"), (8, "aborted"))
+    assert chosen == [0, 0]
+    with pytest.raises(ValueError, match="being recovered"):
+        slots.began(1, Label(2, 9))
+    chosen, slots = taken(slots, (9, "committed"), (10, "committed"))
+    assert (chosen, slots.frozen) == ([0, 1], ())
+    assert Slots.make(2, {5: Label(1, 7)}).choose() == 0  # a file of an incarnation with more slots
+
+
 def test_wrong_orders_are_refused() -> None:
     slots = Slots.make(2)
     for change in (slots.sealed, slots.committed, slots.aborted):
@@ -68,7 +99,6 @@ def test_wrong_orders_are_refused() -> None:
         slots.committed(1)
     with pytest.raises(ValueError, match="at least 1"):
         Slots.make(0)
-    assert Slots.make(2, {5: Label(1, 7)}).choose() == 0  # a file of an incarnation with more slots
 
 
 @given(
@@ -108,7 +138,11 @@ def test_what_every_holder_of_something_older_holds_is_preferred() -> None:
     assert preferred_label({old: "bc", later: "abc"}, None) == later
 
 
+# -- versions ----
+
+
 def told(*events: Event, slots: Slots | None = None) -> tuple[State, list[object]]:
+    """The state after some events, and all effects."""
     state, effects = State(slots or Slots.make(2)), list[object]()
     for event in events:
         state, more = step(state, event)
@@ -120,6 +154,22 @@ FIRST, SECOND = Label(1, 1), Label(1, 2)
 COPY = (Turn(), Begin(), SlotTaken(0), Released(), Copied())
 
 
+def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), FenceNear())
+    assert not state.holds_training
+    assert state.head.cause == NOT_STARTED
+    state, _ = step(state, Turn())
+    assert (state.task, state.approves) == (Task.VOTE_COPIED, False)
+
+
+def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), FenceNear(ahead=True))
+    assert (state.may_begin, state.head.cause) == (True, None)
+    begun, _ = step(step(step(state, Turn())[0], Begin())[0], FenceNear())
+    assert (begun.may_begin, begun.holds_training, begun.head.cause) == (False, True, None)
+    assert step(state, FenceNear())[0].head.cause == NOT_STARTED
+
+
 def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
     state, _ = told(HandedOver(Version(FIRST, must=True)), FenceNear())
     assert state.holds_training
@@ -127,6 +177,29 @@ def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_app
     assert (state.task, state.approves, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
     state, effects = step(state, Voted(False))
     assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
+
+
+def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), Turn(), Unfit())
+    assert (state.wants_layout, state.holds_training) == (True, True)
+    state, _ = step(step(state, Voted(False, relayout=True))[0], LaidOut())
+    assert (state.task, state.holds_training) == (Task.COPY, True)
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), LaidOut())
+    assert (state.task, state.approves, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
+
+
+@pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
+def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: Label | None, then: object) -> None:
+    """What one of them knows to be committed is committed by all."""
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(True), Sealed(), Broke("a peer vanished"))
+    assert (state.task, state.slots.open_slot) == (Task.MEET, 0)
+    assert effects == [GiveUp(FIRST, Cause("interrupted", "a peer vanished"))]
+    state, _ = step(state, HandedOver(Version(SECOND)))
+    assert not state.holds_training
+    state, effects = step(state, Met(SECOND, known))
+    assert (state.task, effects, state.slots.committed_label) == (Task.WAIT, (then,), known)
+    state, effects = step(state, Turn())  # all ranks have given it up: no vote
+    assert (state.versions, effects) == ((), (GiveUp(SECOND, Cause("interrupted")),))
 
 
 def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
@@ -142,6 +215,24 @@ def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
     assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("broken", "y")),)
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        (Turn(), Broke("x"), Met(FIRST, None)),
+        (Broke("x"), Met(FIRST, None), Turn()),
+        (Turn(), Broke("x"), Parted("y")),
+        (Broke("x"), Parted("y")),
+        (Broke("x"), Parted("y"), HandedOver(Version(SECOND, idle=True))),
+        (Closing(), Turn(), Voted(False), Switched(), HandedOver(Version(SECOND, idle=True))),
+    ],
+)
+def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(
+    events: tuple[Event, ...],
+) -> None:
+    _, effects = told(HandedOver(Version(FIRST, idle=True)), *events)
+    assert effects == []
+
+
 def test_an_event_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="while the worker is at"):
         told(Copied())
@@ -149,6 +240,9 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
         told(HandedOver(Version(FIRST)), Turn(), Copied())
     with pytest.raises(ValueError, match="cannot happen"):
         told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(Cause("x")), Voted(True))
+
+
+# -- where the ranks go on after a version broke off ----
 
 
 def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> None:
