@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
-from reft.errors import ReftError
+from reft.job.rendezvous.server import RendezvousServer
 
 _POLL_SECS = 0.05
 _KILL_SECS = 60.0
@@ -54,16 +53,10 @@ class Nodes:
         self.current: dict[int, Node] = {}
         self._command, self._directory, self._memory, self._env = command, directory, memory, env
         self._token = uuid.uuid4().hex
-        self._endpoint = ""
 
     def __enter__(self) -> Nodes:
-        server = ["-m", "reft.job.rendezvous.server", "--host", "127.0.0.1", "--port", "0", "--json"]
-        store = self._start("rendezvous", server, stdout=subprocess.PIPE)
-        assert store.stdout is not None
-        with store.stdout:
-            if not (line := store.stdout.readline()):
-                raise ReftError(f"reft rendezvous did not start: {self._directory / 'rendezvous.log'}")
-        self._endpoint = json.loads(line)["endpoint"]
+        # In this process: a SIGKILL of it leaves no store behind.
+        self._store = RendezvousServer("127.0.0.1", 0)
         for index in range(self.count):
             self.start(index)
         return self
@@ -75,7 +68,7 @@ class Nodes:
         memory_dir = self._memory / name
         arguments = [
             *("-m", "reft.job.launch", "--nnodes", str(self.count), "--nproc-per-node", "1"),
-            *("--rdzv-endpoint", self._endpoint, "--rdzv-id", self.job_id, "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", self._store.endpoint, "--rdzv-id", self.job_id, "--local-addr", "127.0.0.1"),
             *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
             *("--max-restarts", "0"),  # a lost node uses up none
             *self._command,
@@ -85,9 +78,7 @@ class Nodes:
         self.current[index] = node
         return node
 
-    def _start(
-        self, name: str, arguments: Sequence[str], stdout: int | None = None
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Found also where reft is not installed but run from its sources.
         source = str(Path(__file__).resolve().parents[3])
@@ -97,7 +88,7 @@ class Nodes:
             return subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=log if stdout is None else stdout,
+                stdout=log,
                 stderr=log,
                 env={"OMP_NUM_THREADS": "1", **inherited, **self._env, **own},
                 start_new_session=True,
@@ -112,6 +103,7 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         self._kill(f"{self._token}:")
+        self._store.close()
 
     def _kill(self, mark: str) -> None:
         """SIGKILL until nothing is left: first all stand still, so that none starts another."""
