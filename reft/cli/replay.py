@@ -136,10 +136,7 @@ def _blocks(job: JobDir, step: int) -> Blocks:
 
 
 def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:
-    return sorted(
-        (at for at in kept.keys() | made.keys() if kept.get(at) != made.get(at)),
-        key=lambda at: (at[0].pp, at[0].dp, at[0].tp, at[1]),
-    )
+    return sorted(at for at in kept.keys() | made.keys() if kept.get(at) != made.get(at))
 
 
 def _said(at: tuple[Coordinate, BlockKey], kept: Blocks, made: Blocks) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from reft.memory.arena import reserved_bytes
-from reft.protect.blocks import ALIGNMENT_BYTES
+from reft.protect.blocks import ALIGNMENT_BYTES, aligned
 from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
@@ -110,7 +110,7 @@ def group_loads(
         # Under AOR a version holds the peers' partitions too, and room for what they are made from.
         # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single precision.
         parameters = [-(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed]
-        gradients = sum(_aligned(n * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES for n in parameters)
+        gradients = sum(aligned(n * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES for n in parameters)
         kept = sum(_own(sections[m], checksums, owned=True) for m in (d, *next_ones))
         blocks = pieces + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
         data = shard + redundant + kept + gradients
@@ -130,7 +130,7 @@ def group_loads(
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
     """What an arena holds, or a peer is sent, of what a member alone has."""
     partition = sections.owned_bytes if owned else 0
-    return sum(map(_aligned, (partition, sections.host_bytes, checksum_bytes)))
+    return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 
 
 def _replicated(nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> tuple[int, int, int, int]:
@@ -148,7 +148,3 @@ def _replicated(nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> tup
         CHECKSUM_BYTES * splits * rows if scheme.parities else 0,
         pieces * rows,
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

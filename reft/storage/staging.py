@@ -37,7 +37,7 @@ from reft.memory.header import (
     pack_entries,
 )
 from reft.naming import Label
-from reft.protect.blocks import ALIGNMENT_BYTES
+from reft.protect.blocks import aligned
 from reft.storage.fence import short_name
 from reft.storage.persisted import STORAGE_KEY, FileRecord, tag_of
 
@@ -117,7 +117,7 @@ def write_arena(
 ) -> FileRecord:
     """Write an arena of these blocks, one after the other, and flush it to storage. It is read as one in
     memory is, with :data:`STORAGE_KEY`. Each block is compared with its checksum as it is read (P5)."""
-    geometry = Geometry.of(sum(_aligned(b.entry.nbytes) for b in blocks), len(blocks))
+    geometry = Geometry.of(sum(aligned(b.entry.nbytes) for b in blocks), len(blocks))
     entries: list[Entry] = []
     offset = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -126,7 +126,7 @@ def write_arena(
             block.check(block.data)  # what changes on the way is found when it is read
             _write_all(fd, block.data, geometry.data_offset + offset)
             entries.append(replace(block.entry, arena_offset=offset))
-            offset += _aligned(block.entry.nbytes)
+            offset += aligned(block.entry.nbytes)
             on_block(block.entry.nbytes)
         # Nothing is decoded from what lies on storage: it has no parity.
         head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
@@ -139,10 +139,6 @@ def write_arena(
     finally:
         os.close(fd)
     return FileRecord(geometry.file_bytes, checksum(record))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -462,7 +462,6 @@ class Restorer:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
         that memory, which was lost, does not. Equal on all ranks, as what was found is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
-        # P3: what the script's directory holds may be newer than all that memory, which was lost, could tell.
         self._session.memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
