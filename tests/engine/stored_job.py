@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from reft.config import PersistConfig, ReftConfig
+from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
+from reft.protect.blocks import Section
 from reft.storage.persist import persist_label
+from reft.storage.persisted import STORAGE_KEY
 from tests.attack import disk_job
 from tests.attack.jobs import asked, wait_for
 from tests.engine.ranks import be_a_rank
@@ -32,7 +37,10 @@ class Stored(disk_job.Lives):
         def flip() -> None:
             path = self.persist / "one" / f"global_step{step}" / "pp0.dp1.tp0.arena"
             data = bytearray(path.read_bytes())
-            data[-200] ^= 4
+            with Arena.open(path, STORAGE_KEY) as arena:
+                entries = arena.header().entries
+                block = next(e for e in entries if e.key.section is Section.REPLICATED)
+                data[data.index(bytes(arena.read_block(block))) + 99] ^= 4
             path.write_bytes(data)
 
         self.attack(flip)
@@ -50,11 +58,13 @@ def main(root: Path) -> dict[str, Any]:
         out["back"] = [path.removeprefix(stored), engine.global_steps]
         out["equal"] = disk_job.train(engine, 10) == losses[4:]
         lives.flip(8)
+        weights = [p.detach().clone() for p in engine.module.parameters()]
         for name, options in (("damaged", {"tag": "global_step8"}), ("base", {"load_module_only": True})):
             try:
                 engine.load_checkpoint(stored, **options)
             except OSError as error:
                 out[name] = [type(error).__name__, str(error), engine.global_steps]
+        out["untouched"] = all(map(torch.equal, weights, engine.module.parameters()))
     lives.lose_memory("one")
     with lives.life(load={"tag": None}) as (_, (out["older"], _)):
         pass

@@ -74,9 +74,10 @@ def test_p3_p5_versions_on_storage_are_recovered_as_those_in_memory(tmp_path: Pa
         assert r["back"] == ["/global_step4", 4]
         assert r["equal"]
         kind, text, step = r["damaged"]
-        assert (kind, "pp0.dp1.tp0.arena: host block" in text, step) == ("PersistError", True, 10)
+        assert (kind, "pp0.dp1.tp0.arena: replicated block" in text, step) == ("PersistError", True, 10)
         kind, text, step = r["base"]
         assert (kind, "write them with 'reft persist --from" in text, step) == ("PersistError", True, 10)
+        assert r["untouched"]
         assert r["older"] == 4
         kind, text = r["all_damaged"]
         assert kind == "UnrecoverableError"
