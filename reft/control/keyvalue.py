@@ -8,28 +8,23 @@ result]`` or ``[False, why not]``.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import socket
-import struct
+import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
-
-import msgpack
+from typing import Any, Self
 
 from reft.backoff import Backoff
 from reft.control.authenticated import AuthenticatedServer, connect_authenticated
-from reft.control.wire import Channel, authenticate, check_authentic
-from reft.durable import whole_file
+from reft.control.wire import Channel, authenticate, check_authentic, derive_key
 from reft.errors import AuthenticationError, ConfigError
 
 
@@ -129,11 +124,8 @@ _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0  # Whose connection has ended is known for so long
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
-_FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
+_FILE = "rendezvous.sqlite"
 _PURPOSE = b"rendezvous state"
-_LENGTH = struct.Struct(">I")
-_LEAST_COMPACTED_BYTES = 1 << 20
-_LEAST_ZEROS = 4
 
 
 class KeyValueServer:
@@ -463,100 +455,60 @@ class Journal:
     def __init__(self, directory: Path, secret: bytes) -> None:
         self._path = directory / _FILE
         self._secret = secret
-        self._file: BinaryIO | None = None
-        self._compact_at = 0
+        unusable = f"--state-dir {directory} cannot be used: {{}}; give a directory that you may write to"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                self.table = dict(self._read())
-                self._write(self.table)
-            except BaseException:
-                os.close(self._lock)
-                raise
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another `reft rendezvous` keeps its state in {directory}: end it, or give this one its own "
-                f"--state-dir"
-            ) from error
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            if isinstance(error, AuthenticationError):
-                raise
-            raise ConfigError(
-                f"--state-dir {directory} cannot be used: {error.strerror or error}; give a directory that "
-                f"you may write to"
+            raise ConfigError(unusable.format(error.strerror or error)) from error
+        base = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+        self._base: sqlite3.Connection | None = base
+        try:
+            # Locked for as long as it is open. A host that goes down may take the newest entries along.
+            for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+                base.execute(f"PRAGMA {setting}")
+            base.execute("CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB)")
+            found = base.execute("SELECT key, value FROM entries")
+            self.table = {k: check_authentic(v, self._key_of(k), _PURPOSE) for k, v in found}
+        except (sqlite3.Error, AuthenticationError) as error:
+            self.close()
+            if isinstance(error, sqlite3.OperationalError):
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise ConfigError(unusable.format(error)) from error
+                raise ConfigError(
+                    f"another `reft rendezvous` keeps its state in {directory}: end it, or give this one its "
+                    f"own --state-dir"
+                ) from error
+            raise AuthenticationError(
+                f"{self._path} was not written with this user's secret, or was changed: give back the secret "
+                f"that it was written with, or remove it and the job's state with it"
             ) from error
 
     def note(self, table: Mapping[str, bytes], key: str) -> None:
         """``key`` of ``table`` was changed, or deleted. A disk that fails is told once, and ends the journal:
         nothing that is out of date is read later."""
-        if self._file is None:
+        if self._base is None:
             return
         try:
-            if self._file.tell() > self._compact_at:
-                self._write(table)
+            if (value := table.get(key)) is None:
+                self._base.execute("DELETE FROM entries WHERE key = ?", (key,))
             else:
-                record = self._record(key, table.get(key))
-                if self._file.write(record) < len(record):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a disk that is full takes a part
-        except OSError as error:
+                sealed = authenticate(value, self._key_of(key), _PURPOSE)
+                self._base.execute("REPLACE INTO entries VALUES (?, ?)", (key, sealed))
+        except sqlite3.Error as error:
             logger.warning("the rendezvous state is no longer saved: %s", error)
-            self._file = None
-            with suppress(OSError):
-                self._path.unlink()
+            self.close()
+            for path in self._path.parent.glob(f"{_FILE}*"):
+                with suppress(OSError):
+                    path.unlink()
 
     def close(self) -> None:
         """Let another server have it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        os.close(self._lock)
+        base, self._base = self._base, None
+        if base is not None:
+            with suppress(sqlite3.Error):
+                base.close()
 
-    def _record(self, key: str, value: bytes | None) -> bytes:
-        sealed = authenticate(msgpack.packb([key, value]), self._secret, _PURPOSE)
-        return _LENGTH.pack(len(sealed)) + sealed
-
-    def _write(self, table: Mapping[str, bytes]) -> None:
-        """All of it, in the place of what is there."""
-        if self._file is not None:
-            self._file.close()
-        with whole_file(self._path, mode=0o600, sync=False) as file:
-            for key, value in table.items():
-                file.write(self._record(key, value))
-        self._file = self._path.open("ab", buffering=0)
-        self._compact_at = max(_LEAST_COMPACTED_BYTES, 4 * self._file.tell())
-
-    def _read(self) -> Iterator[tuple[str, bytes]]:
-        table: dict[str, bytes] = {}
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                if len(sealed := file.read(length)) < length:
-                    break  # the server was killed while it wrote
-                try:
-                    key, value = msgpack.unpackb(check_authentic(sealed, self._secret, _PURPOSE))
-                except AuthenticationError as error:
-                    if _ends_in_zeros(head + sealed, file.read()):
-                        logger.warning(
-                            "the end of %s is zeros, because this host went down while it was written; it "
-                            "is read up to there",
-                            self._path,
-                        )
-                        break
-                    raise AuthenticationError(
-                        f"{self._path} was not written with this user's secret, or was changed: give back "
-                        f"the secret that it was written with, or remove it and the job's state with it"
-                    ) from error
-                if value is None:
-                    table.pop(key, None)
-                else:
-                    table[key] = value
-        yield from table.items()
-
-
-def _ends_in_zeros(record: bytes, rest: bytes) -> bool:
-    """Whether ``record`` is the last one, and was not written to its end before the host went down: a file
-    system may have made the file longer first, and what it did not write then is zeros."""
-    written = len((record + rest).rstrip(b"\0"))
-    return written < len(record) and len(record) + len(rest) - written >= _LEAST_ZEROS
+    def _key_of(self, key: str) -> bytes:
+        """A code is good for one entry alone: values cannot be exchanged."""
+        return derive_key(self._secret, _PURPOSE, key.encode())
