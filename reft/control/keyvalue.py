@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from reft.backoff import Backoff
-from reft.control.authenticated import AuthenticatedServer, connect_authenticated
-from reft.control.wire import Channel, authenticate, check_authentic, derive_key
+from reft.control.wire import (
+    AuthenticatedServer,
+    Channel,
+    authenticate,
+    check_authentic,
+    connect_authenticated,
+    derive_key,
+)
 from reft.errors import AuthenticationError, ConfigError
 
 

@@ -21,7 +21,7 @@ from itertools import takewhile
 import psutil
 import torch.distributed.run as torchrun
 
-from reft.control.authenticated import DEFAULT_PORT, format_endpoint
+from reft.control.wire import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
 from reft.naming import safe_name
 

@@ -26,11 +26,9 @@ import psutil
 
 from reft import log
 from reft.config import parse_block
-from reft.control.authenticated import format_endpoint
-from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier
-from reft.control.transport import Transport
-from reft.control.wire import mac
+from reft.control.transport import Transport, listen_remotely
+from reft.control.wire import format_endpoint, mac
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script

@@ -22,7 +22,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.config import parse_block, read_block
-from reft.control.authenticated import format_endpoint
+from reft.control.wire import format_endpoint
 from reft.errors import ConfigError
 from reft.job.hosts import apply_hostfile, apply_slurm
 from reft.job.node import default_node_id

@@ -13,8 +13,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from reft.control.authenticated import (
+from reft.control.keyvalue import RendezvousStore
+from reft.control.wire import (
     AuthenticatedServer,
+    Channel,
     accept,
     connect_authenticated,
     format_endpoint,
@@ -22,8 +24,6 @@ from reft.control.authenticated import (
     listen,
     parse_endpoint,
 )
-from reft.control.keyvalue import RendezvousStore
-from reft.control.wire import Channel
 from reft.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import ReftConfig
-from reft.control.authenticated import purpose_key
-from reft.control.wire import Channel
+from reft.control.wire import Channel, purpose_key
 from reft.errors import ReftError
 from reft.grid import Coordinate
 from reft.naming import Label

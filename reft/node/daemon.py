@@ -30,8 +30,7 @@ import psutil
 
 from reft import log
 from reft.config import ReftConfig
-from reft.control.authenticated import AuthenticatedServer
-from reft.control.wire import Channel
+from reft.control.wire import AuthenticatedServer, Channel
 from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json

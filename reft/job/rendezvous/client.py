@@ -14,8 +14,8 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.authenticated import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
+from reft.control.wire import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
 from reft.job.agreement import NodeInfo
