@@ -12,8 +12,7 @@ from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
 from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.advice import advise, scale_plan, situation
-from reft.node.history import read_history
-from reft.node.report import newest_board
+from reft.node.report import newest_board, read_history
 
 
 def advise_command(

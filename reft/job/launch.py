@@ -34,7 +34,6 @@ from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_RO
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
 from reft.job.agreement import Agreement
-from reft.job.board import StatusBoard
 from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
 from reft.job.node import DaemonKeeper, NodeMemory
@@ -46,12 +45,11 @@ from reft.job.warm import WarmTrainers
 from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
-from reft.node import history
 from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
-from reft.node.observe import CommitWatch, NodeObserver
+from reft.node.observe import CommitWatch, StatusBoard
 from reft.node.progress import STACKS_SUFFIX
-from reft.node.report import ENDED_WELL
+from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.protect.builds import tell_of_abandoned_builds
 from reft.storage.persisted import job_directory
 
@@ -130,12 +128,12 @@ class Launcher:
         domain = options.node if options.node_declared else host
         self._board = StatusBoard(
             self.rendezvous.connect_for_status,
-            NodeObserver(self._memory.path, options.node, domain, has_daemon=options.daemon),
             self.rendezvous.is_spare,
             self.rendezvous.nodes,
+            NodeReport(node=options.node, domain=domain),
+            self._memory.path,
             job_id=options.job_id,
-            node=options.node,
-            path=self._memory.path,
+            has_daemon=options.daemon,
         )
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
@@ -188,9 +186,9 @@ class Launcher:
         gone = before.nodes_without(agreement.members)
         left = tuple(n for rank, n in enumerate(before.nodes) if rank in ranks and n in gone)
         lost = tuple(n for n in gone if n not in left)
-        history.note(
+        note(
             self._memory.path,
-            history.STARTED,
+            STARTED,
             round=agreement.round,
             nodes=agreement.nodes,
             failures=agreement.failures,
@@ -268,7 +266,7 @@ class Launcher:
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = End.REPLACED
-            history.note(self._memory.path, history.ENDED, reason=str(error))
+            note(self._memory.path, ENDED, reason=str(error))
             if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = End.WELL
                 return 0
@@ -276,13 +274,13 @@ class Launcher:
             return EX_FENCED
         except LeftError as left:
             self._end = End.LEFT
-            history.note(self._memory.path, history.ENDED, reason=str(left))
+            note(self._memory.path, ENDED, reason=str(left))
             logger.warning("%s (exit code 0)", left)
             if self._scaler is not None:
                 self._scaler.left()
             return 0
         except JobEndedError as error:
-            history.note(self._memory.path, history.ENDED, reason=str(error))
+            note(self._memory.path, ENDED, reason=str(error))
             raise
         finally:
             self._signals.quiet = True
@@ -365,7 +363,7 @@ class Launcher:
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
         self.rendezvous.close(f"node {self._options.node} gave up: {reason}")
-        history.note(self._memory.path, history.ENDED, reason=reason)
+        note(self._memory.path, ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)

@@ -37,9 +37,9 @@ from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
 from reft.node.client import PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
-from reft.node.metrics import MetricsServer
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
+from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from math import ceil, comb, expm1, inf, sqrt
 
 from reft.errors import ConfigError
-from reft.node.history import Round
+from reft.node.report import Round
 
 DAY_SECS = 86400.0
 REPAIR_SECS = 600.0

@@ -14,7 +14,7 @@ from reft.config import PersistConfig
 from reft.engine.rates import MemoryLosses, StorageRate
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import Label
-from reft.node.history import STARTED, note
+from reft.node.report import STARTED, note
 from reft.policy.storage_interval import whole_interval
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
-from reft.node.observe import NodeObserver
+from reft.node.observe import StatusBoard
 from reft.node.progress import ProgressPage
-from reft.node.report import Board, Signal, read_board
+from reft.node.report import Board, NodeReport, Signal, read_board
 from tests.clock import Clock
 from tests.commands import command
 from tests.job.conftest import SECRET
@@ -89,20 +88,19 @@ def board_of(server: KeyValueServer, root: Path, node: str, nodes: Sequence[str]
     def connect() -> KeyValueStore:
         return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=5.0)
 
-    observer = NodeObserver(job.path, node, node, has_daemon=False)
-    told = (lambda: False, lambda: nodes)
-    return StatusBoard(connect, observer, *told, job_id="job", node=node, path=job.path)
+    mine = NodeReport(node=node, domain=node)
+    return StatusBoard(connect, lambda: False, lambda: nodes, mine, job.path, job_id="job", has_daemon=False)
 
 
 def known(root: Path, node: str) -> dict[str, str]:
     board = read_board(root / node / "job")
-    return {} if board is None else {r.report.node: str(r.signal) for r in board.rows}
+    return {} if board is None else {n.node: str(n.seen) for n in board.nodes}
 
 
 def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reft.job.board._PERIOD_SECS", 0.2)
+    monkeypatch.setattr("reft.node.observe._PERIOD_SECS", 0.2)
     there = list("abc")
     boards = {node: board_of(server, tmp_path, node, there) for node in "abc"}
     for board in boards.values():

@@ -43,8 +43,8 @@ from reft.node.report import Board
 from reft.protect.codes import Scheme
 
 if TYPE_CHECKING:
-    from reft.job.board import StatusBoard
     from reft.job.launch import StopSignals
+    from reft.node.observe import StatusBoard
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from reft.config import parse_block
 from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-from reft.node.history import describe_parts
+from reft.node.report import describe_parts
 from reft.refusal import Parser
 from reft.tools.demo.nodes import Nodes
 
@@ -245,7 +245,7 @@ class Life:
     def parts_since(self, failed_at: float) -> dict[str, float]:
         """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
         ``detection`` (until its launcher saw that a trainer had failed) and those of
-        :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
+        :data:`reft.node.report.PARTS`. Empty: no node that saw the failure is left."""
         seen = [fields for fields in self.recovered if fields["failed_unix_secs"] is not None]
         if not seen:
             return {}
