@@ -2,8 +2,8 @@
 
 What differs from ``torchrun``'s agent:
 
-- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.job.exits`);
-  restarts are counted for the whole job (:mod:`reft.job.agreement`).
+- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.job.script`);
+  restarts are counted for the whole job (:mod:`reft.job.rendezvous.membership`).
 - Every round gets a store of its own for the trainers (:mod:`reft.job.trainer_store`). TorchElastic
   keeps the first one: a replacement waits for its address in vain when the old first node lives, and the
   survivors call the dead when not.
@@ -43,13 +43,13 @@ from torch.distributed.elastic.utils.api import macros
 from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import FencedError, ReftError
-from reft.job.agreement import Agreement, DuplicateNodeError
-from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import replaced
-from reft.job.rendezvous.membership import Ends
+from reft.job.rendezvous.membership import Agreement, DuplicateNodeError, Ends
+from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.trainer_store import TrainerStore, trainer_environ
+from reft.node.client import EXITS_PREFIX
 
 if TYPE_CHECKING:
     from reft.job.launch import Launcher

@@ -33,18 +33,18 @@ from reft.config import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
-from reft.job.agreement import Agreement
-from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
-from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
+from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
+from reft.node.client import DaemonKeeper, NodeMemory
 from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch, StatusBoard

@@ -35,7 +35,7 @@ from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
-from reft.node.client import PURPOSE, SOCKET_NAME, short_path
+from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
@@ -46,7 +46,6 @@ from reft.storage.persister import Persister, PersistStatus, label_json
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-END_SIGNAL = signal.SIGUSR1  # by which its launcher ends it
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2  # between two looks at what stands still, and two versions of the status
 _IDLE_CONNECTION_SECS = 3600.0

@@ -460,7 +460,7 @@ class StatusBoard:
 
     def _turn(self, ending: bool) -> None:
         self._number += 1
-        said = {"number": self._number, "spare": self._is_spare()}
+        said: dict[str, Any] = {"number": self._number, "spare": self._is_spare()}
         said["counts"] = self._accounts.look(self.board.slow)
         report = self._observer.look(self._mine.model_copy(update=said))
         self._tell_memory(report)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from reft.config import PersistConfig, ReftConfig
-from reft.job.node import DaemonKeeper
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
+from reft.node.client import DaemonKeeper
 from reft.node.daemon import Daemon
 from reft.storage.persist import PersistProgress
 from tests.job.daemons import request_status, wait_for

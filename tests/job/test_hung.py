@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from reft.job.exits import Cause, Failure
 from reft.job.launch import Hangs
+from reft.job.script import Cause, Failure
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, Seen
 from tests.clock import Clock

@@ -14,10 +14,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
-from reft.job.agreement import Agreement
 from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
-from reft.job.rendezvous.membership import Event, Role, Rules, Scaling, State, step
+from reft.job.rendezvous.membership import Agreement, Event, Role, Rules, Scaling, State, step
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes

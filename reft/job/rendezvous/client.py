@@ -18,14 +18,13 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore
 from reft.control.wire import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
-from reft.job.agreement import NodeInfo
 from reft.job.hosts import is_this_host
-from reft.job.options import LaunchOptions
+from reft.job.options import ETCD_BACKEND, LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.membership import NodeInfo
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
 from reft.job.trainer_store import LOOPBACK
-from reft.job.usage import ETCD_BACKEND
 from reft.memory.jobdir import read_json
 from reft.naming import committed_key
 from reft.node.daemon import CONFIG_FILE

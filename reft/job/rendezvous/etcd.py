@@ -43,7 +43,7 @@ from reft.env import (
     ENV_ETCD_USER,
 )
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.usage import ETCD_BACKEND
+from reft.job.options import ETCD_BACKEND
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")

@@ -22,8 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
-from reft.job.agreement import Agreement, NodeInfo
 from reft.job.rendezvous.membership import (
+    Agreement,
     Beat,
     Closes,
     Event,
@@ -33,6 +33,7 @@ from reft.job.rendezvous.membership import (
     Leaves,
     Looked,
     Node,
+    NodeInfo,
     Refused,
     Role,
     Rules,

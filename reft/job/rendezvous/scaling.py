@@ -22,10 +22,9 @@ from reft.config import AUTO
 from reft.control.keyvalue import StoreError
 from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
-from reft.job.agreement import Agreement
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Ordered, Role, Stays, Told
+from reft.job.rendezvous.membership import Agreement, Ordered, Role, Stays, Told
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import (
     ORDER_FILE,
