@@ -42,11 +42,11 @@ from torch.distributed.elastic.utils.api import macros
 
 from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
-from reft.errors import FencedError, ReftError
+from reft.errors import ConfigError, FencedError, ReftError
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous.client import JobEndedError, RendezvousClient
-from reft.job.rendezvous.handler import replaced
-from reft.job.rendezvous.membership import Agreement, DuplicateNodeError, Ends
+from reft.job.rendezvous.client import JobEndedError, ServedPlace
+from reft.job.rendezvous.handler import StoreRendezvous, replaced
+from reft.job.rendezvous.membership import Agreement, Ends
 from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge
 from reft.job.trainer_store import TrainerStore, trainer_environ
 from reft.node.client import EXITS_PREFIX
@@ -68,6 +68,16 @@ _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _CLOSE_SECS = 30
 
 
+class DuplicateNodeError(ConfigError):
+    """Several launchers claim to be the same node."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
+            f"--node-id, or a --memory-dir of its own to each launcher on one host"
+        )
+
+
 class Agent:
     """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit and end
     when the launcher was told to stop."""
@@ -76,16 +86,15 @@ class Agent:
         self,
         options: LaunchOptions,
         *,
-        client: RendezvousClient,
+        place: ServedPlace,
+        handler: StoreRendezvous,
         secret: bytes,
         launcher: Launcher,
         exits_dir: Path,
         grace_secs: Callable[[], float],
     ) -> None:
         self._options, self._config = options, options.config
-        self._client = client
-        assert client.handler is not None
-        self._handler = client.handler
+        self._place, self._handler = place, handler
         self._secret = secret
         self._launcher = launcher
         self._grace_secs = grace_secs
@@ -273,7 +282,7 @@ class Agent:
         self._launcher.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
-                self._client.reconnect()
+                self._place.reconnect()
                 self._note_store_is_back()
             try:
                 agreement = self._join()

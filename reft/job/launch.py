@@ -35,7 +35,7 @@ from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
 from reft.job.hosts import show_devices
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
@@ -116,7 +116,8 @@ class Launcher:
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self.rendezvous = RendezvousClient(options, self._secret)
+        self.place = place_of(options, self._secret)
+        self.rendezvous: StoreRendezvous  # Once it has joined the place
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
@@ -127,9 +128,7 @@ class Launcher:
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = StatusBoard(
-            self.rendezvous.connect_for_status,
-            self.rendezvous.is_spare,
-            self.rendezvous.nodes,
+            self.place.connect_for_status,
             NodeReport(node=options.node, domain=domain),
             self._memory.path,
             job_id=options.job_id,
@@ -147,7 +146,7 @@ class Launcher:
         self._memory.make_again(self._secret)
         os.environ.update(
             {
-                ENV_STORE: self.rendezvous.place.trainers_endpoint(),
+                ENV_STORE: self.place.trainers_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
                 ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
@@ -182,7 +181,7 @@ class Launcher:
     def _note_start(self, agreement: Agreement) -> None:
         """Note in the history what this round follows, as far as this node has seen it."""
         before = self._before or agreement
-        ranks = self.rendezvous.handler.left if self.rendezvous.handler is not None else ()
+        ranks = self.rendezvous.left
         gone = before.nodes_without(agreement.members)
         left = tuple(n for rank, n in enumerate(before.nodes) if rank in ranks and n in gone)
         lost = tuple(n for n in gone if n not in left)
@@ -210,7 +209,9 @@ class Launcher:
 
     def round_over(self) -> None:
         self._over_at = time.time()
-        self.rendezvous.wait_as_told(self._memory.path)
+        # So long the next round waits for others in the place of lost nodes, as the job's block says.
+        told = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
+        self.rendezvous.wait_secs = told.get("wait_secs")
 
     def workers_started(self, pids: list[int]) -> None:
         self.hangs.clear()
@@ -262,7 +263,7 @@ class Launcher:
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            self.rendezvous.place.wait_for_others()
+            self.place.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = End.REPLACED
@@ -299,13 +300,14 @@ class Launcher:
             # The last is what TorchElastic gives its trainers.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._warm = WarmTrainers(options.preload, shared)
-        handler = self.rendezvous.connect()
-        self._board.start()
+        handler = self.rendezvous = self.place.join()
+        self._board.start(lambda: handler.is_spare, lambda: handler.nodes)
         if hasattr(options.config, "signals_to_handle"):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
         agent = self._agent = Agent(
             options,
-            client=self.rendezvous,
+            place=self.place,
+            handler=handler,
             secret=self._secret,
             launcher=self,
             exits_dir=self._memory.path,
@@ -324,7 +326,7 @@ class Launcher:
                 "user, directory, program and arguments"
             )
             if handler.incarnation:  # it has taken part; else others may train, or wait longer
-                self.rendezvous.close(message)
+                self.rendezvous.shutdown(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
             outcome = self.rendezvous.outcome() or "the job ended on another node"
@@ -335,10 +337,10 @@ class Launcher:
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
-                f"{self.rendezvous.place.reopens}"
+                f"{self.place.reopens}"
             ) from error
         except JobEndedError as error:
-            self.rendezvous.close(str(error))
+            self.rendezvous.shutdown(str(error))
             raise
 
     def judge(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
@@ -351,10 +353,10 @@ class Launcher:
             if agent.all_ended_well:
                 self._end = End.WELL
                 if not self._options.keep_memory:
-                    self.rendezvous.forget_commits()
-            self.rendezvous.close(ENDED_WELL)
+                    self.rendezvous.incarnations.forget_committed()
+            self.rendezvous.shutdown(ENDED_WELL)
             if agent.all_ended_well:
-                self.rendezvous.place.wait_for_others()
+                self.place.wait_for_others()
             else:
                 logger.warning(
                     "this node's trainers ended well, but not all nodes reported so; memory is kept"
@@ -362,7 +364,7 @@ class Launcher:
             return 0
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
-        self.rendezvous.close(f"node {self._options.node} gave up: {reason}")
+        self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
         note(self._memory.path, ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             words = (a for a in self._options.arguments if not a.startswith("-"))
@@ -381,7 +383,7 @@ class Launcher:
         if self._agent is not None:
             self._agent.close()
         self._board.close(_WHY.get(self._end, "it was stopped, or the job has failed"))
-        self.rendezvous.leave()
+        self.place.close()
         if self._warm is not None:
             self._warm.close()
         if self._daemon is not None:

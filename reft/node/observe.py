@@ -351,14 +351,11 @@ _CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
 class StatusBoard:
-    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses.
-    ``nodes``: that are there, in the same order on all; the first keeps the board."""
+    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
 
     def __init__(
         self,
         connect: Callable[[], RendezvousStore],
-        is_spare: Callable[[], bool],
-        nodes: Callable[[], Sequence[str]],
         mine: NodeReport,
         path: Path,
         *,
@@ -367,8 +364,8 @@ class StatusBoard:
     ) -> None:
         self._connect = connect
         self._observer = NodeObserver(path, has_daemon=has_daemon)
-        self._is_spare = is_spare
-        self._nodes = nodes
+        self._is_spare: Callable[[], bool] = lambda: False
+        self._nodes: Callable[[], Sequence[str]] = lambda: ()
         self._mine, self._node = mine, mine.node
         self._path = path
         self._store: RendezvousStore | None = None
@@ -388,8 +385,10 @@ class StatusBoard:
         self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
 
-    def start(self) -> None:
-        """Begin; does not wait for the store."""
+    def start(self, is_spare: Callable[[], bool], nodes: Callable[[], Sequence[str]]) -> None:
+        """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all; the first
+        keeps the board."""
+        self._is_spare, self._nodes = is_spare, nodes
         self._thread.start()
 
     def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:

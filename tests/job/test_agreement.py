@@ -9,7 +9,8 @@ import pytest
 
 import reft
 from reft.grid import Degrees, Topology
-from reft.job.rendezvous.membership import Agreement, NodeInfo, agree, deal_ranks
+from reft.job.rendezvous.membership import Agreement, NodeInfo, agree
+from reft.job.rendezvous.sizes import deal_ranks
 from reft.job.script import Cause
 
 

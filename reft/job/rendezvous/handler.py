@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -177,10 +178,31 @@ class StoreRendezvous:
         with self._lock:
             return bool(self.view.look().closed)
 
+    def outcome(self) -> str:
+        """Why the job has ended; empty where it has not, as far as is known."""
+        with suppress(RendezvousError):
+            self.is_closed()
+        return self.state.closed
+
     def shutdown(self, why: str) -> None:
-        """Close the job for all nodes. Raises RendezvousError: the store does not answer."""
-        self._stop_heartbeats()
-        self.tell(Closes(why), self._close_secs)
+        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
+        without."""
+        mine, newest = self.incarnation, 0
+        with suppress(StoreError):
+            newest = self.incarnations.read()
+        if newest > mine > 0:
+            with suppress(RendezvousError):
+                self.is_closed()  # looks at the store: that start may not have come about
+            if not self.has_place:
+                logger.error(
+                    "the job continues as start %d without this node, which belongs to start %d", newest, mine
+                )
+                return
+        try:
+            self._stop_heartbeats()
+            self.tell(Closes(why), self._close_secs)
+        except (RuntimeError, RendezvousError) as error:
+            logger.debug("the rendezvous could not be closed: %s", error)
 
     @property
     def table(self) -> RendezvousStore:
@@ -512,6 +534,11 @@ class IncarnationRecord:
         """The start that has committed the newest version; 0 if none is known of. Raises StoreError."""
         held = self._store.peek(self._committed_key)
         return 0 if held is None else _number(held.partition(b":")[0])
+
+    def forget_committed(self) -> None:
+        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
+        with suppress(StoreError):
+            self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
         """Have the store know of a start, as one that was lost and came back does not; returns the newest

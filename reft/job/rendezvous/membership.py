@@ -23,19 +23,8 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from reft.errors import ConfigError
-from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.sizes import Sizes, deal_ranks
 from reft.job.script import Cause
-
-
-class DuplicateNodeError(ConfigError):
-    """Several launchers claim to be the same node."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__(
-            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
-            f"--node-id, or a --memory-dir of its own to each launcher on one host"
-        )
 
 
 @dataclass(frozen=True)
@@ -147,28 +136,6 @@ def _refused(same: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
     """Whoever is new has to go; the one that trains already keeps its name."""
     first, second, *others = sorted(same, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else same
-
-
-def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
-    """Number the trainers of a job: the global ranks of each node, by local rank.
-
-    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
-    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
-    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
-    peers are on different nodes, and a tensor-parallel group stays on one.
-
-    Args:
-        workers: trainers of each node, by group rank.
-        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
-    """
-    dealt: list[list[int]] = [[] for _ in workers]
-    rank = 0
-    while rank < sum(workers):
-        for ranks, count in zip(dealt, workers, strict=True):
-            given = min(turn or count, count - len(ranks))
-            ranks.extend(range(rank, rank + given))
-            rank += given
-    return tuple(map(tuple, dealt))
 
 
 def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:
