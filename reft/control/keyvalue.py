@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,7 @@ class KeyValueServer:
         self._holders: dict[str, Channel] = {}
         self._left: dict[str, float] = {}
         self._operations: dict[str, Callable[..., Any]] = {
-            "get": self._get,
+            "get": self._table.get,
             "set": self._set,
             "add": self._add,
             "check": self._check,
@@ -173,92 +173,69 @@ class KeyValueServer:
             return set(self._holders)
 
     def _serve_until_it_ends(self, channel: Channel) -> None:
-        try:
-            _serve(channel, {**self._operations, "hold": partial(self._hold, channel)})
-        finally:
-            self._release(channel)
-
-    def _hold(self, channel: Channel, name: str) -> None:
-        with self._lock:
-            self._holders[_text(name)] = channel
+        def hold(name: str) -> None:
+            self._holders[name] = channel
             self._left.pop(name, None)
 
-    def _release(self, channel: Channel) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for name in [n for n, holder in self._holders.items() if holder is channel]:
-                del self._holders[name]
-                self._left[name] = now
-            self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+        try:
+            _serve(channel, {**self._operations, "hold": hold}, self._lock)
+        finally:
+            now = time.monotonic()
+            with self._lock:
+                for name in [n for n, holder in self._holders.items() if holder is channel]:
+                    del self._holders[name]
+                    self._left[name] = now
+                self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+
+    # -- what is asked for, by one client after the other -------------------------------------------
 
     def _left_for(self, prefix: str) -> dict[str, float]:
         now = time.monotonic()
-        with self._lock:
-            return {n: now - at for n, at in self._left.items() if n.startswith(_text(prefix))}
-
-    def _get(self, key: str) -> bytes | None:
-        with self._lock:
-            return self._table.get(key)
+        return {n: now - at for n, at in self._left.items() if n.startswith(prefix)}
 
     def _set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._put(_text(key), _bytes(value))
-
-    def _put(self, key: str, value: bytes) -> None:
+        if not isinstance(key, str) or not isinstance(value, bytes):
+            raise TypeError(
+                f"found {type(key).__name__} and {type(value).__name__}; expected a key of text and bytes"
+            )
         self._table[key] = value
         if self._journal is not None:
             self._journal.note(self._table, key)
 
     def _add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self._table.get(key, b"0")) + int(amount)
-            self._put(_text(key), str(total).encode())
-            return total
+        total = int(self._table.get(key, b"0")) + int(amount)
+        self._set(key, str(total).encode())
+        return total
 
     def _check(self, keys: list[str]) -> bool:
-        with self._lock:
-            return all(k in self._table for k in keys)
+        return all(k in self._table for k in keys)
 
     def _delete(self, key: str) -> bool:
-        with self._lock:
-            was_there = self._table.pop(key, None) is not None
-            if was_there and self._journal is not None:
-                self._journal.note(self._table, key)
-            return was_there
+        was_there = self._table.pop(key, None) is not None
+        if was_there and self._journal is not None:
+            self._journal.note(self._table, key)
+        return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
-        with self._lock:
-            held = self._table.get(_text(key))
-            if held != expected:
-                return [False, held]
-            self._put(key, _bytes(value))
-            return [True, value]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"key is {type(value).__name__}; expected text")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError(f"value is {type(value).__name__}; expected bytes")
-    return value
+        held = self._table.get(key)
+        if held != expected:
+            return [False, held]
+        self._set(key, value)
+        return [True, value]
 
 
 class StoreRelay:
     """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
 
     def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
-        self._operations: dict[str, Callable[..., Any]] = {
+        operations: dict[str, Callable[..., Any]] = {
             "get": store.peek,
             "set": store.set,
             "check": store.check,
             "delete": store.delete,
             "compare_set": store.compare_set,
         }
-        serve = partial(_serve, operations=self._operations)
+        serve = partial(_serve, operations=operations, lock=nullcontext())
         self._server = AuthenticatedServer(listener, secret, PURPOSE, serve)
         self.port = self._server.port
 
@@ -266,12 +243,15 @@ class StoreRelay:
         self._server.close()
 
 
-def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> None:
+def _serve(
+    channel: Channel, operations: Mapping[str, Callable[..., Any]], lock: AbstractContextManager[object]
+) -> None:
     while True:
         request = channel.receive()
         try:
             name, *arguments = request
-            answer = [True, operations[name](*arguments)]
+            with lock:
+                answer = [True, operations[name](*arguments)]
         except (KeyError, TypeError, ValueError, StoreError, AuthenticationError) as error:
             answer = [False, f"{type(error).__name__}: {error}"]
         channel.send(answer)

@@ -48,7 +48,7 @@ from reft.job.rendezvous.client import JobEndedError, ServedPlace
 from reft.job.rendezvous.handler import StoreRendezvous, replaced
 from reft.job.rendezvous.membership import Agreement, Ends
 from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge
-from reft.job.trainer_store import TrainerStore, trainer_environ
+from reft.job.trainer_store import TrainerStore, deal_ranks, trainer_environ
 from reft.node.client import EXITS_PREFIX
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ class Agent:
 
     def _rank(self, local_rank: int) -> int:
         assert self.agreement is not None
-        return self.agreement.ranks[self._group_rank][local_rank]
+        return deal_ranks(self.agreement.workers, self.agreement.turn)[self._group_rank][local_rank]
 
     def _hang(self) -> Failure | None:
         """Why the trainers, none of which has failed, have to be ended."""
@@ -440,7 +440,7 @@ class Trainers:
         """Start those of a round as torchrun does, whose options count; ``port``: of their store here."""
         self._note_exits_of(agreement.round)
         config: Any = self._options.config
-        ranks = agreement.ranks[group_rank]
+        ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
         node, local_size, world_size = (group_rank, len(agreement.members)), len(ranks), agreement.world_size
         # The number of restarts is the same on all nodes: older versions of torch make it part of the keys
         # under which trainers find each other.

@@ -191,7 +191,7 @@ class NodeObserver:
         self._path = path
         self._has_daemon = has_daemon
         self._speed = Speed()
-        self._memory = MemoryWatch(path)
+        self._memory: MemoryWatch | None = None  # Once there are trainers
         self._step: int | None = None
         self._arenas: CommitWatch | None = None
         self._times: dict[Signal, float] = {}
@@ -213,7 +213,9 @@ class NodeObserver:
         self._step = step = max((p.step for p in pages), default=self._step)
         self._note_versions(heads)
         steps_per_sec = self._speed.look(pages[0]) if pages else None
-        self._memory.look(pages, steps_per_sec)
+        memory = self._memory = self._memory or (MemoryWatch(self._path) if pages else None)
+        if memory is not None:
+            memory.look(pages, steps_per_sec)
         stale, why = status.get("stale_since_step"), mine.why
         if not why and stale is not None and step is not None and step - stale >= _STALE_STEPS:
             why = _stale(status)
@@ -233,8 +235,8 @@ class NodeObserver:
             "restarts": len(restarts),
             "recovery": _recovery(restarts[-1]) if restarts else None,
             "warnings": tuple(self._warnings(mine, status, record)),
-            "memory": self._memory.uses[:_MOST_MEMORIES],
-            "runs_out": self._memory.runs_out[:_MOST_RUNNING_OUT],
+            "memory": memory.uses[:_MOST_MEMORIES] if memory else (),
+            "runs_out": memory.runs_out[:_MOST_RUNNING_OUT] if memory else (),
             "ranks": tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
         }
         return NodeReport(**{**dict(mine), **found})
@@ -377,7 +379,7 @@ class StatusBoard:
         self.board = Board(job_id=job_id)  # as this launcher last saw it
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
-        self._watch = SpeedWatch()
+        self._watch: SpeedWatch | None = None  # Once there are steps
         before = read_board(path)
         known = before.node(self._node) if before is not None else None
         self._accounts = Accounts(path, known.counts if known is not None else None)
@@ -525,15 +527,17 @@ class StatusBoard:
             there.append(node.model_copy(update={"ranks": ()}))
         kept, forgotten = sort_out(there, now)
         newest = max((report.round for report in told), default=0)
-        self._watch.look((r.node, steps) for r in told if r.round == newest for steps in r.ranks)
+        watch = self._watch = self._watch or (SpeedWatch() if told else None)
+        if watch is not None:
+            watch.look((r.node, steps) for r in told if r.round == newest for steps in r.ranks)
         board = Board(
             job_id=self.board.job_id,
             keeper=self._node,
             number=self.board.number + 1,
             unix_secs=now,
             nodes=tuple(kept),
-            slow=self._watch.slow(),
-            speeds=self._watch.speeds(),
+            slow=watch.slow() if watch else (),
+            speeds=watch.speeds() if watch else (),
         )
         store.set("board", board.pack())
         tell_changes(self.board.slow, board.slow)

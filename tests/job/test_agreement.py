@@ -10,8 +10,8 @@ import pytest
 import reft
 from reft.grid import Degrees, Topology
 from reft.job.rendezvous.membership import Agreement, NodeInfo, agree
-from reft.job.rendezvous.sizes import deal_ranks
 from reft.job.script import Cause
+from reft.job.trainer_store import deal_ranks
 
 
 def info(name: str, **fields: object) -> NodeInfo:

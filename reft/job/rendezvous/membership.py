@@ -23,7 +23,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from reft.job.rendezvous.sizes import Sizes, deal_ranks
+from reft.job.rendezvous.sizes import Sizes
 from reft.job.script import Cause
 
 
@@ -79,11 +79,6 @@ class Agreement:
     failures: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
     turn: int = 0  # ranks that each node gets in its turn
-
-    @property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Global rank of every trainer of each node, by local rank."""
-        return deal_ranks(self.workers, self.turn)
 
     @property
     def world_size(self) -> int:

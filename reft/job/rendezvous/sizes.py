@@ -143,25 +143,3 @@ def sizes_of_job(
     domains = [domain_of.get(node, node) for node in nodes]
     numbers = tuple(domains.index(domain) for domain in domains)
     return Sizes(tuple(fitting), scheme=scheme, domains=numbers, groups=tuple(sorted(groups)))
-
-
-def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
-    """Number the trainers of a job: the global ranks of each node, by local rank.
-
-    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
-    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
-    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
-    peers are on different nodes, and a tensor-parallel group stays on one.
-
-    Args:
-        workers: trainers of each node, by group rank.
-        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
-    """
-    dealt: list[list[int]] = [[] for _ in workers]
-    rank = 0
-    while rank < sum(workers):
-        for ranks, count in zip(dealt, workers, strict=True):
-            given = min(turn or count, count - len(ranks))
-            ranks.extend(range(rank, rank + given))
-            rank += given
-    return tuple(map(tuple, dealt))
