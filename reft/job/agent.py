@@ -153,7 +153,11 @@ class Agent:
                 if not self._nodes_waiting():
                     self._launcher.trainers_run(self._group_rank)
                     continue
-                self._end_for_another_size()
+                size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
+                logger.warning("the trainers restart with %s", size)
+                if self._handler.is_whole:
+                    # Trainers that nothing is wrong with commit the step that they are in: none is lost.
+                    self._trainers.end(signal.SIGTERM, self._grace_secs())
                 self._launcher.round_over()
             elif not failures:
                 self._launcher.state_changed("ended, waiting for other nodes")
@@ -169,13 +173,6 @@ class Agent:
                     self._end_if_replaced(ask=True)
                     return failures
             self._start_round()
-
-    def _end_for_another_size(self) -> None:
-        """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
-        size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
-        logger.warning("the trainers restart with %s", size)
-        if self._handler.is_whole:
-            self._trainers.end(signal.SIGTERM, self._grace_secs())
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
         """Raises FencedError where the job goes on without this node, by the last heartbeat, or the store."""
@@ -204,8 +201,10 @@ class Agent:
                 reason=f"{failure.reason} (after {self._options.free_restarts} free restarts without "
                 "progress)",
             )
-        if failure.cause is Cause.SIZE and not self._may_be_resized():
-            failure = replace(failure, cause=Cause.REFUSED)
+        if failure.cause is Cause.SIZE:
+            with suppress(RendezvousError, StoreError):  # else it is refused once more
+                if not self._handler.refuse_size():
+                    failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
         rank = self._rank(failure.local_rank)
         info = self._handler.info = replace(
@@ -237,12 +236,6 @@ class Agent:
             Cause.SIZE: "another number of nodes may fit: uses no restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
-        return True
-
-    def _may_be_resized(self) -> bool:
-        """Whether another number of nodes may do than this round's, which was refused."""
-        with suppress(RendezvousError, StoreError):  # else it is refused once more
-            return self._handler.refuse_size()
         return True
 
     def _has_new_version(self) -> bool:
@@ -371,10 +364,9 @@ class Agent:
         """Why the trainers, none of which has failed, have to be ended."""
         if self.agreement is None or self.told_to_stop:
             return None
-        nodes, running = len(self.agreement.members), self._trainers.running()
-        silent = self._handler.is_left_by_silent
-        table = self._handler.table
-        return self._launcher.hangs.judge(table, self._group_rank, nodes, running, silent=silent)
+        hangs, nodes = self._launcher.hangs, len(self.agreement.members)
+        mine, silent = hangs.look(self._trainers.running()), self._handler.is_left_by_silent
+        return hangs.judge(mine, self._handler.table, self._group_rank, nodes, silent=silent)
 
     # -- the end -----------------------------------------------------------------------------------
 

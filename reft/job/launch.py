@@ -46,9 +46,9 @@ from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
 from reft.node.daemon import CONFIG_FILE
-from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
+from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch, StatusBoard
-from reft.node.progress import STACKS_SUFFIX
+from reft.node.progress import STACKS_SUFFIX, read_pages
 from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.protect.builds import tell_of_abandoned_builds
 from reft.storage.persisted import job_directory
@@ -154,7 +154,7 @@ class Launcher:
         )
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir, self.hangs.take)
+            self._daemon = DaemonKeeper(self._memory.job_dir)
             self._daemon.start()
         if self._daemon is not None:
             self._daemon.incarnation = agreement.incarnation
@@ -474,16 +474,19 @@ class Hangs:
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
         self._job_dir = job_dir
-        self._waiting: list[Waiting] = []
+        self._watch = Watch()
+        self._looked_at = time.monotonic()
         self.clear()
 
-    def take(self, answer: Any) -> None:
-        """What the daemon says its trainers are at; called by another thread."""
-        with suppress(ValueError):
-            self._waiting = [replace(w, node=self._node) for w in WAITING.validate_python(answer)]
+    def look(self, pids: Collection[int]) -> list[Waiting]:
+        """What those of these processes are at that have a page, for how long."""
+        now = time.monotonic()
+        elapsed, self._looked_at = now - self._looked_at, now
+        seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
+        return [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
 
     def clear(self) -> None:
-        self._waiting = []
+        self._watch.clear()
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
@@ -492,12 +495,11 @@ class Hangs:
         self._silent_since: float | None = None
 
     def judge(
-        self, table: Any, index: int, size: int, pids: Collection[int], *, silent: bool = False
+        self, mine: list[Waiting], table: Any, index: int, size: int, *, silent: bool = False
     ) -> Failure | None:
         """Why the trainers have to be restarted; None: go on. Looks at the table of the round in the store
-        only while one of them is quiet. ``silent``: a node of this round was struck out for its silence, and
-        the others may go on without it."""
-        mine = [w for w in self._waiting if w.seen.pid in pids]
+        only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of this round was
+        struck out for its silence, and the others may go on without it."""
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if silent else None
         # It waits for another node: it is quiet, and not at what may take its time alone.
@@ -528,7 +530,11 @@ class Hangs:
         own = [w for w in mine if w.seen.rank in verdict.ranks]
         if verdict.ranks and not own and now - self._named_at < _COURTESY_SECS:
             return None
-        return self._failure(verdict, own, mine)
+        logger.error("the job hangs: %s", verdict.reason)
+        for waiting in own or mine:
+            logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
+        cause, code = (Cause.OWN, 1) if own else (Cause.PEER, EX_PEER_FAILED)
+        return Failure(cause, (own or mine)[0].seen.local_rank, code, verdict.reason)
 
     def _exchange(self, table: Any, index: int, size: int, mine: list[Waiting]) -> dict[int, list[Waiting]]:
         """Tell what this node's trainers are at, and hear of the others'; by number of the node."""
@@ -546,15 +552,6 @@ class Hangs:
                 logger.warning("cannot ask other nodes what their trainers wait for: %s", error)
             self._cannot_ask = True
         return reports
-
-    def _failure(self, verdict: Verdict, own: Sequence[Waiting], mine: Sequence[Waiting]) -> Failure:
-        logger.error("the job hangs: %s", verdict.reason)
-        for waiting in own or mine:
-            logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
-        culprit = (own or mine)[0].seen
-        if own:
-            return Failure(Cause.OWN, culprit.local_rank, 1, verdict.reason)
-        return Failure(Cause.PEER, culprit.local_rank, EX_PEER_FAILED, verdict.reason)
 
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:

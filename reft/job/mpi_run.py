@@ -142,7 +142,13 @@ class Step:
         """Hold the node's memory, start its daemon, and say where torch's store is. Collective."""
         self._all_or_none(self._hold)
         endpoint = self._all_or_none(self._serve)[0].decode()
-        self._all_or_none(lambda: self._relay(endpoint))
+
+        def relay() -> bytes:
+            if self.place.leads and self.place.rank:
+                self._store = TrainerStore.relay(endpoint, self._secret)
+            return b""
+
+        self._all_or_none(relay)
         ports = self._transport.gather(str(self._store.port if self._store else 0).encode())
         environ = self.place.environ(int(ports[self.place.local[0]]))
         if OMPI_LOCAL_RANK in os.environ:
@@ -183,11 +189,6 @@ class Step:
         listener = listen_remotely()
         host = str(listener.getsockname()[0])
         return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
-
-    def _relay(self, endpoint: str) -> bytes:
-        if self.place.leads and self.place.rank:
-            self._store = TrainerStore.relay(endpoint, self._secret)
-        return b""
 
     def end(self, code: int) -> int:
         """Meet the others at the end; where all ended well, the memory goes. Returns the first exit code that

@@ -29,9 +29,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from reft.engine import on_import
@@ -88,11 +87,6 @@ _PEER_MESSAGES = re.compile(
 )
 
 
-def is_size_refusal(error: BaseException) -> bool:
-    ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
-    return ours or bool(_OF_DEEPSPEEDS_STAGES.match(str(error)))
-
-
 def is_peer_failure(error: BaseException) -> bool:
     """Whether ``error``, or anything it was raised from or while handling, is lost communication. A wrong
     "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
@@ -135,9 +129,11 @@ class ExitNote:
 
     @classmethod
     def of(cls, error: BaseException) -> ExitNote:
-        other = Cause.PEER if is_peer_failure(error) else Cause.OWN
-        cause = Cause.REFUSED if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT) else other
-        if is_size_refusal(error):
+        cause = Cause.PEER if is_peer_failure(error) else Cause.OWN
+        if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT):
+            cause = Cause.REFUSED
+        ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
+        if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
             cause = Cause.SIZE
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -186,7 +182,8 @@ class WorkerExit:
         if self.exit_code is None:
             return "still ending"
         if self.exit_code < 0:
-            return f"killed by {signal_name(-self.exit_code)}"
+            named = {number.value: number.name for number in signal.Signals}
+            return f"killed by {named.get(-self.exit_code, f'signal {-self.exit_code}')}"
         return f"exit code {self.exit_code}"
 
 
@@ -215,13 +212,6 @@ def shell_code(end: WorkerExit) -> int:
         return EXIT_CODES.get(end.cause, 1)
     code = 128 - end.exit_code if end.exit_code < 0 else end.exit_code
     return 1 if code in _LAUNCHERS_CODES else code
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 _PR_SET_PDEATHSIG = 1
@@ -262,28 +252,24 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    spec, code = _find_module(name)
+    found = name
+    try:
+        spec = importlib.util.find_spec(found)
+        if spec is not None and spec.submodule_search_locations is not None:
+            found += ".__main__"
+            spec = importlib.util.find_spec(found)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _not_runnable(f"error while finding module {found!r}: {error}") from error
+    if spec is None or spec.loader is None:
+        raise _not_runnable(f"no module named {found!r}, or it is a package that cannot be run")
+    code = spec.loader.get_code(found) if hasattr(spec.loader, "get_code") else None
+    if code is None:
+        raise _not_runnable(f"module {found!r} has no code to run")
     main = _new_main(file=spec.origin or name)
     main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
     main.__cached__ = spec.cached  # type: ignore[attr-defined]
     sys.argv[0] = main.__file__ or name
     exec(code, main.__dict__)
-
-
-def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name += ".__main__"
-            spec = importlib.util.find_spec(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _not_runnable(f"error while finding module {name!r}: {error}") from error
-    if spec is None or spec.loader is None:
-        raise _not_runnable(f"no module named {name!r}, or it is a package that cannot be run")
-    code = spec.loader.get_code(name) if hasattr(spec.loader, "get_code") else None
-    if code is None:
-        raise _not_runnable(f"module {name!r} has no code to run")
-    return spec, code
 
 
 def _new_main(file: str) -> ModuleType:
@@ -325,17 +311,13 @@ def _show(error: BaseException) -> None:
     if is_refusal(error):
         say(error)
     else:
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
+        own, trace = (__file__, runpy.__file__, "<frozen runpy>"), error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-        trace = trace.tb_next
-    return trace
 
 
 def _note(error: BaseException) -> Cause:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 

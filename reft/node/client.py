@@ -340,11 +340,10 @@ class NodeMemory:
 
 
 class DaemonKeeper:
-    """Starts the node daemon, and the next one when it dies; ``told`` takes what it says trainers are at."""
+    """Starts the node daemon, and the next one when it dies."""
 
-    def __init__(self, job_dir: JobDir, told: Callable[[Any], None]) -> None:
+    def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir
-        self._told_of_trainers = told
         self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
         self._process: subprocess.Popen[bytes] | None = None
         self.workers: tuple[int, ...] = ()
@@ -408,8 +407,6 @@ class DaemonKeeper:
             self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait()
-            # What it has said of trainers is true no more: nobody would take a suspicion back.
-            self._told_of_trainers([])
             if self._ending.is_set():
                 return
             if time.monotonic() - began > _STABLE_SECS:
@@ -433,13 +430,12 @@ class DaemonKeeper:
         return None
 
     def _ask(self) -> None:
-        """What the trainers are at; a daemon that does not answer for long is killed, and started anew."""
+        """Whether it lives: one that does not answer for long is killed, and started anew."""
         if time.monotonic() - self._asked_at < _ASK_SECS:
             return
         self._asked_at = time.monotonic()
-        answer = self.tell("trainers")
+        answer = self.tell("ping")
         if answer is not None:
-            self._told_of_trainers(answer)
             self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
         self._has_answered = self._has_answered or answer is not None
         self._unanswered = 0 if answer is not None else self._unanswered + 1

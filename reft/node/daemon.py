@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
 from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
-from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
+from reft.node.hangs import STOPPED, Unchanged, Watch
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
 from reft.node.status import MetricsServer
@@ -158,7 +157,6 @@ class Daemon:
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
-        self._waiting: list[Waiting] = []
         self._launcher_still, self._writes = Unchanged(), Unchanged()
         self._incarnation = 0
         self._ordered = 0
@@ -169,7 +167,6 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
-            "trainers": lambda _: [asdict(w) for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,
             "skipped": self._skipped,
@@ -304,8 +301,7 @@ class Daemon:
 
     def _look_at_trainers(self, elapsed_secs: float) -> None:
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
-        self._waiting = self._trainers.look(pages, elapsed_secs)
-        quiet = [w for w in self._waiting if w.quiet]
+        quiet = [w for w in self._trainers.look(pages, elapsed_secs) if w.quiet]
         self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
 
     def rouse_launcher(self, elapsed_secs: float) -> None:

@@ -222,7 +222,7 @@ class StoreRendezvous:
         self.tell(Exited(self.node), self._join_secs)
         members, leaving = self._members, self.state.leaving
         told_to_leave = self.node in leaving
-        if not told_to_leave:
+        if not told_to_leave and self.incarnation:
             self._refuse_if_replaced()
         agreement = self._join(told_to_leave)
         gone = leaving | self.state.those(Role.SPARE)
@@ -249,8 +249,6 @@ class StoreRendezvous:
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
-        if not self.incarnation:
-            return
         try:
             newest = self.incarnations.read()
         except StoreError as error:
@@ -287,7 +285,13 @@ class StoreRendezvous:
                 self._say_what_is_waited_for(state)
             self._was_spare = waits_on
             if after != state:
-                self._say_who_waits(state, after)
+                there, train = len(state.participants | {self.node}), len(after.participants)
+                if after.complete and not state.complete and train < there:
+                    logger.warning(
+                        "%d nodes have joined and %d of them train, as many as fit the job's layout and "
+                        "batch; the others wait",
+                        *(there, train),
+                    )
                 state = self.view.write(after)
             else:
                 time.sleep(self.view.look_secs)
@@ -330,15 +334,6 @@ class StoreRendezvous:
             "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
             *(here, least, self._join_secs),
         )
-
-    def _say_who_waits(self, before: State, after: State) -> None:
-        there, train = len(before.participants | {self.node}), len(after.participants)
-        if after.complete and not before.complete and train < there:
-            logger.warning(
-                "%d nodes have joined and %d of them train, as many as fit the job's layout and batch; the "
-                "others wait",
-                *(there, train),
-            )
 
     def _is_dispensable(self, state: State) -> bool:
         """Whether the others have committed without this node; until then they may need its memory."""

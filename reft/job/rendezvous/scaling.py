@@ -142,9 +142,12 @@ class Scaler:
         why = refusal(order, now)
         # Before the first version, a node that waits may not have said so yet.
         hopeful = now.tolerance is None or not why
-        if missing and hopeful and self._waits_on((seen, agreement.incarnation)):
-            self._say_that_it_waits(order, running, missing)
-            return
+        if missing and hopeful:
+            if self._waits != (seen, agreement.incarnation):
+                self._waits, self._waits_since = (seen, agreement.incarnation), time.monotonic()
+            if time.monotonic() - self._waits_since < TOLERANCE_SECS:
+                self._say_that_it_waits(order, running, missing)
+                return
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
             self._handler.tell(Ordered(order.number, order.nodes, order.without, running))
@@ -167,12 +170,6 @@ class Scaler:
         else:
             logger.warning("the job changes from %d to %d nodes, as requested", running, order.nodes)
         self._answer(running)
-
-    def _waits_on(self, what: tuple[Any, int]) -> bool:
-        now = time.monotonic()
-        if what != self._waits:
-            self._waits, self._waits_since = what, now
-        return now - self._waits_since < TOLERANCE_SECS
 
     def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
         """Once, unless something else is missing."""
