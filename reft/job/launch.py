@@ -480,13 +480,16 @@ class Hangs:
 
     def look(self, pids: Collection[int]) -> list[Waiting]:
         """What those of these processes are at that have a page, for how long."""
-        now = time.monotonic()
-        elapsed, self._looked_at = now - self._looked_at, now
-        seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
-        return [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+        elapsed = time.monotonic() - self._looked_at
+        if elapsed >= _ASK_SECS:
+            self._looked_at += elapsed
+            seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
+            self._seen = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+        return [w for w in self._seen if w.seen.pid in pids]
 
     def clear(self) -> None:
         self._watch.clear()
+        self._seen: list[Waiting] = []
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0

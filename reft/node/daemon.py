@@ -157,6 +157,7 @@ class Daemon:
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
+        self._unseen_secs = 0.0
         self._launcher_still, self._writes = Unchanged(), Unchanged()
         self._incarnation = 0
         self._ordered = 0
@@ -300,6 +301,11 @@ class Daemon:
     # -- what stands still -------------------------------------------------------------------------
 
     def _look_at_trainers(self, elapsed_secs: float) -> None:
+        """For the status; its launcher looks itself, and judges."""
+        self._unseen_secs += elapsed_secs
+        if self._unseen_secs < _POLL_SECS:
+            return
+        elapsed_secs, self._unseen_secs = self._unseen_secs, 0.0
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
         quiet = [w for w in self._trainers.look(pages, elapsed_secs) if w.quiet]
         self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
