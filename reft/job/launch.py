@@ -475,6 +475,7 @@ class Hangs:
         self._node = node
         self._job_dir = job_dir
         self._watch = Watch()
+        self._seen: list[Waiting] = []
         self._looked_at = time.monotonic()
         self.clear()
 
@@ -489,7 +490,7 @@ class Hangs:
 
     def clear(self) -> None:
         self._watch.clear()
-        self._seen: list[Waiting] = []
+        self._seen = []
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
