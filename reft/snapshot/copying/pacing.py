@@ -257,12 +257,6 @@ class Pacer:
         self._falls_back = False
         self._told_of_formulas = False
 
-    @property
-    def update_secs(self) -> float:
-        """Of the optimizer step, as measured; 0 where it is not told from the rest."""
-        meter = self._meters.get(self._plan_key)
-        return sum(interval.length_secs for interval in meter.optimizers()) if meter is not None else 0.0
-
     # -- training thread -----------------------------------------------------------------------------
 
     def begin_step(self, key: Hashable) -> None:
