@@ -6,7 +6,7 @@ other mode, a copy within the device, is ``has.overflow: staging`` and is never 
 memory that training may want later.
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
-wins (:class:`reft.snapshot.committing.request.Votes`). No wait is added (P6).
+wins (:class:`reft.snapshot.worker.Votes`). No wait is added (P6).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from reft.policy.rate import (
     whole_interval,
 )
 from reft.protect.placement import Weibull
-from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.worker import SnapshotRequest
 from reft.storage.persisted import given_up, job_directory, list_persisted
 
 if TYPE_CHECKING:

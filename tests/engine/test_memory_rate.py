@@ -15,8 +15,8 @@ import pytest
 from reft.engine.rates import RateCache, dividing
 from reft.naming import Label
 from reft.policy.rate import Due, Pairs, TierRate
-from reft.snapshot.committing.request import SnapshotRequest
-from reft.snapshot.committing.version import Stage, Version
+from reft.snapshot.version import Stage, Version
+from reft.snapshot.worker import SnapshotRequest
 
 
 class SimulatedRanks:

@@ -295,20 +295,6 @@ def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyE
     assert torch.equal(memory, expected)
 
 
-def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
-    assert engine.bytes_per_sec is None
-    memory = host_memory(engine, 2 * 2**20)
-    live = device.put(random_bytes(memory.numel()))
-    take(engine, [(live[:100], memory[:100])])
-    assert engine.bytes_per_sec is None, "a hundred bytes say nothing about bandwidth"
-    take(engine, [(live, memory)])
-    measured = engine.bytes_per_sec
-    assert measured is not None
-    assert measured > 0
-    take(engine, [(live[:100], memory[:100])])
-    assert engine.bytes_per_sec == measured
-
-
 def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pytest.LogCaptureFixture) -> None:
     device = Simulated(sim)
     sim.settings.refuse_registering = 1

@@ -42,10 +42,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -72,15 +71,13 @@ STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
 
-MEASURED_BYTES = 2**20  # a version with fewer bytes says nothing about bandwidth
-
 
 @dataclass(frozen=True)
 class Mark:
     """A point in the compute stream's time line, of one version. Made by :meth:`CopyEngine.mark`."""
 
     version: int
-    stamp: Any = None  # as of :meth:`ComputeClock.stamp`, where taking the mark took one
+    stamp: Any = None  # as of :meth:`CopyEngine.stamp`, where taking the mark took one
 
     def reached(self) -> bool:
         """Whether the device is there. Does not wait."""
@@ -88,12 +85,11 @@ class Mark:
 
 
 class CopyTicket:
-    """What became of one :meth:`CopyEngine.copy`. ``nbytes``: bytes of all pieces together. ``secs``: when
-    the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it within some ten
-    microseconds. None until the engine's ``synchronize`` has returned."""
+    """What became of one :meth:`CopyEngine.copy`. ``secs``: when the copying began and ended, by
+    ``time.perf_counter()``; device time is mapped onto it within some ten microseconds. None until the
+    engine's ``synchronize`` has returned."""
 
-    def __init__(self, nbytes: int, secs: tuple[float, float] | None = None) -> None:
-        self.nbytes = nbytes
+    def __init__(self, secs: tuple[float, float] | None = None) -> None:
         self.secs = secs
 
     def done(self) -> bool:
@@ -104,18 +100,7 @@ class CopyTicket:
         """Wait for that. Not on the training thread."""
 
 
-class ComputeClock(Protocol):
-    """Tells when the compute stream got to a point, without making anybody wait for it."""
-
-    def stamp(self) -> Any:
-        """This point of the training thread's work for the device. On the training thread, at any time."""
-
-    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
-        training thread."""
-
-
-class CopyEngine(ComputeClock, ABC):
+class CopyEngine(ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
     name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
@@ -123,9 +108,6 @@ class CopyEngine(ComputeClock, ABC):
     # handing over takes the host as long as the link takes for about so many bytes: with smaller pieces or
     # calls the link idles between them
     least_chunk_bytes: int
-    # bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the engine did
-    # copy; None before. Taking it costs nothing.
-    bytes_per_sec: float | None = None
 
     def __init__(self) -> None:
         self._order = CallOrder()
@@ -139,7 +121,7 @@ class CopyEngine(ComputeClock, ABC):
         False costs speed only, and was logged."""
         return True
 
-    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027 -- nothing to do
         """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
         Memory that is not registered is fine."""
 
@@ -151,6 +133,15 @@ class CopyEngine(ComputeClock, ABC):
         """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
         open."""
         return Mark(self._order.mark())
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """This point of the training thread's work for the device. On the training thread, at any time."""
+
+    @abstractmethod
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
+        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
+        training thread."""
 
     @abstractmethod
     def copy(
@@ -311,12 +302,6 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
     return source.detach().reshape(-1).view(torch.uint8)
 
 
-class _Phase(Enum):
-    IDLE = auto()
-    OPEN = auto()
-    CLOSED = auto()
-
-
 class _Copying(AbstractContextManager[int]):
     """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
 
@@ -337,29 +322,25 @@ class CallOrder:
     """Keeps the order of an engine's calls; knows which copies are inside :meth:`CopyEngine.copy`."""
 
     def __init__(self) -> None:
-        self._phase = _Phase.IDLE
+        self._open = self.closed = False
         self._version = 0
         self._active = 0
         self._draining = 0
         self._stuck = False  # whether a call was waited for in vain, and is still under way
         self._changed = threading.Condition()
 
-    @property
-    def closed(self) -> bool:
-        return self._phase is _Phase.CLOSED
-
     def begin(self) -> None:
         with self._changed:
-            if self._phase is not _Phase.IDLE:
+            if self._open or self.closed:
                 what = "the engine is closed" if self.closed else "the version before was not fenced"
                 raise CopyOrderError(f"begin: {what}; expected fence() before every optimizer step")
-            self._phase = _Phase.OPEN
+            self._open = True
             self._version += 1
 
     def mark(self) -> int:
         """The open version's number; 0 where none is open."""
         self.check_not_closed("mark")
-        return self._version if self._phase is _Phase.OPEN else 0
+        return self._version if self._open else 0
 
     def copying(self, after: Mark | None) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
@@ -368,7 +349,7 @@ class CallOrder:
     def enter(self, after: Mark | None) -> int:
         """A copy begins. Returns the version's number."""
         with self._changed:
-            if self._phase is not _Phase.OPEN:
+            if not self._open:
                 state = "the engine is closed" if self.closed else "no version is open"
                 raise CopyOrderError(f"copy: {state}; expected it between begin() and fence()")
             if after is not None and after.version != self._version:
@@ -384,7 +365,7 @@ class CallOrder:
         with self._changed:
             self._active -= 1
             self._stuck = self._stuck and self._active > 0
-            if self._phase is not _Phase.OPEN:  # somebody waits
+            if not self._open:  # somebody waits
                 self._changed.notify_all()
 
     @contextmanager
@@ -404,9 +385,9 @@ class CallOrder:
         """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether a version
         was open."""
         with self._changed:
-            if self._phase is not _Phase.OPEN:
+            if not self._open:
                 return False
-            self._phase = _Phase.IDLE
+            self._open = False
             self._await(lambda: not self._active)
             return True
 
@@ -424,15 +405,10 @@ class CallOrder:
     def close(self) -> bool:
         """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is stuck."""
         with self._changed:
-            if self._phase is _Phase.CLOSED:
+            if self.closed:
                 return False
-            self._phase = _Phase.CLOSED
+            self._open, self.closed = False, True
             return self._await(lambda: not (self._active or self._draining))
-
-
-def bandwidth(nbytes: int, secs: float, before: float | None) -> float | None:
-    """Bytes per second of a version that took ``secs``; ``before`` where it says nothing."""
-    return nbytes / secs if nbytes >= MEASURED_BYTES and secs > 0 else before
 
 
 # -- copies between host memory, on the thread that calls ------------------------------------------
@@ -466,12 +442,6 @@ class CpuCopyEngine(CopyEngine):
     asynchronous = False
     least_chunk_bytes = 64 * 2**10
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._version = 0
-        self._bytes = 0
-        self._secs = 0.0
-
     def stamp(self) -> float:
         return time.perf_counter()
 
@@ -482,14 +452,12 @@ class CpuCopyEngine(CopyEngine):
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
         checked = _on_host(pieces)
-        with self._order.copying(after) as version:
+        with self._order.copying(after):
             began = time.perf_counter()
-            nbytes = self._copy(checked)
+            self._copy(checked)
             if encode is not None:
-                nbytes += self._copy(_on_host(encode()))
-            ended = time.perf_counter()
-        self._count(version, nbytes, ended - began)
-        return CopyTicket(nbytes, (began, ended))
+                self._copy(_on_host(encode()))
+            return CopyTicket((began, time.perf_counter()))
 
     def copy_hashed(
         self,
@@ -502,12 +470,8 @@ class CpuCopyEngine(CopyEngine):
         ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
         CopyOrderError: as in :meth:`copy`."""
         first, stop = chunks
-        with self._order.copying(None) as version:
-            began = time.perf_counter()
-            copied = hasher.copy_chunks(cut, first, stop, until)
-            ended = time.perf_counter()
-        self._count(version, cut.nbytes(first, first + copied), ended - began)
-        return copied
+        with self._order.copying(None):
+            return hasher.copy_chunks(cut, first, stop, until)
 
     @property
     def free_bytes(self) -> int:
@@ -537,25 +501,14 @@ class CpuCopyEngine(CopyEngine):
             began = time.perf_counter()
             for source, target in staged:
                 copy_on_host(source, target, self._closed)
-            return CopyTicket(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+            return CopyTicket((began, time.perf_counter()))
 
-    def _copy(self, pieces: CheckedPieces) -> int:
-        """Returns the bytes."""
-        total = 0
+    def _copy(self, pieces: CheckedPieces) -> None:
         for target, source, nbytes in pieces.addresses:
             _copy_range(target, source, nbytes, self._closed)
-            total += nbytes
-        return total
-
-    def _count(self, version: int, nbytes: int, secs: float) -> None:
-        if version != self._version:
-            self._version, self._bytes, self._secs = version, 0, 0.0
-        self._bytes += nbytes
-        self._secs += secs
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
-        self.bytes_per_sec = bandwidth(self._bytes, self._secs, self.bytes_per_sec)
 
 
 def _on_host(pieces: Iterable[Piece]) -> CheckedPieces:
