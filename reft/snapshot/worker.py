@@ -826,7 +826,7 @@ class SnapshotWorker:
 
     def _unmap(self) -> None:
         """Memory is given up next: nothing may keep an arena mapped then (P9)."""
-        self.copier.cache.clear()
+        self.copier.forget()
         if self.peer_optimizers is not None:
             self.peer_optimizers.forget()
 

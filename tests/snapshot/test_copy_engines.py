@@ -194,7 +194,6 @@ def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None
         engine.copy([(live, memory)])
     engine.mark()  # for what may be draining
     engine.begin()
-    old = engine.mark()
     with pytest.raises(CopyOrderError, match="was not fenced"):
         engine.begin()
     engine.fence()
@@ -202,8 +201,6 @@ def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None
     with pytest.raises(CopyOrderError, match="no version is open"):
         engine.copy([(live, memory)])
     engine.begin()
-    with pytest.raises(CopyOrderError, match="mark is of version 1, version 2 is open"):
-        engine.copy([(live, memory)], after=old)
     assert torch.all(memory == 0xEE)
     engine.copy([(live, memory)])
     engine.synchronize()  # before the fence: all was copied early

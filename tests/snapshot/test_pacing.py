@@ -71,7 +71,7 @@ class Clock:
         self.now, self.asynchronous = 0.0, asynchronous
 
     def mark(self) -> Mark:
-        return Mark(0)
+        return Mark()
 
     def stamp(self) -> float:
         return self.now

@@ -216,31 +216,6 @@ def _in_order(image: SectionImage, at: int, pieces: CheckedPieces, part: torch.T
         yield _hashed_only(part[end:])
 
 
-class ChunkCache:
-    """The chunks of each arena, cut again when images, layout or arena change. ``chunk_bytes``: most bytes of
-    a chunk."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self.chunk_bytes = chunk_bytes
-        self._known: dict[int, tuple[Filling, LiveImages, tuple[Chunk, ...]]] = {}  # of each slot's first one
-
-    def chunks(self, images: LiveImages, filling: Filling) -> tuple[Chunk, ...]:
-        """The chunks of the version that ``filling`` begins."""
-        known = self._known.get(filling.slot)
-        if known is not None:
-            first, seen, chunks = known
-            if first.arena is filling.arena and first.layout is filling.layout and seen is images:
-                filling.scanned = first.scanned
-                return chunks
-        chunks = cut_chunks(images, filling, self.chunk_bytes)
-        self._known[filling.slot] = (filling, images, chunks)
-        return chunks
-
-    def clear(self) -> None:
-        """Let go of the arenas: what is replaced must not stay mapped (P9)."""
-        self._known.clear()
-
-
 TURNS = 61
 """Versions after which every block was compared once by turns."""
 _COLUMNS = 64  # sums of a block, so that what has moved within it is seen
@@ -453,8 +428,9 @@ class Copier:
     ) -> None:
         self.engine = engine
         self.staging, self.peers = staging, peers
-        least = engine.least_chunk_bytes if engine.asynchronous else 0
-        self.cache = ChunkCache(max(chunk_bytes, least))
+        self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
+        self._cut: dict[int, tuple[Filling, LiveImages, tuple[Chunk, ...]]] = {}
+        """The chunks of each slot's arena, with the first version that was copied there."""
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
         """Of the newest versions; whoever traces takes them away."""
         self.staged: Sequence[StagedChunk] = ()
@@ -481,8 +457,23 @@ class Copier:
     def close(self) -> None:
         """Wait for copies in flight and let go of the arenas."""
         self.engine.close()
-        self.cache.clear()
+        self.forget()
         self.staged = ()
+
+    def forget(self) -> None:
+        """Let go of the arenas: what is replaced must not stay mapped (P9)."""
+        self._cut.clear()
+
+    def _chunks(self, images: LiveImages, filling: Filling) -> tuple[Chunk, ...]:
+        """Cut again when images, layout or arena have changed."""
+        if (known := self._cut.get(filling.slot)) is not None:
+            first, seen, chunks = known
+            if first.arena is filling.arena and first.layout is filling.layout and seen is images:
+                filling.scanned = first.scanned
+                return chunks
+        chunks = cut_chunks(images, filling, self._chunk_bytes)
+        self._cut[filling.slot] = filling, images, chunks
+        return chunks
 
     # -- worker thread -------------------------------------------------------------------------------
 
@@ -510,12 +501,14 @@ class Copier:
             What was copied when. Checksums of blocks that were hashed on the way are in ``filling``.
             What was staged is in :attr:`staged`; the version is whole after :meth:`drain`.
         """
-        chunks = self.cache.chunks(images, filling)
+        chunks = self._chunks(images, filling)
         self.staged, self._hasher = (), hashing_copier()
         self._fault, self._points = reach, _fault_points(chunks)
         if not chunks:
             reach(FaultPoint.DURING_COPY)
         stages = self._stages(chunks, may_stage)
+        queued: _Queued = []
+        records: list[ChunkRecord] = []
         if self.engine.asynchronous:
 
             def hand_over(batch: _Batch, mark: Mark | None) -> CopyTicket:
@@ -527,15 +520,12 @@ class Copier:
             queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
             if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
                 self._stage(chunks, count)
-            self._look(images, filling, gate)
-            handed_over()
-            self.engine.synchronize()
-            records = _settled(queued)
         else:
             records = self._copy(chunks, filling, gate, stages)
-            self._look(images, filling, gate)
-            handed_over()
-            self.engine.synchronize()
+        self._look(images, filling, gate)
+        handed_over()
+        self.engine.synchronize()
+        records += _settled(queued)
         self.records.extend(records)
         return records
 
@@ -548,7 +538,7 @@ class Copier:
                 self.engine.unregister(self.peers.memory)
             self.peers.memory = torch.zeros(count, dtype=torch.int64)
             self.engine.register(self.peers.memory)
-        for part in self.peers.parts(images, self.cache.chunk_bytes):
+        for part in self.peers.parts(images, self._chunk_bytes):
             if self.engine.asynchronous:
                 self.engine.copy((), encode=part)
                 continue
@@ -622,7 +612,7 @@ class Copier:
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
         """What is copied with one permit at most: chunks of one block, up to the next fault point."""
         stop, nbytes = first, 0
-        goes_on = permit.until is not None and self._at_once(chunks[first]) is not None
+        goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
         while nbytes < most:
             nbytes += chunks[stop].nbytes
@@ -642,7 +632,7 @@ class Copier:
         """Chunks of one block, hashed on the way; ``staged``: other sources of the one. Returns what was
         copied when, and how many of the chunks: fewer where training did not wait for them."""
         began = ended = time.perf_counter()
-        first, at_once = chunks[0], self._at_once(chunks[0])
+        first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
         try:
@@ -650,10 +640,10 @@ class Copier:
                 self.engine.drain(staged)
                 if hashes:
                     self._hasher.copy(ranges_of([first.stored]))
-            elif at_once is not None:
-                engine, cut = at_once
+            elif cut is not None:
+                assert isinstance(self.engine, CpuCopyEngine)
                 part = first.number, chunks[-1].number + 1
-                copied = engine.copy_hashed(cut, part, self._hasher, permit.until)
+                copied = self.engine.copy_hashed(cut, part, self._hasher, permit.until)
             else:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
@@ -668,13 +658,6 @@ class Copier:
         filling.traffic.to_host[first.kind] += nbytes
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
         return record, copied
-
-    def _at_once(self, chunk: Chunk) -> tuple[CpuCopyEngine, CutRanges] | None:
-        """What copies chunks of its block by one call, which may end between any two of them, if anything."""
-        engine, hashes = self.engine, chunk.section is not Section.GRADIENTS
-        if chunk.cut is None or not hashes or not isinstance(engine, CpuCopyEngine):
-            return None
-        return engine, chunk.cut
 
     def _queue(
         self,
@@ -717,6 +700,11 @@ class Copier:
         """Before a chunk, once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
+
+
+def _at_once(chunk: Chunk) -> CutRanges | None:
+    """Chunks of its block that are copied and hashed by one call, which may end between any two of them."""
+    return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:

@@ -284,7 +284,8 @@ class DeviceCopyEngine(CopyEngine):
         self._begun = event
 
     def mark(self) -> Mark:
-        return _DeviceMark(self._order.mark(), self.stamp())
+        self._order.check_not_closed("mark")
+        return _DeviceMark(self.stamp())
 
     def stamp(self) -> Any:
         event: Any = self._module.Event(enable_timing=True, blocking=True)
@@ -318,7 +319,7 @@ class DeviceCopyEngine(CopyEngine):
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
-        with self._order.copying(after) as version:
+        with self._order.copying() as version:
             self._vendor.enter(self.device)
             ticket = _DeviceTicket(self._module, views)
             with self._lock:

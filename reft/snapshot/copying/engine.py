@@ -74,9 +74,8 @@ before: nobody uses what it still copies, and its slot stays taken until it retu
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in the compute stream's time line, of one version. Made by :meth:`CopyEngine.mark`."""
+    """A point in the compute stream's time line. Made by :meth:`CopyEngine.mark`."""
 
-    version: int
     stamp: Any = None  # as of :meth:`CopyEngine.stamp`, where taking the mark took one
 
     def reached(self) -> bool:
@@ -107,7 +106,7 @@ class CopyEngine(ABC):
     asynchronous: bool  # whether `copy` returns before the bytes have arrived (while memory is pinned)
     # handing over takes the host as long as the link takes for about so many bytes: with smaller pieces or
     # calls the link idles between them
-    least_chunk_bytes: int
+    least_chunk_bytes = 0
 
     def __init__(self) -> None:
         self._order = CallOrder()
@@ -130,9 +129,9 @@ class CopyEngine(ABC):
         self._order.begin()
 
     def mark(self) -> Mark:
-        """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
-        open."""
-        return Mark(self._order.mark())
+        """This point of the compute stream, for ``after=...``."""
+        self._order.check_not_closed("mark")
+        return Mark()
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -158,8 +157,8 @@ class CopyEngine(ABC):
         Raises:
             CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory, or
                 sizes that differ. Nothing was copied.
-            CopyOrderError: no version is open (not begun, fenced, closed meanwhile), or the mark is
-                of another one. Nothing was copied, or (closed) the version is not whole.
+            CopyOrderError: no version is open (not begun, fenced, closed meanwhile). Nothing was copied, or
+                (closed) the version is not whole.
             RuntimeError: the device failed.
         """
 
@@ -182,7 +181,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a mark of any version; also while
+        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while
         no version is open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises
         RuntimeError: the device failed."""
 
@@ -305,14 +304,13 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
 class _Copying(AbstractContextManager[int]):
     """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
 
-    __slots__ = ("_after", "_order")
+    __slots__ = ("_order",)
 
-    def __init__(self, order: CallOrder, after: Mark | None) -> None:
+    def __init__(self, order: CallOrder) -> None:
         self._order = order
-        self._after = after
 
     def __enter__(self) -> int:
-        return self._order.enter(self._after)
+        return self._order.enter()
 
     def __exit__(self, *_: object) -> None:
         self._order.leave()
@@ -337,26 +335,16 @@ class CallOrder:
             self._open = True
             self._version += 1
 
-    def mark(self) -> int:
-        """The open version's number; 0 where none is open."""
-        self.check_not_closed("mark")
-        return self._version if self._open else 0
-
-    def copying(self, after: Mark | None) -> AbstractContextManager[int]:
+    def copying(self) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
-        return _Copying(self, after)
+        return _Copying(self)
 
-    def enter(self, after: Mark | None) -> int:
+    def enter(self) -> int:
         """A copy begins. Returns the version's number."""
         with self._changed:
             if not self._open:
                 state = "the engine is closed" if self.closed else "no version is open"
                 raise CopyOrderError(f"copy: {state}; expected it between begin() and fence()")
-            if after is not None and after.version != self._version:
-                raise CopyOrderError(
-                    f"copy: the mark is of version {after.version}, version {self._version} is open; "
-                    f"expected a mark taken since its begin()"
-                )
             self._active += 1
             return self._version
 
@@ -440,7 +428,6 @@ class CpuCopyEngine(CopyEngine):
 
     name = "cpu"
     asynchronous = False
-    least_chunk_bytes = 64 * 2**10
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -452,7 +439,7 @@ class CpuCopyEngine(CopyEngine):
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
         checked = _on_host(pieces)
-        with self._order.copying(after):
+        with self._order.copying():
             began = time.perf_counter()
             self._copy(checked)
             if encode is not None:
@@ -470,7 +457,7 @@ class CpuCopyEngine(CopyEngine):
         ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
         CopyOrderError: as in :meth:`copy`."""
         first, stop = chunks
-        with self._order.copying(None):
+        with self._order.copying():
             return hasher.copy_chunks(cut, first, stop, until)
 
     @property
@@ -490,7 +477,7 @@ class CpuCopyEngine(CopyEngine):
         staged = []
         for pieces, buffer, encode in parts:
             checked = _on_host(pieces)
-            with self._order.copying(None):
+            with self._order.copying():
                 encoded = _on_host(encode()) if encode is not None else ()
                 copy = partial(copy_on_host, closed=self._closed)
                 staged.append(into_buffer(chain(checked, encoded), buffer, copy))

@@ -813,12 +813,11 @@ class Pacer:
         return plan_schedule(
             sections,
             windows,
-            self.model.bandwidth,
+            self.model,
             step_secs=meter.step_secs,
             computing=list(_between(taken, meter.step_secs)),
             communicating=communicating,
             limits=self._limits_now(),
-            model=self.model,
             estimator=self._has.windows,
         )
 
