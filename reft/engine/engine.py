@@ -36,7 +36,7 @@ from reft.state.gradients import GradientCapture
 
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
-    from reft.engine.deepspeed_engine import Resizing
+    from reft.engine.layouts import Resizing
     from reft.engine.session import Session
 
 

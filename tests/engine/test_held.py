@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_patches.deepspeed import tell_of_attention
-from reft.engine.deepspeed_engine import Description, check_stages, same_on_stages, splits_of
+from reft.engine.layouts import check_stages, same_on_stages, splits_of, told_of
 from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
@@ -144,7 +144,7 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
     adapter: Any = Namespace(
         signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
     )
-    told = Description(Namespace(module=model), adapter).of_layout()
+    told = told_of(Namespace(module=model), adapter)
     assert isinstance(told, bytes if info == 3 else str)
     if info is None:
         assert told == "AttributeError: not initialized"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from reft.engine.deepspeed import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.engine.weave import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.schedule import StepTrace
 from tests.engine.ranks import run_ranks
 from tests.engine.weave_job import DUAL, SNAPSHOT_INSTRUCTIONS, STEPS, VARIANTS, GPipe
