@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
+from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
 
 _MOST_SAMPLERS = 8
 """Of one loader, each held by another."""

@@ -33,7 +33,7 @@ from reft.data.passes import (
     shard_class,
 )
 from reft.errors import ConfigError
-from reft.state.rng import restore_host_rng, restore_rng
+from reft.state.blob import restore_host_rng, restore_rng
 
 
 class Listener(Protocol):

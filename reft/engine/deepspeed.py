@@ -28,6 +28,7 @@ import torch
 
 from reft import integrations, log
 from reft.config import load_config, parse_block
+from reft.engine.checks.preflight import engine_findings
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.data import DataPosition
 from reft.engine.engine import ClientState, coordinate_of, flat_facts, shapes_of
@@ -42,11 +43,12 @@ from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
-from reft.state.adapters import adapter_for, why_not_loadable
+from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import SectionImage
 from reft.state.codec import encode
 from reft.state.fingerprint import Fact, facts_of_arguments
+from reft.state.supported import why_not_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +360,8 @@ class DeepSpeedEngine:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.name = type(engine).__name__
+        for finding in engine_findings(ds_config_of(engine)):
+            raise UnsupportedStateError(str(finding))
         self.adapter = adapter_for(engine)
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())

@@ -17,9 +17,8 @@ from reft.grid import Coordinate
 from reft.recover.relayout import WHOLE, Held, Layout, Parameter
 from reft.recover.sources import OwnedTensor, Piece, Resize, cut, padding
 from reft.state.adapters import StateAdapter
-from reft.state.blob import DecodedBlob
+from reft.state.blob import DecodedBlob, capture_rng
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec, end_to_end
-from reft.state.rng import capture_rng
 
 
 class Resizing:

@@ -11,12 +11,11 @@ import torch
 
 from reft.control.control import WorkerControl
 from reft.errors import ArenaError, TransferError
-from reft.grid import Topology
+from reft.grid import Section, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.stream import HashingCopier, Ranges, hashing_copier
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.protect.codes import pack_checksums
 from reft.snapshot.plan import GroupLayout, PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of

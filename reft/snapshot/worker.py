@@ -24,9 +24,8 @@ import torch
 from reft.config import FaultPoint, Variant
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
-from reft.grid import Topology
+from reft.grid import Section, Topology
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.request import Halt, SnapshotRequest, Votes, Watchers, WorkerOptions
 from reft.snapshot.committing.switching import SchemeSwitch

@@ -26,8 +26,8 @@ import reft
 from reft.data import loading, resumable
 from reft.data.passes import Pass, Position
 from reft.data.watch import Resuming, Watch
+from reft.state.blob import capture_rng, restore_host_rng
 from reft.state.codec import decode, encode
-from reft.state.rng import capture_rng, restore_host_rng
 from tests.data.life import seed
 
 SAMPLES, BATCH = 22, 4

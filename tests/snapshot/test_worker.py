@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint, Variant
+from reft.grid import STATE_SECTIONS, Section
 from reft.memory.arena import Arena, ArenaState, scan
 from reft.naming import Label
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import StagingArea
 from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine, Mark, Piece

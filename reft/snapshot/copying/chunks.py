@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reft.grid import ALIGNMENT_BYTES, BlockKey, Section
 from reft.memory.stream import EXPONENTS, CutRanges, Range, ranges_of
 from reft.protect.backend import backend_for, combine_ragged
-from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying.engine import CheckedPieces, Encode, Piece, host_bytes
 from reft.snapshot.filling import Filling

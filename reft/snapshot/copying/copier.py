@@ -16,8 +16,8 @@ import torch
 from reft.backoff import Backoff
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError, StagingMemoryError
+from reft.grid import Section, aligned
 from reft.memory.stream import CutRanges, HashingCopier, hashing_copier, ranges_of
-from reft.protect.blocks import Section, aligned
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.engine import (
     CheckedPieces,
