@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from reft.config import Variant
 from reft.device import VENDORS
-from reft.engine.session import Tracer
+from reft.engine.engine import Tracer
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
