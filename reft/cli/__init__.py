@@ -35,7 +35,9 @@ COMMANDS = {
     "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "use the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
-    "plan": Command("reft.cli.plan", "plan_command", "predict what a job's protection costs and survives"),
+    "plan": Command(
+        "reft.tools.planning.command", "plan_command", "predict what a job's protection costs and survives"
+    ),
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
     "profile": Command("reft.cli.profile", "main", "measure where the devices of a job wait", True),
     "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),

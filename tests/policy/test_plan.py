@@ -13,9 +13,9 @@ from rich.console import Console
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
-from reft.tools.planning.cluster import CLUSTERS, load_cluster
-from reft.tools.planning.display import show_plan
+from reft.tools.planning.command import show_plan
 from reft.tools.planning.job import Layouting, plan_job
+from reft.tools.planning.model import CLUSTERS, load_cluster
 from reft.tools.planning.plan import make_plan
 from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, gb, run, write
 
@@ -80,22 +80,23 @@ def test_a_plan_for_people() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "layouting", "wants"),
+    ("model", "cluster", "layouting", "block"),
     [
         ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
         ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
-        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
+        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_limit_bytes": 3 * 10**9}),
         ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
         ("6.7b", "h100", Layouting(4, 4, 256), {"tolerance": 2}),
     ],
     ids=str,
 )
 def test_a_plan_is_read_at_80_columns(
-    model: str, cluster: str, layouting: Layouting, wants: dict[str, Any]
+    model: str, cluster: str, layouting: Layouting, block: dict[str, Any]
 ) -> None:
     """Nothing is cut off, and a row of a table is one line."""
-    job = plan_job(json.loads(Path(BF16_ZERO1).read_text()), CLUSTERS[cluster], model, layouting)
-    plan = make_plan(job, **wants)
+    config = json.loads(Path(BF16_ZERO1).read_text())
+    job = plan_job(config | {"reft": config["reft"] | block}, CLUSTERS[cluster], model, layouting)
+    plan = make_plan(job)
     for columns in (80, 120):
         console = Console(width=columns, file=StringIO(), record=True)
         show_plan(job, plan, console)
@@ -278,8 +279,8 @@ def test_a_wrong_cluster_file_is_explained(tmp_path: Path, values: Any, says: st
         ([FP16, "--model", "1.3b", "--dp", "8", "--cluster", "h200"], "did you mean h100?"),
         ([FP16, *SMALL, "--protection", "prayer"], "found protection 'prayer'"),
         ([FP16, *SMALL, "--protection", "rs:8"], "needs at least 9 data-parallel members"),
-        ([FP16, *SMALL, "--protection", "naive:arc+aec"], "remove 'naive:'"),
-        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], "protection none+aor is not possible here"),
+        ([FP16, *SMALL, "--protection", "naive:arc+aec"], 'write "arc+aec"'),
+        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], 'write "arc+aor" or "aec+aor"'),
         ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
         ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
     ],

@@ -13,8 +13,8 @@ from benchmarks.simulator.schedules import one_f_one_b
 from reft import cli
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, ProfileResult, Spread
-from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job
+from reft.tools.planning.model import CLUSTERS
 from tests.policy.planning import FP16, QUICK, SMALL, run
 from tests.profile.simulated import run as run_steps
 

@@ -11,8 +11,7 @@ import pytest
 from examples.llama.model_config import load_model
 from reft.cli import EXIT_WELL, EXIT_WRONG_USE
 from reft.errors import ConfigError
-from reft.tools.planning.cluster import CLUSTERS
-from reft.tools.planning.model import SHAPES, PlannedShape, Training, load_shape, shape_of
+from reft.tools.planning.model import CLUSTERS, SHAPES, PlannedShape, Training, load_shape, shape_of
 from tests.commands import command
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
