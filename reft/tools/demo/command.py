@@ -9,33 +9,38 @@ import math
 import os
 import shutil
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 
 from reft.config import parse_block
-from reft.env import ENV_EVENTS
+from reft.env import ENV_CLUSTER, ENV_EVENTS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ConfigError
+from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
 from reft.node.history import describe_parts
 from reft.refusal import Parser
-from reft.tools.demo.nodes import Nodes
 
 EXIT_INTERRUPTED = 130
 LAYERS = 4  # Blocks of the model
 _MOST_SECS = 600.0  # of both runs
 _POLL_SECS = 0.01
+_KILL_SECS = 60.0
+_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 _END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
 _MOST_STEP_LINES = 40
 _LOG_LINES = 25
@@ -212,33 +217,29 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass
 class Life:
     """One life of the job, from the start of its trainers to their end, as their events tell of it."""
 
-    ranks: set[int] = field(default_factory=set)  # that are attached
-    tolerance: int | None = None
-    first: dict[int, float] = field(default_factory=dict)  # when each rank had made its first step
-    last_step: int = 0
-    restored: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
-    recovered: list[dict[str, Any]] = field(default_factory=list)
-    committed: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
-    counters: dict[int, dict[str, Any]] = field(default_factory=dict)  # the newest of every rank
+    def __init__(self) -> None:
+        self.newest = defaultdict[str, dict[int, dict[str, Any]]](dict)  # event, by kind and rank
+        self.steps = defaultdict[str, set[int]](set)  # that events of a kind name
+        self.first: dict[int, float] = {}  # when each rank had made its first step
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps["step"], default=0)
 
     @property
     def origin(self) -> dict[str, Any]:
         """Source, version and the slowest rank's seconds of the restore (``none`` if nothing had been
         committed); bytes by where they came from, all ranks together."""
-        first: dict[str, Any] = next(iter(self.restored.values()), {"source": "none", "version": 0})
+        restored = list(self.newest["restored"].values()) or [{"source": "none", "version": 0}]
         came = Counter[str]()
-        for fields in self.restored.values():
-            came.update(fields["bytes_from"])
-        secs = max((float(fields["secs"]) for fields in self.restored.values()), default=0.0)
+        for event in restored:
+            came.update(event.get("bytes_from", {}))
         return {
-            "source": first["source"],
-            "version": first["version"],
-            "load_secs": secs,
+            **{key: restored[0][key] for key in ("source", "version")},
+            "load_secs": max(float(event.get("secs", 0.0)) for event in restored),
             "bytes_from": dict(came),
         }
 
@@ -246,10 +247,11 @@ class Life:
         """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
         ``detection`` (until its launcher saw that a trainer had failed) and those of
         :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
-        seen = [fields for fields in self.recovered if fields["failed_unix_secs"] is not None]
+        recovered = self.newest["recovered"].values()
+        seen = [event for event in recovered if event["failed_unix_secs"] is not None]
         if not seen:
             return {}
-        last = max(seen, key=lambda fields: float(fields["time"]))
+        last = max(seen, key=lambda event: float(event["time"]))
         return {"detection": max(0.0, last["failed_unix_secs"] - failed_at), **last["secs"]}
 
 
@@ -365,34 +367,23 @@ class Job:
     def _take(self, event: dict[str, Any], number: int) -> None:
         life, kind, rank = self.lives.setdefault(number, Life()), event["event"], event["rank"]
         step = event.get("step", 0)
-        if kind == "attached":
-            life.ranks.add(rank)
-            life.tolerance = event["tolerance"]
-            if len(life.ranks) == self.nodes.count:
-                self._say(f"all ranks are attached, start {number}", "")
-        elif kind == "restored":
-            life.restored[rank] = event
-            if len(life.restored) == self.nodes.count:
-                from_ = life.origin
-                parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in from_["bytes_from"].items() if n)
-                said = f"state of step {from_['version']} restored from {from_['source']}"
-                self._say(f"{said} in {from_['load_secs']:.2f} s ({parts})", "bold magenta")
-        elif kind == "recovered":
-            life.recovered.append(event)
-        elif kind == "commit":
-            life.committed.add(step)
-        elif kind == "skip":
-            life.skipped.add(step)
+        life.newest[kind][rank] = event
+        life.steps[kind].add(step)
+        complete = len(life.newest[kind]) == self.nodes.count
+        if kind == "attached" and complete:
+            self._say(f"all ranks are attached, start {number}", "")
+        elif kind == "restored" and complete:
+            from_ = life.origin
+            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in from_["bytes_from"].items() if n)
+            said = f"state of step {from_['version']} restored from {from_['source']}"
+            self._say(f"{said} in {from_['load_secs']:.2f} s ({parts})", "bold magenta")
         elif kind == "step":
             life.first.setdefault(rank, event["time"])
-            life.last_step = max(life.last_step, step)
             if rank == 0 and (step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps):
-                committed = f"  snapshot {max(life.committed)}" if life.committed else ""
+                committed = f"  snapshot {max(life.steps['commit'])}" if life.steps["commit"] else ""
                 self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}{committed}", "")
             if "loss_hex" in event:
                 self.losses.setdefault(step, []).append(event["loss_hex"])
-        if "taken" in event:
-            life.counters[rank] = event
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -409,24 +400,20 @@ class Job:
             return [float.fromhex(losses[step][-1]) if step in losses else None for step in steps]
 
         lives = [self.lives[number] for number in sorted(self.lives)]
-        counters = [c for life in lives for c in life.counters.values()]
-        stalls = [c["stall_secs_median"] or 0.0 for c in counters]
+        attached = [event for life in lives for event in life.newest["attached"].values()]
         difference = loss_difference(self.losses, reference, self._steps)
         return {
             "steps": self._steps,
-            "tolerance": next((life.tolerance for life in lives if life.tolerance is not None), None),
+            "tolerance": attached[0]["tolerance"] if attached else None,
             "failures": [failure._asdict() for failure in self.failures],
             "recoveries": [self._recovery(*pair) for pair in pairwise(life for life in lives if life.first)],
             "losses": standing(self.losses),
             "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
-            # The restored state counts once more; bytes are those of the rank where they are most.
+            # The restored state counts once more.
             "snapshots": {
-                "committed": sum(len(life.committed) for life in lives),
-                "skipped": sum(len(life.skipped) for life in lives),
-                "bytes_per_rank": max((int(c["bytes_per_rank"]) for c in counters), default=0),
-                "sent_bytes": max((sum(c["traffic"]["sent"].values()) for c in counters), default=0),
-                "stall_secs_median": statistics.median(stalls) if stalls else None,
+                name: sum(len(life.steps[kind]) for life in lives)
+                for name, kind in (("committed", "commit"), ("skipped", "skip"))
             },
             "problem": problem,
             "good": problem is None and difference == 0.0,
@@ -481,13 +468,9 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             after += f" ({parts})"
         lost, load_secs = recovery["lost_steps"], recovery["load_secs"]
         console.print(Text(f"recovery: {resumed}, {lost} step(s) lost, loaded in {load_secs:.2f} s; {after}"))
-    s = report["snapshots"]
-    stall = "" if s["stall_secs_median"] is None else f", {s['stall_secs_median'] * 1e3:.1f} ms each"
+    versions = report["snapshots"]
     console.print(
-        f"snapshots: {s['committed']} committed, {s['skipped']} skipped{stall} of the training thread, "
-        f"{s['bytes_per_rank'] / 2**20:.1f} MiB per rank and version, of which it sends "
-        f"{s['sent_bytes'] / 2**20:.2f} to other nodes",
-        highlight=False,
+        f"snapshots: {versions['committed']} committed, {versions['skipped']} skipped", highlight=False
     )
     console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
 
@@ -513,3 +496,108 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+# -- nodes of this machine that can be lost: each is one ``reft launch`` with a memory directory of its own --
+
+
+@dataclass(frozen=True)
+class Node:
+    """A launcher and what it started; ``name``: ``node1``, and ``node1.2`` for its second replacement."""
+
+    name: str
+    memory_dir: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+class Nodes:
+    """``count`` nodes and the store in which they meet, running ``command``. A context manager: nothing of
+    them is left when it ends but their logs in ``directory``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        job_id: str,
+        count: int,
+        *,
+        directory: Path,
+        memory: Path,
+        env: Mapping[str, str],
+    ) -> None:
+        self.job_id, self.count = job_id, count
+        self.started: list[Node] = []
+        self.current: dict[int, Node] = {}
+        self._command, self._directory, self._memory, self._env = command, directory, memory, env
+        self._token = uuid.uuid4().hex
+
+    def __enter__(self) -> Nodes:
+        # In this process: a SIGKILL of it leaves no store behind.
+        self._store = RendezvousServer("127.0.0.1", 0)
+        for index in range(self.count):
+            self.start(index)
+        return self
+
+    def start(self, index: int) -> Node:
+        """Start the launcher of a node, or of its replacement if there was one before."""
+        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.started)
+        name = f"node{index}.{before}" if before else f"node{index}"
+        memory_dir = self._memory / name
+        arguments = [
+            *("-m", "reft.job.launch", "--nnodes", str(self.count), "--nproc-per-node", "1"),
+            *("--rdzv-endpoint", self._store.endpoint, "--rdzv-id", self.job_id, "--local-addr", "127.0.0.1"),
+            *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
+            *("--max-restarts", "0"),  # a lost node uses up none
+            *self._command,
+        ]
+        node = Node(name, memory_dir, self._directory / f"{name}.log", self._start(name, arguments))
+        self.started.append(node)
+        self.current[index] = node
+        return node
+
+    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Found also where reft is not installed but run from its sources.
+        source = str(Path(__file__).resolve().parents[3])
+        paths = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
+        own = {"PYTHONPATH": paths, ENV_CLUSTER: f"{self._token}:{name}"}
+        with (self._directory / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"OMP_NUM_THREADS": "1", **inherited, **self._env, **own},
+                start_new_session=True,
+            )
+
+    def lose(self, index: int) -> Node:
+        """A node dies as a host does: SIGKILL of every process of it, and its memory gone."""
+        node = self.current[index]
+        self._kill(f"{self._token}:{node.name}")
+        shutil.rmtree(node.memory_dir, ignore_errors=True)
+        return node
+
+    def __exit__(self, *_: object) -> None:
+        self._kill(f"{self._token}:")
+        self._store.close()
+
+    def _kill(self, mark: str) -> None:
+        """SIGKILL until nothing is left: first all stand still, so that none starts another."""
+        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        while (found := [*self._processes(mark)]) and time.monotonic() < deadline:
+            for process in found:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
+            number = signal.SIGKILL
+
+    def _processes(self, mark: str) -> Iterator[psutil.Process]:
+        for node in self.started:
+            node.process.poll()  # no zombie counts
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                found = process.environ().get(ENV_CLUSTER, "")
+                same = found == mark if not mark.endswith(":") else found.startswith(mark)
+                if same and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
