@@ -39,7 +39,7 @@ COMMANDS = {
         "reft.tools.planning.command", "plan_command", "predict what a job's protection costs and survives"
     ),
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
-    "profile": Command("reft.cli.profile", "main", "measure where the devices of a job wait", True),
+    "profile": Command("reft.tools.profile", "main", "measure where the devices of a job wait", True),
     "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),
     "demo": Command(
         "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True

@@ -12,7 +12,7 @@ when both sides are there, so of a call [b, e] whose partner began at r
 The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver is
 there), unless one of its kind ended before its receiver came: such sends are buffered and wait for
 nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the alignment of
-the clocks (:mod:`reft.profile.traces`); shorter waits count as transfer.
+the clocks (:mod:`reft.profile.profiler`); shorter waits count as transfer.
 
 **The fastest observation**, where no partner is known, or the clocks are aligned worse than a transfer
 lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
@@ -27,9 +27,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,7 +50,6 @@ from reft.profile.result import (
     StepTimeline,
     activity_of,
 )
-from reft.profile.traces import RankTraces
 from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
 
 _LEAST_STEPS = 5
@@ -61,6 +61,66 @@ LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
 
 Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the sum.
+    Ranks of equal ``clock`` read the same one; between them there is no error."""
+
+    secs: float = 0.0
+    error_secs: float = 0.0
+    clock: int = 0
+
+    def error_to(self, other: ClockOffset) -> float:
+        """Bound of the error when a time of this rank is compared with one of another's."""
+        return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
+
+    def until(self, after: ClockOffset) -> ClockOffset:
+        """The offset in the middle of two measurements, with the drift as part of the error."""
+        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
+        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraces:
+    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes that it
+    copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls` were kept."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    offset: ClockOffset
+    snapshot_bytes: int
+    complete: bool
+    traces: tuple[StepTrace, ...]
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Ranks of equal (dp, tp) pass activations to each other."""
+        return self.dp, self.tp
+
+    def aligned(self, steps: Sequence[int]) -> RankTraces:
+        """These steps alone, on the clock of rank 0."""
+
+        def moved(record: Any, **parts: Any) -> Any:
+            begin, end = record.begin_secs + self.offset.secs, record.end_secs + self.offset.secs
+            return replace(record, begin_secs=begin, end_secs=end, **parts)
+
+        by_step = {trace.step: trace for trace in self.traces}
+        traces = tuple(
+            moved(t, instructions=tuple(map(moved, t.instructions)), chunks=tuple(map(moved, t.chunks)))
+            for t in (by_step[step] for step in steps)
+        )
+        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
+
+
+def only_group_calls(trace: StepTrace) -> StepTrace:
+    """What the ranks of one pipeline need to know of another one."""
+    group = (Activity.REDUCE, Activity.OPTIMIZER)
+    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
+    return replace(trace, instructions=kept, chunks=())
 
 
 class _Step(NamedTuple):

@@ -2,6 +2,9 @@
 
 Nothing is sent, waited for or written within a measured step. All ranks end at the same step, one after
 the last that is measured: a device may report the copies of a step a step later.
+
+Messages are msgpack under the job's secret, never pickle (P11). Only some pipelines are sent in full: of the
+others rank 0 needs to know when they met in reductions.
 """
 
 from __future__ import annotations
@@ -11,24 +14,29 @@ import os
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from reft.config import ProfileConfig
-from reft.device import vendor_at_hand
+from reft.control.collectives import allgather_bytes, network_errors
+from reft.control.wire import authenticate, check_authentic
+from reft.device import Vendor, vendor_at_hand
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
-from reft.profile import traces as wire
-from reft.profile.analysis import analyse
-from reft.profile.clock import DeviceClock, Mark
-from reft.profile.result import PROFILE_FILE, ProfileResult
-from reft.snapshot.schedule import StepTrace
+from reft.naming import kernel_id
+from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
+from reft.profile.result import PROFILE_FILE, ProfileError, ProfileResult
+from reft.snapshot.schedule import ChunkRecord, StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,11 @@ _DRAW_SECS = 120.0
 _MOST_CHARACTERS = 400
 _TAKEN = ".taken-"
 _PROBE_BYTES = 32 * 2**20
+_ROUNDS = 20
+_PURPOSE = b"reft-profile-1"
+_ANCHORS = 5
+
+Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
 Marks = Sequence[tuple[Mark, Mark]]
 """Begin and end of each instruction of a step by the device's clock; empty: traces hold host times."""
@@ -60,7 +73,7 @@ class Profiler:
         self._job_id, self._at, self._degrees, self._secret = job_id, at, degrees, secret
         self._snapshot_bytes = snapshot_bytes
         self._group = dist.new_group(backend="gloo")
-        self._offsets = wire.measure_offsets(self._group, wire.clock_id())
+        self._offsets = measure_offsets(self._group, clock_id())
         self._first_step: int | None = None
         self._steps: list[tuple[StepTrace, Marks]] = []
         self.measuring = True  # whether traces are still wanted
@@ -91,8 +104,8 @@ class Profiler:
 
     def _finish(self) -> None:
         mine = self._mine()
-        after = wire.measure_offsets(self._group, wire.clock_id())
-        gathered = wire.gather(mine, self._secret, self._group)
+        after = measure_offsets(self._group, clock_id())
+        gathered = gather(mine, self._secret, self._group)
         try:
             if gathered is not None:
                 ranks = [
@@ -114,16 +127,16 @@ class Profiler:
             dist.barrier(self._group)
         note_taken(self._config.dir, dist.get_rank())
 
-    def _mine(self) -> wire.RankTraces:
+    def _mine(self) -> RankTraces:
         at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
-        traces = wire.assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
-        return wire.RankTraces(
+        traces = assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
+        return RankTraces(
             *(dist.get_rank(), at.pp, at.dp, at.tp),
-            offset=wire.ClockOffset(),
+            offset=ClockOffset(),
             snapshot_bytes=self._snapshot_bytes(),
             complete=complete,
-            traces=traces if complete else tuple(map(wire.only_group_calls, traces)),
+            traces=traces if complete else tuple(map(only_group_calls, traces)),
         )
 
 
@@ -191,3 +204,160 @@ def write(result: ProfileResult, folder: Path) -> None:
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )
+
+
+# -- to rank 0 ------------------------------------------------------------------------------------------
+
+
+def gather(mine: RankTraces, secret: bytes, group: dist.ProcessGroup) -> list[RankTraces] | None:
+    """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective."""
+    messages = allgather_bytes(authenticate(encode(mine), secret, _PURPOSE), group)
+    if dist.get_rank(group) != 0:
+        return None
+    return [decode(check_authentic(message, secret, _PURPOSE)) for message in messages]
+
+
+def encode(rank: RankTraces) -> bytes:
+    """Traces of a rank as msgpack; times stay exact."""
+    packed: bytes = msgpack.packb(asdict(rank))
+    return packed
+
+
+def decode(data: bytes) -> RankTraces:
+    """The inverse of :func:`encode`; a ProfileError where the bytes are something else."""
+    try:
+        return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProfileError(f"a rank sent traces that cannot be read: {error}") from error
+
+
+def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+    """All but the last trace, with every chunk in the step during which it was copied.
+
+    A device reports its copies late: they may come with the trace of the step after.
+    """
+    begins = [trace.begin_secs for trace in traces]
+    chunks: list[list[ChunkRecord]] = [[] for _ in traces]
+    for chunk in (chunk for trace in traces for chunk in trace.chunks):
+        number = bisect_right(begins, chunk.begin_secs) - 1
+        if number >= 0:
+            chunks[number].append(chunk)
+    return tuple(
+        replace(trace, chunks=tuple(sorted(mine, key=lambda c: c.begin_secs)))
+        for trace, mine in zip(traces[:-1], chunks[:-1], strict=True)
+    )
+
+
+# -- clocks -----------------------------------------------------------------------------------------------
+#
+# ``perf_counter`` has another zero on every host. Rank 0 asks one process of each host for its time and
+# halves the round trip (Cristian's method): with the request sent at t0, answered at t, received at t1,
+#
+#     offset = (t0 + t1) / 2 - t,    |error| <= (t1 - t0) / 2,
+#
+# whatever the two ways take each. Of many rounds the shortest counts. Clocks drift (parts per million), so
+# this is done before and after the profiled steps.
+
+
+def clock_id() -> str:
+    """Equal on processes that read the same clock: one boot of a host, one time namespace."""
+    try:
+        return f"{kernel_id()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"process {os.getpid()} {time.time_ns()}"
+
+
+def measure_offsets(group: dist.ProcessGroup, my_clock: str) -> list[ClockOffset]:
+    """What turns the clock of each rank into that of group rank 0, in rank order, on group rank 0; elsewhere
+    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank."""
+    clocks = [text.decode() for text in allgather_bytes(my_clock.encode(), group)]
+    me, zero = dist.get_rank(group), dist.get_global_rank(group, 0)
+    known = {clocks[0]: ClockOffset()}
+    answer = torch.zeros(1, dtype=torch.float64)
+    with network_errors("the alignment of clocks"):
+        for peer, clock in enumerate(clocks):
+            if clock in known:
+                continue
+            known[clock] = ClockOffset(clock=len(known))
+            rounds = []
+            for _ in range(_ROUNDS):
+                if me == 0:
+                    to, asked = dist.get_global_rank(group, peer), time.perf_counter()
+                    dist.send(torch.zeros(1), to, group=group)
+                    dist.recv(answer, to, group=group)
+                    rounds.append((asked, float(answer), time.perf_counter()))
+                elif me == peer:
+                    dist.recv(torch.zeros(1), zero, group=group)
+                    dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), zero, group=group)
+            if rounds:
+                known[clock] = estimate(rounds, known[clock].clock)
+    return [known[clock] for clock in clocks]
+
+
+def estimate(rounds: Sequence[tuple[float, float, float]], clock: int = 0) -> ClockOffset:
+    """The offset of a peer's clock from rounds (asked, answered, received); the shortest decides."""
+    asked, answered, received = min(rounds, key=lambda r: r[2] - r[0])
+    return ClockOffset((asked + received) / 2 - answered, (received - asked) / 2, clock)
+
+
+_Anchor = tuple[float, float, Any]  # error of its time, its time in seconds, and the event
+
+
+class DeviceClock:
+    """The device's clock for the instructions of a step, without synchronisation.
+
+    On a CPU an instruction is over when its call returns. On CUDA and ROCm the call only queues work; what
+    counts is when the device gets there. An event is recorded on the current stream at each mark, and turned
+    into host seconds after the profiled steps, when they have all completed:
+
+        t = anchor_secs - elapsed(event, anchor event)
+
+    The anchor is an event whose host time is known, because the host waited for it; that wait happens outside
+    of the steps that are measured. Two anchors, before and after, bound the drift between the two clocks.
+    Adding events costs about a microsecond of host time each and nothing on the device; the host never waits.
+    """
+
+    def __init__(self, vendor: Vendor) -> None:
+        self._module = vendor.module
+        self._free: list[Any] = []
+        self._anchor: _Anchor | None = None
+        self.error_secs = 0.0
+        """Of the last resolution: half the wait for its anchor, and the drift since the first one."""
+
+    def begin(self) -> None:
+        """Before the first mark of a profile; waits for the device."""
+        self._anchor = self._take_anchor()
+
+    def mark(self) -> Mark:
+        """Now, as the compute stream sees it. Never waits."""
+        event = self._free.pop() if self._free else self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, marks: Sequence[Mark]) -> list[float]:
+        """``time.perf_counter()`` seconds of marks of completed steps; waits for the device."""
+        if not marks:
+            return []
+        first, (self.error_secs, last_secs, last) = self._anchor, self._take_anchor()
+        if first is not None:
+            passed = float(first[2].elapsed_time(last)) / 1e3
+            self.error_secs += abs(last_secs - first[1] - passed)
+        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only, so
+        # that one long stretch to the anchor is followed by short ones within the step.
+        origin = last_secs - float(marks[0].elapsed_time(last)) / 1e3
+        times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
+        self._free.extend(marks)
+        return times
+
+    def _take_anchor(self) -> _Anchor:
+        """Of a few, the one with the shortest wait is the most exact."""
+        self._module.synchronize()
+        anchors = []
+        for _ in range(_ANCHORS):
+            event = self._module.Event(enable_timing=True)
+            asked = time.perf_counter()
+            event.record()
+            event.synchronize()
+            reached = time.perf_counter()
+            anchors.append(((reached - asked) / 2, (asked + reached) / 2, event))
+        return min(anchors, key=lambda anchor: anchor[0])

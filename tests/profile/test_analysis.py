@@ -18,9 +18,9 @@ from benchmarks.simulator.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.profile.analysis import analyse
+from reft.profile.analysis import RankTraces, analyse, only_group_calls
+from reft.profile.profiler import decode, encode
 from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
-from reft.profile.traces import RankTraces, decode, encode, only_group_calls
 from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, StepTrace, WindowKind
 from tests.profile.simulated import (
     BACKWARD,

@@ -20,8 +20,8 @@ from reft.device import VENDORS
 from reft.engine.deepspeed import Weaver
 from reft.engine.session import Tracer
 from reft.node.progress import ProgressPage
-from reft.profile.clock import DeviceClock
-from reft.profile.traces import ClockOffset, assign_chunks, estimate
+from reft.profile.analysis import ClockOffset
+from reft.profile.profiler import DeviceClock, assign_chunks, estimate
 from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated

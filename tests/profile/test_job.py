@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from examples.llama import PRETRAIN
+from reft.profile.analysis import ClockOffset, RankTraces
+from reft.profile.profiler import gather, measure_offsets
 from reft.profile.result import Activity, ProfileResult
-from reft.profile.traces import ClockOffset, RankTraces, gather, measure_offsets
 from reft.snapshot.schedule import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
