@@ -30,24 +30,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from reft.profile.result import (
     Activity,
     Beside,
-    ChunkSlice,
     MeasuredWindow,
     Method,
     ProfileError,
     ProfileResult,
-    RankTimeline,
+    RankStep,
     Segment,
     SnapshotUse,
     Spread,
     StageProfile,
-    StepTimeline,
     activity_of,
 )
 from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
@@ -101,11 +99,12 @@ class RankTraces:
         """Ranks of equal (dp, tp) pass activations to each other."""
         return self.dp, self.tp
 
-    def aligned(self, steps: Sequence[int]) -> RankTraces:
-        """These steps alone, on the clock of rank 0."""
+    def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
+        """These steps alone, on the clock of rank 0, from ``origin_secs`` on."""
+        ahead = self.offset.secs - origin_secs
 
         def moved(record: Any, **parts: Any) -> Any:
-            begin, end = record.begin_secs + self.offset.secs, record.end_secs + self.offset.secs
+            begin, end = (round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs))
             return replace(record, begin_secs=begin, end_secs=end, **parts)
 
         by_step = {trace.step: trace for trace in self.traces}
@@ -121,18 +120,6 @@ def only_group_calls(trace: StepTrace) -> StepTrace:
     group = (Activity.REDUCE, Activity.OPTIMIZER)
     kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
     return replace(trace, instructions=kept, chunks=())
-
-
-class _Step(NamedTuple):
-    """One step of one rank, cut into segments: ``origin_secs`` is the begin of the first instruction."""
-
-    trace: StepTrace
-    origin_secs: float
-    step_secs: float
-    segments: tuple[Segment, ...]
-
-    def secs_of(self, activity: Activity) -> float:
-        return sum(s.secs for s in self.segments if s.activity is activity)
 
 
 def analyse(
@@ -155,7 +142,8 @@ def analyse(
             f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. Profile more "
             f"steps"
         )
-    aligned = [rank.aligned(steps) for rank in ranks]
+    origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
+    aligned = [rank.aligned(steps, origin) for rank in ranks]
     ready, matched_share = _find_waits(aligned)
     # Of copies that had the device to themselves, if there were any; else of all; else as measured.
     bandwidth = bandwidth_bytes_per_sec
@@ -191,7 +179,7 @@ def analyse(
             _stage(pp, by_stage[pp], [s for r in by_stage[pp] for s in cut[r.rank]], bandwidth)
             for pp in sorted(by_stage)
         ),
-        timelines=_timelines(complete, cut),
+        timelines=tuple(ranks[number] for number in range(len(steps)) for ranks in cut.values()),
     )
 
 
@@ -373,14 +361,23 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
 # -- segments -----------------------------------------------------------------------------------------
 
 
-def _cut(rank: RankTraces, ready: Ready) -> Iterator[_Step]:
-    """A step lasts to the begin of the next; where that was not traced, to its end."""
+def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
         end = after.begin_secs if after is not None and after.step == trace.step + 1 else trace.end_secs
-        origin = trace.instructions[0].begin_secs if trace.instructions else trace.begin_secs
         waits = [ready.get((rank.rank, number, i)) for i in range(len(trace.instructions))]
-        yield _Step(trace, origin, end - trace.begin_secs, tuple(_segments(trace, waits)))
+        yield RankStep(
+            step=trace.step,
+            rank=rank.rank,
+            stage_id=rank.pp,
+            begin_secs=trace.begin_secs,
+            end_secs=trace.end_secs,
+            instructions=(),
+            chunks=trace.chunks,
+            fence_secs=trace.fence_secs,
+            step_secs=end - trace.begin_secs,
+            segments=tuple(_segments(trace, waits)),
+        )
 
 
 def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
@@ -439,13 +436,16 @@ def _is_usable(name: str) -> bool:
 
 
 def _windows(
-    stream: Sequence[InstructionRecord], steps: Sequence[_Step], bandwidth: float | None
+    stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
     """Idle intervals that recur in every step, in the order of the stage's instructions."""
     kind_of = _kinds(stream)
     least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
     waits = [{s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps]
-    first = [{s.position: s.begin_secs - step.origin_secs for s in step.segments[::-1]} for step in steps]
+    first = [
+        {s.position: s.begin_secs - step.segments[0].begin_secs for s in step.segments[::-1]}
+        for step in steps
+    ]
     for record in stream:
         lengths = [wait.get(record.position, 0.0) for wait in waits]
         length = Spread.of(lengths)
@@ -465,11 +465,11 @@ def _windows(
         )
 
 
-# -- stages and timelines ---------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------
 
 
 def _stage(
-    stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[_Step], bandwidth: float | None
+    stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[RankStep], bandwidth: float | None
 ) -> StageProfile:
     sums = {activity: [step.secs_of(activity) for step in steps] for activity in Activity}
     waits = [[s for s in step.segments if s.activity is Activity.WAIT] for step in steps]
@@ -495,11 +495,11 @@ _PLACES = {
 }
 
 
-def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
+def _snapshots(steps: Sequence[RankStep]) -> SnapshotUse:
     nbytes: dict[int, float] = defaultdict(float)
     beside = dict.fromkeys(Beside, 0.0)
     for step in steps:
-        for chunk in step.trace.chunks:
+        for chunk in step.chunks:
             nbytes[chunk.tier] += chunk.nbytes
             left = chunk.end_secs - chunk.begin_secs
             for segment in step.segments:
@@ -511,35 +511,6 @@ def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
     return SnapshotUse(
         bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
         secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
-        fence_secs=Spread.of(step.trace.fence_secs for step in steps),
+        fence_secs=Spread.of(step.fence_secs for step in steps),
         capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
-    )
-
-
-def _timelines(ranks: Sequence[RankTraces], cut: dict[int, list[_Step]]) -> tuple[StepTimeline, ...]:
-    origin = min(rank.traces[0].begin_secs for rank in ranks)
-
-    def at(secs: float) -> float:
-        return round(secs - origin, _DIGITS)
-
-    def timeline(rank: RankTraces, step: _Step) -> RankTimeline:
-        trace = step.trace
-        return RankTimeline(
-            rank=rank.rank,
-            stage_id=rank.pp,
-            begin_secs=at(trace.begin_secs),
-            end_secs=at(trace.end_secs),
-            fence_secs=trace.fence_secs,
-            segments=tuple(
-                s._replace(begin_secs=at(s.begin_secs), end_secs=at(s.end_secs)) for s in step.segments
-            ),
-            chunks=tuple(
-                ChunkSlice(at(c.begin_secs), at(c.end_secs), c.tier, c.nbytes, c.section)
-                for c in trace.chunks
-            ),
-        )
-
-    return tuple(
-        StepTimeline(step, tuple(timeline(rank, cut[rank.rank][number]) for rank in ranks))
-        for number, step in enumerate(t.step for t in ranks[0].traces)
     )

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from reft.profile.result import (
     MeasuredWindow,
     ProfileError,
     ProfileResult,
-    RankTimeline,
+    RankStep,
     Spread,
     StageProfile,
 )
@@ -354,7 +355,7 @@ def write_trace(result: ProfileResult, path: Path) -> None:
 
 def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
     """Names of processes and tracks first, then by step and rank."""
-    for rank in result.timelines[0].ranks if result.timelines else ():
+    for rank in result.timeline():
         for what, track, args in (
             ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
             ("process_sort_index", 0, {"sort_index": rank.stage_id}),
@@ -363,29 +364,28 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
             ("thread_name", _SNAPSHOTS, {"name": "snapshot"}),
         ):
             yield {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": args}
-    for timeline in result.timelines:
-        for rank in timeline.ranks:
-            yield _slice(rank, _STEPS, f"step {timeline.step}", (rank.begin_secs, rank.end_secs), "step")
-            for segment in rank.segments:
-                between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
-                facts = {"position": segment.position, "micro_batch": segment.micro_batch}
-                name = segment.name
-                if segment.activity in (Activity.WAIT, Activity.FENCE):
-                    name = f"{segment.activity.value} in {name}"
-                elif segment.activity is Activity.CAPTURE:
-                    name = "begin of a snapshot"
-                yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
-            at = rank.begin_secs
-            for chunk in sorted(rank.chunks):
-                # Chunks of different streams may overlap; on one track they must not.
-                at = max(at, chunk.begin_secs)
-                name, facts = f"tier {chunk.tier}" if chunk.tier else "at the fence", chunk._asdict()
-                yield _slice(rank, _SNAPSHOTS, name, (at, max(at, chunk.end_secs)), "snapshot", **facts)
-                at = max(at, chunk.end_secs)
+    for rank in result.timelines:
+        yield _slice(rank, _STEPS, f"step {rank.step}", (rank.begin_secs, rank.end_secs), "step")
+        for segment in rank.segments:
+            between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
+            facts = {"position": segment.position, "micro_batch": segment.micro_batch}
+            name = segment.name
+            if segment.activity in (Activity.WAIT, Activity.FENCE):
+                name = f"{segment.activity.value} in {name}"
+            elif segment.activity is Activity.CAPTURE:
+                name = "begin of a snapshot"
+            yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
+        at = rank.begin_secs
+        for chunk in sorted(rank.chunks, key=lambda chunk: chunk.begin_secs):
+            # Chunks of different streams may overlap; on one track they must not.
+            at = max(at, chunk.begin_secs)
+            name, until = f"tier {chunk.tier}" if chunk.tier else "at the fence", max(at, chunk.end_secs)
+            yield _slice(rank, _SNAPSHOTS, name, (at, until), "snapshot", **asdict(chunk))
+            at = until
 
 
 def _slice(
-    rank: RankTimeline, track: int, name: str, between: tuple[float, float], category: str, **args: Any
+    rank: RankStep, track: int, name: str, between: tuple[float, float], category: str, **args: Any
 ) -> dict[str, Any]:
     # Whole nanoseconds: sums of rounded microseconds could overlap.
     start, stop = (round(secs * 1e9) for secs in between)
@@ -424,12 +424,12 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     """Draw one step into a file; its suffix chooses the format (png, svg, pdf). ``result``: the profile.
     ``path``: file to write. ``step``: global step; by default the one whose length is nearest to the
     median."""
-    by_step = {timeline.step: timeline for timeline in result.timelines}
-    timeline = result.median_timeline() if step is None else by_step.get(step)
-    if timeline is None:
+    timeline = result.timeline(step)
+    if not timeline:
         raise ConfigError(f"step {step} was not profiled; the profile has steps {list(result.steps)}")
+    begin, end = min(rank.begin_secs for rank in timeline), max(rank.end_secs for rank in timeline)
     # Of each stage the rank of the first pipeline that was gathered.
-    rows = [*{rank.stage_id: rank for rank in reversed(timeline.ranks)}.values()]
+    rows = [*{rank.stage_id: rank for rank in reversed(timeline)}.values()]
     rows.sort(key=lambda row: row.stage_id)
     figure = new_figure(13.0, 2.5 + 0.72 * max(2, len(rows)), dpi=150)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
@@ -438,13 +438,11 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     for number, row in enumerate(rows):
         axes.axhspan(number - 0.42, number + 0.42, color="#f6f7f9", zorder=0, linewidth=0)
         # Stages begin and end a step at different times: the steps before and after are shown too.
-        for near in (by_step.get(timeline.step - 1), by_step.get(timeline.step + 1)):
-            for rank in near.ranks if near is not None else ():
-                if rank.rank == row.rank:
-                    _draw_row(axes, number, rank, timeline.begin_secs, _FADED)
-        _draw_row(axes, number, row, timeline.begin_secs)
+        for near in result.timelines:
+            if near.rank == row.rank and abs(near.step - row.step) <= 1:
+                _draw_row(axes, number, near, begin, 1.0 if near.step == row.step else _FADED)
         _label_row(axes, number, stages[row.stage_id])
-    axes.set_xlim(0.0, (timeline.end_secs - timeline.begin_secs) * 1e3)
+    axes.set_xlim(0.0, (end - begin) * 1e3)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_yticks(range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK)
     axes.tick_params(axis="y", length=0)
@@ -456,8 +454,8 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     pp, dp, tp = result.degrees
     idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
     facts = (
-        f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {timeline.step}, "
-        f"{milliseconds(timeline.end_secs - timeline.begin_secs)}   ·   idle {percent(idle)} of the step"
+        f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {rows[0].step}, "
+        f"{milliseconds(end - begin)}   ·   idle {percent(idle)} of the step"
     )
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
@@ -468,7 +466,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     save_figure(figure, path)
 
 
-def _draw_row(axes: Any, number: int, row: RankTimeline, origin: float, alpha: float = 1.0) -> None:
+def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float) -> None:
     def bars(found: Sequence[Any], at: tuple[float, float], **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
@@ -519,7 +517,7 @@ def verdict(result: ProfileResult) -> str:
     return f"{beside}, {percent(computing)} during computation"
 
 
-def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
+def _legend(figure: Any, rows: Sequence[RankStep]) -> None:
     from matplotlib.patches import Patch
 
     seen = {segment.activity for row in rows for segment in row.segments}

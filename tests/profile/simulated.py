@@ -104,9 +104,8 @@ def with_chunks(
 
 def found_idle(result: ProfileResult) -> Idle:
     return {
-        (rank.stage_id, timeline.step, s.position): s.secs
-        for timeline in result.timelines
-        for rank in timeline.ranks
+        (rank.stage_id, rank.step, s.position): s.secs
+        for rank in result.timelines
         for s in rank.segments
         if s.activity is Activity.WAIT
     }

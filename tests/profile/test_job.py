@@ -85,8 +85,7 @@ def waited_secs(result: ProfileResult, stage_id: int, position: int) -> float:
     """In all measured steps together."""
     return sum(
         s.secs
-        for timeline in result.timelines
-        for rank in timeline.ranks
+        for rank in result.timelines
         for s in rank.segments
         if (rank.stage_id, s.position, s.activity) == (stage_id, position, Activity.WAIT)
     )
@@ -97,9 +96,8 @@ def test_snapshot_chunks_are_on_the_timeline(profiled):
         assert stage.snapshot_bytes > 0
         # Snapshots may be dropped on a busy machine, but not all of them.
         assert 0 < stage.snapshots.nbytes <= 1.01 * stage.snapshot_bytes
-    for timeline in profiled.result.timelines:
-        for rank in timeline.ranks:
-            assert all(rank.begin_secs <= c.begin_secs for c in rank.chunks)
+    for rank in profiled.result.timelines:
+        assert all(rank.begin_secs <= c.begin_secs for c in rank.chunks)
 
 
 def gather_traces(rank: int, port: int, folder: str) -> None:

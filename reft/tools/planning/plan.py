@@ -285,7 +285,7 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
             "the profile has no bandwidth into host memory; profile the job with snapshots, without "
             "--without-snapshots"
         )
-    ranks = {rank.stage_id: rank for rank in profile.median_timeline().ranks}
+    ranks = {rank.stage_id: rank for rank in profile.timeline()}
     stages = {
         stage.stage_id: StageWindows(
             windows=profile.windows(stage.stage_id),
