@@ -45,10 +45,10 @@ COMMANDS = {
         "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
     ),
     "status": Command("reft.cli.status", "status_command", "show the job from any node, once or live"),
-    "advise": Command("reft.cli.advise", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
+    "advise": Command("reft.cli.running", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
     "history": Command("reft.cli.status", "history_command", "show what failed, and from where it resumed"),
-    "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
-    "scale": Command("reft.cli.scale", "scale_command", "change the number of nodes of a running job"),
+    "protect": Command("reft.cli.running", "protect_command", "show or switch a running job's redundancy"),
+    "scale": Command("reft.cli.running", "scale_command", "change the number of nodes of a running job"),
     "inspect": Command("reft.cli.memory", "inspect_command", "show the versions in memory"),
     "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),
     "persist": Command("reft.cli.memory", "persist_command", "write the newest version in memory to disk"),
