@@ -158,7 +158,7 @@ class Tracer:
             job_id=session.job_id,
             at=session.coordinate,
             degrees=session.topology.degrees,
-            secret=session.memory.job_dir.secret,
+            control=session.control,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
 

@@ -3,8 +3,7 @@
 Nothing is sent, waited for or written within a measured step. All ranks end at the same step, one after
 the last that is measured: a device may report the copies of a step a step later.
 
-Messages are msgpack under the job's secret, never pickle (P11). Only some pipelines are sent in full: of the
-others rank 0 needs to know when they met in reductions.
+Only some pipelines are sent in full: of the others rank 0 needs to know when they met in reductions.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from typing import Any
 
 import msgpack
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from reft.config import ProfileConfig
-from reft.control.collectives import allgather_bytes, network_errors
-from reft.control.wire import authenticate, check_authentic
+from reft.control.control import ControlGroup
 from reft.device import Vendor, vendor_at_hand
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
@@ -45,11 +42,11 @@ _MOST_CHARACTERS = 400
 _TAKEN = ".taken-"
 _PROBE_BYTES = 32 * 2**20
 _ROUNDS = 20
-_PURPOSE = b"reft-profile-1"
 _ANCHORS = 5
 
 Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
+Span = tuple[float, float]  # begin and end by ``time.perf_counter``
 Marks = Sequence[tuple[Mark, Mark]]
 """Begin and end of each instruction of a step by the device's clock; empty: traces hold host times."""
 
@@ -66,14 +63,13 @@ class Profiler:
         job_id: str,
         at: Coordinate,
         degrees: Degrees,
-        secret: bytes,
+        control: ControlGroup,
         snapshot_bytes: Callable[[], int],
     ) -> None:
         self._config, self.clock = config, clock
-        self._job_id, self._at, self._degrees, self._secret = job_id, at, degrees, secret
+        self._job_id, self._at, self._degrees, self._control = job_id, at, degrees, control
         self._snapshot_bytes = snapshot_bytes
-        self._group = dist.new_group(backend="gloo")
-        self._offsets = measure_offsets(self._group, clock_id())
+        self._offsets = measure_offsets(control, clock_id())
         self._first_step: int | None = None
         self._steps: list[tuple[StepTrace, Marks]] = []
         self.measuring = True  # whether traces are still wanted
@@ -104,13 +100,13 @@ class Profiler:
 
     def _finish(self) -> None:
         mine = self._mine()
-        after = measure_offsets(self._group, clock_id())
-        gathered = gather(mine, self._secret, self._group)
+        after = measure_offsets(self._control, clock_id())
+        gathered = self._control.gather_bytes(encode(mine))
         try:
-            if gathered is not None:
+            if self._control.rank == 0:
                 ranks = [
                     replace(rank, offset=before.until(now))
-                    for rank, before, now in zip(gathered, self._offsets, after, strict=True)
+                    for rank, before, now in zip(map(decode, gathered), self._offsets, after, strict=True)
                 ]
                 degrees = self._degrees
                 result = analyse(
@@ -124,15 +120,15 @@ class Profiler:
                 write(result, self._config.dir)
         finally:
             # Nobody goes on to its end, which may take rank 0 along, before the files are there.
-            dist.barrier(self._group)
-        note_taken(self._config.dir, dist.get_rank())
+            self._control.any_of(False)
+        note_taken(self._config.dir, self._control.rank)
 
     def _mine(self) -> RankTraces:
         at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
         traces = assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
         return RankTraces(
-            *(dist.get_rank(), at.pp, at.dp, at.tp),
+            *(self._control.rank, at.pp, at.dp, at.tp),
             offset=ClockOffset(),
             snapshot_bytes=self._snapshot_bytes(),
             complete=complete,
@@ -206,15 +202,7 @@ def write(result: ProfileResult, folder: Path) -> None:
     )
 
 
-# -- to rank 0 ------------------------------------------------------------------------------------------
-
-
-def gather(mine: RankTraces, secret: bytes, group: dist.ProcessGroup) -> list[RankTraces] | None:
-    """Traces of all ranks, in rank order, on group rank 0; None elsewhere. Collective."""
-    messages = allgather_bytes(authenticate(encode(mine), secret, _PURPOSE), group)
-    if dist.get_rank(group) != 0:
-        return None
-    return [decode(check_authentic(message, secret, _PURPOSE)) for message in messages]
+# -- traces -----------------------------------------------------------------------------------------------
 
 
 def encode(rank: RankTraces) -> bytes:
@@ -250,13 +238,14 @@ def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
 
 # -- clocks -----------------------------------------------------------------------------------------------
 #
-# ``perf_counter`` has another zero on every host. Rank 0 asks one process of each host for its time and
-# halves the round trip (Cristian's method): with the request sent at t0, answered at t, received at t1,
+# ``perf_counter`` has another zero on every host. Rank 0 swaps bytes with one process of each host. What
+# either has received when its call ends was sent after the other's call began: with calls from t0 to t1 by
+# rank 0's clock and from s0 to s1 by the peer's,
 #
-#     offset = (t0 + t1) / 2 - t,    |error| <= (t1 - t0) / 2,
+#     t0 - s1 <= offset <= t1 - s0.
 #
-# whatever the two ways take each. Of many rounds the shortest counts. Clocks drift (parts per million), so
-# this is done before and after the profiled steps.
+# Of many calls the narrowest bounds count. Clocks drift (parts per million), so this is done before and after
+# the profiled steps.
 
 
 def clock_id() -> str:
@@ -267,37 +256,33 @@ def clock_id() -> str:
         return f"process {os.getpid()} {time.time_ns()}"
 
 
-def measure_offsets(group: dist.ProcessGroup, my_clock: str) -> list[ClockOffset]:
-    """What turns the clock of each rank into that of group rank 0, in rank order, on group rank 0; elsewhere
-    zeros. Collective; ``my_clock`` is :func:`clock_id` of this rank."""
-    clocks = [text.decode() for text in allgather_bytes(my_clock.encode(), group)]
-    me, zero = dist.get_rank(group), dist.get_global_rank(group, 0)
-    known = {clocks[0]: ClockOffset()}
-    answer = torch.zeros(1, dtype=torch.float64)
-    with network_errors("the alignment of clocks"):
-        for peer, clock in enumerate(clocks):
-            if clock in known:
-                continue
-            known[clock] = ClockOffset(clock=len(known))
-            rounds = []
-            for _ in range(_ROUNDS):
-                if me == 0:
-                    to, asked = dist.get_global_rank(group, peer), time.perf_counter()
-                    dist.send(torch.zeros(1), to, group=group)
-                    dist.recv(answer, to, group=group)
-                    rounds.append((asked, float(answer), time.perf_counter()))
-                elif me == peer:
-                    dist.recv(torch.zeros(1), zero, group=group)
-                    dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), zero, group=group)
-            if rounds:
-                known[clock] = estimate(rounds, known[clock].clock)
-    return [known[clock] for clock in clocks]
+def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
+    """What turns the clock of each rank into that of rank 0, in rank order. Collective; ``my_clock`` is
+    :func:`clock_id` of this rank."""
+    clocks = [text.decode() for text in control.gather_bytes(my_clock.encode())]
+    known = [*dict.fromkeys(clocks)]
+    peers = [clocks.index(clock) for clock in known[1:]]
+    calls: dict[int, list[Span]] = {peer: [] for peer in peers if control.rank in (0, peer)}
+    sent, received = torch.zeros(1), torch.zeros(1)
+    for peer, mine in calls.items():
+        other = peer if control.rank == 0 else 0
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            control.exchange({other: [sent]}, {other: [received]})
+            mine.append((began, time.perf_counter()))
+    told = [
+        msgpack.unpackb(data, strict_map_key=False) for data in control.gather_bytes(msgpack.packb(calls))
+    ]
+    found = [ClockOffset()]
+    found += [estimate(told[0][peer], told[peer][peer], n) for n, peer in enumerate(peers, 1)]
+    return [found[known.index(clock)] for clock in clocks]
 
 
-def estimate(rounds: Sequence[tuple[float, float, float]], clock: int = 0) -> ClockOffset:
-    """The offset of a peer's clock from rounds (asked, answered, received); the shortest decides."""
-    asked, answered, received = min(rounds, key=lambda r: r[2] - r[0])
-    return ClockOffset((asked + received) / 2 - answered, (received - asked) / 2, clock)
+def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> ClockOffset:
+    """The offset of a peer's clock from the begins and ends of calls in which both have swapped bytes."""
+    low = max(t0 - s1 for (t0, _), (_, s1) in zip(ours, theirs, strict=True))
+    high = min(t1 - s0 for (_, t1), (s0, _) in zip(ours, theirs, strict=True))
+    return ClockOffset((low + high) / 2, max(0.0, high - low) / 2, clock)
 
 
 _Anchor = tuple[float, float, Any]  # error of its time, its time in seconds, and the event
