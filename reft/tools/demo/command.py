@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -217,44 +217,6 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-class Life:
-    """One life of the job, from the start of its trainers to their end, as their events tell of it."""
-
-    def __init__(self) -> None:
-        self.newest = defaultdict[str, dict[int, dict[str, Any]]](dict)  # event, by kind and rank
-        self.steps = defaultdict[str, set[int]](set)  # that events of a kind name
-        self.first: dict[int, float] = {}  # when each rank had made its first step
-
-    @property
-    def last_step(self) -> int:
-        return max(self.steps["step"], default=0)
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        """Source, version and the slowest rank's seconds of the restore (``none`` if nothing had been
-        committed); bytes by where they came from, all ranks together."""
-        restored = list(self.newest["restored"].values()) or [{"source": "none", "version": 0}]
-        came = Counter[str]()
-        for event in restored:
-            came.update(event.get("bytes_from", {}))
-        return {
-            **{key: restored[0][key] for key in ("source", "version")},
-            "load_secs": max(float(event.get("secs", 0.0)) for event in restored),
-            "bytes_from": dict(came),
-        }
-
-    def parts_since(self, failed_at: float) -> dict[str, float]:
-        """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
-        ``detection`` (until its launcher saw that a trainer had failed) and those of
-        :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
-        recovered = self.newest["recovered"].values()
-        seen = [event for event in recovered if event["failed_unix_secs"] is not None]
-        if not seen:
-            return {}
-        last = max(seen, key=lambda event: float(event["time"]))
-        return {"detection": max(0.0, last["failed_unix_secs"] - failed_at), **last["secs"]}
-
-
 class Job:
     """One run over local nodes: ``training`` with reft and the failures, ``reference`` without either."""
 
@@ -262,12 +224,14 @@ class Job:
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
     ) -> None:
         self.losses = Losses()
-        self.lives: dict[int, Life] = {}  # by number: 1 for the first, 0 where reft is not attached
         self.failures: list[Failure] = []
+        self.tolerance: int | None = None
+        self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
+        self._versions = Counter[str]()  # commits and skips, of rank 0
         self._steps, self._say = options.steps, say
         self._pending = list(options.kills) if name == "training" else []
-        self._failed_in = 0  # the life in which nodes were lost last
-        self._number_of: dict[str, int] = {}  # lives, by event file
+        self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
+        self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
         self._events, self._temporary = directory / "events", directory / "tmp"
         self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
@@ -301,10 +265,6 @@ class Job:
             return f"the failures {left} could not be injected: the job had already ended"
         return problem
 
-    @property
-    def last_step(self) -> int:
-        return max((life.last_step for life in self.lives.values()), default=0)
-
     def _watch(self, deadline: float) -> str | None:
         failed_at: float | None = None
         while True:
@@ -317,31 +277,27 @@ class Job:
             ended = all(code is not None for code in codes.values())
             if failed_at is not None and (ended or now - failed_at > _END_SECS):
                 failed = ", ".join(f"{name} (exit code {code})" for name, code in codes.items() if code)
-                return f"the run of {self.nodes.job_id} ended after step {self.last_step}: {failed}"
+                return f"the run of {self.nodes.job_id} ended after step {self._step}: {failed}"
             if ended:
                 return None
             if now > deadline:
                 return (
                     f"the time is up ({_MOST_SECS:.0f} s); the run of {self.nodes.job_id} has reached step "
-                    f"{self.last_step} of {self._steps}"
+                    f"{self._step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
 
     def _lose_nodes(self) -> None:
         """Make the failures that are due, all of one step at once, and replace what was lost."""
-        number = max(self.lives, default=0)
-        if not self._pending or number <= self._failed_in:
-            return
-        step = self.lives[number].last_step
-        due = [kill for kill in self._pending if kill.step == self._pending[0].step <= step]
-        if not due:
+        due = [kill for kill in self._pending if kill.step == self._pending[0].step <= self._step]
+        if not due or self._start <= self._failed_in:
             return
         del self._pending[: len(due)]
-        self._failed_in = number
+        self._failed_in = self._start
         for kill in due:
-            self.failures.append(Failure(step, kill.node, time.time()))
+            self.failures.append(Failure(self._step, kill.node, time.time()))
             lost = self.nodes.lose(kill.node)
-            self._say(f"{lost.name} is killed, its memory is gone, in step {step + 1}", "bold red")
+            self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
         for kill in due:
             node = self.nodes.start(kill.node)
             self._say(f"{node.name} starts in its place, with empty memory", "yellow")
@@ -349,41 +305,38 @@ class Job:
     def take_in(self) -> None:
         """The events since the last call, in the order of their times. A line that is not whole yet is left
         for later; a killed process may leave one for good."""
-        found = []
+        found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.setdefault(path.name, 0))
                 whole = file.read().rpartition(b"\n")[0]
             if whole:
                 self._offsets[path.name] += len(whole) + 1
-                found += [(path.name, json.loads(line)) for line in whole.split(b"\n")]
-        for file_name, event in sorted(found, key=lambda pair: float(pair[1]["time"])):
-            process = file_name.partition("-")[2]  # RANK-PID.jsonl: reft and the script write a file each
+                found += map(json.loads, whole.split(b"\n"))
+        for event in sorted(found, key=lambda event: float(event["time"])):
             if event.get("rank", -1) >= 0:
-                if event["event"] == "attached":
-                    self._number_of[process] = event["incarnation"]
-                self._take(event, self._number_of.get(process, 0))
+                self._take(event)
 
-    def _take(self, event: dict[str, Any], number: int) -> None:
-        life, kind, rank = self.lives.setdefault(number, Life()), event["event"], event["rank"]
-        step = event.get("step", 0)
-        life.newest[kind][rank] = event
-        life.steps[kind].add(step)
-        complete = len(life.newest[kind]) == self.nodes.count
-        if kind == "attached" and complete:
-            self._say(f"all ranks are attached, start {number}", "")
-        elif kind == "restored" and complete:
-            from_ = life.origin
-            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in from_["bytes_from"].items() if n)
-            said = f"state of step {from_['version']} restored from {from_['source']}"
-            self._say(f"{said} in {from_['load_secs']:.2f} s ({parts})", "bold magenta")
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
+        if kind == "recovered":
+            self._recovered.append(event)
         elif kind == "step":
-            life.first.setdefault(rank, event["time"])
-            if rank == 0 and (step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps):
-                committed = f"  snapshot {max(life.steps['commit'])}" if life.steps["commit"] else ""
-                self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}{committed}", "")
-            if "loss_hex" in event:
-                self.losses.setdefault(step, []).append(event["loss_hex"])
+            self.losses.setdefault(step, []).append(event["loss_hex"])
+        if not first:
+            return
+        self._versions[kind] += 1
+        if kind == "attached":
+            self._start, self._step, self.tolerance = event["incarnation"], 0, event["tolerance"]
+            self._say(f"reft is attached, start {self._start}", "")
+        elif kind == "restored":
+            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in event["bytes_from"].items() if n)
+            said = f"state of step {event['version']} restored from {event['source']}"
+            self._say(f"{said} in {event['secs']:.2f} s ({parts})", "bold magenta")
+        elif kind == "step":
+            self._step = step
+            if step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps:
+                self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}", "")
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -399,37 +352,38 @@ class Job:
             steps = range(1, self._steps + 1)
             return [float.fromhex(losses[step][-1]) if step in losses else None for step in steps]
 
-        lives = [self.lives[number] for number in sorted(self.lives)]
-        attached = [event for life in lives for event in life.newest["attached"].values()]
         difference = loss_difference(self.losses, reference, self._steps)
         return {
             "steps": self._steps,
-            "tolerance": attached[0]["tolerance"] if attached else None,
+            "tolerance": self.tolerance,
             "failures": [failure._asdict() for failure in self.failures],
-            "recoveries": [self._recovery(*pair) for pair in pairwise(life for life in lives if life.first)],
+            "recoveries": list(self._recoveries()),
             "losses": standing(self.losses),
             "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
             # The restored state counts once more.
-            "snapshots": {
-                name: sum(len(life.steps[kind]) for life in lives)
-                for name, kind in (("committed", "commit"), ("skipped", "skip"))
-            },
+            "snapshots": {"committed": self._versions["commit"], "skipped": self._versions["skip"]},
             "problem": problem,
             "good": problem is None and difference == 0.0,
         }
 
-    def _recovery(self, before: Life, life: Life) -> dict[str, Any]:
-        """A failure during a recovery belongs to the recovery that succeeded in the end: it is counted from
-        the first failure since the first step of the life before."""
-        done = max(life.first.values())
-        since = [f.time for f in self.failures if min(before.first.values()) <= f.time <= done]
-        return {
-            **life.origin,
-            "lost_steps": before.last_step - life.origin["version"],
-            "failure_to_step_secs": done - min(since) if since else None,
-            "failure_to_step": life.parts_since(min(since)) if since else {},
-        }
+    def _recoveries(self) -> Iterator[dict[str, Any]]:
+        """Of each, what the node tells that had made a step last, of those that saw the failure: where the
+        job went on, and the seconds from the failure to that step in their parts: ``detection`` (until its
+        launcher saw that a trainer had failed) and those of :data:`reft.node.history.PARTS`."""
+        after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
+        for number in sorted({event["round"] for event in after_failure}):
+            told = [event for event in after_failure if event["round"] == number]
+            last = max(told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"]))
+            seen_at, step = last["failed_unix_secs"], last["resumed_step"] or 0
+            made = [failure.time for failure in self.failures if seen_at and failure.time <= seen_at]
+            yield {
+                "source": (last["resumed_from"] or "none").partition(",")[0],
+                "version": step,
+                "lost_steps": max(0, last["newest_step"] - step),
+                "failure_to_step_secs": last["time"] - made[-1] if made else None,
+                "failure_to_step": {"detection": seen_at - made[-1], **last["secs"]} if made else {},
+            }
 
 
 def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | None:
@@ -466,8 +420,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             after = f"the next step was done {secs:.1f} s after the failure"
         if parts := describe_parts(recovery["failure_to_step"]):
             after += f" ({parts})"
-        lost, load_secs = recovery["lost_steps"], recovery["load_secs"]
-        console.print(Text(f"recovery: {resumed}, {lost} step(s) lost, loaded in {load_secs:.2f} s; {after}"))
+        console.print(Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}"))
     versions = report["snapshots"]
     console.print(
         f"snapshots: {versions['committed']} committed, {versions['skipped']} skipped", highlight=False
