@@ -186,7 +186,6 @@ def analyse(
 # -- where the waits end ----------------------------------------------------------------------------------
 
 
-_Call = tuple[Place, int | None, InstructionRecord]  # place, micro batch, the call that carries it out
 Ready = dict[Place, float]  # when the partners of a call were there too
 
 
@@ -211,104 +210,97 @@ def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
 
 def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
     """The calls that move data between two ranks."""
-    calls = {
-        (r.rank, number, index): (record, kind)
-        for r in ranks
-        for number, trace in enumerate(r.traces)
-        for index, record, kind in _transfers(trace.instructions)
-    }
-    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # seconds of each kind on a rank, over all steps
-    for (rank, _, _), (record, kind) in calls.items():
-        secs = record.end_secs - record.begin_secs
-        fastest[rank, kind] = min(secs, fastest.get((rank, kind), secs))
-    met = _meetings(ranks, stages, fastest)
+    calls: dict[Place, InstructionRecord] = {}
+    moved: dict[Place, list[InstructionRecord]] = {}
+    for rank in ranks:
+        for number, trace in enumerate(rank.traces):
+            for index, record, sent in _transfers(trace.instructions):
+                place = rank.rank, number, index
+                calls[place], moved[place] = record, sent
+    secs = {place: record.end_secs - record.begin_secs for place, record in calls.items()}
+    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # of each kind on a rank, over all steps
+    kinds = {place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()}
+    for place, kind in kinds.items():
+        fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
+    least = {r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0) for r in ranks}
+    met = _meetings(ranks, stages, calls, moved, least)
     # Kinds of sends that wait for nobody: one of them was over before its receiver came.
     buffered = {
         (place[0], name)
-        for place, (record, _) in calls.items()
+        for place, record in calls.items()
         for name, partner, error in met.get(place, ())
         if name.startswith("Send") and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
     }
-    ready, matched_secs, all_secs = Ready(), 0.0, 0.0
-    for place, (record, kind) in calls.items():
-        secs, error = record.end_secs - record.begin_secs, 0.0
-        all_secs += secs
+    ready, matched_secs = Ready(), 0.0
+    for place, record in calls.items():
+        error = 0.0
         if meetings := met.get(place):
-            matched_secs += secs
+            matched_secs += secs[place]
             begins = [p.begin_secs for name, p, _ in meetings if (place[0], name) not in buffered]
             there, error = max(begins, default=record.begin_secs), max(m[2] for m in meetings)
         else:
-            there = record.end_secs - fastest[place[0], kind]
+            there = record.end_secs - fastest[kinds[place]]
         if there > record.begin_secs + error:
             ready[place] = min(there, record.end_secs)
+    all_secs = sum(secs.values())
     return ready, matched_secs / all_secs if all_secs else 1.0
 
 
 def _meetings(
-    ranks: Sequence[RankTraces], stages: int, fastest: Mapping[tuple[int, tuple[str, ...]], float]
+    ranks: Sequence[RankTraces],
+    stages: int,
+    calls: Mapping[Place, InstructionRecord],
+    moved: Mapping[Place, Sequence[InstructionRecord]],
+    least: Mapping[int, float],
 ) -> Mapping[Place, Sequence[tuple[str, InstructionRecord, float]]]:
     """Of every call the sends and receives that it carries out: name, the partner's call, and the error of
-    comparing the two."""
+    comparing the two. ``least``: seconds of the quickest call of each rank."""
     at = {(r.pp, r.pipeline): r for r in ranks}
-    least: dict[int, float] = {}
-    for (rank, _), secs in fastest.items():
-        least[rank] = min(secs, least.get(rank, secs))
+    named = defaultdict[tuple[int, int, str], list[tuple[Place, int | None]]](list)
+    for place, sent in moved.items():
+        for record in sent:
+            named[*place[:2], record.name].append((place, record.micro_batch))
     found = defaultdict[Place, list[tuple[str, InstructionRecord, float]]](list)
     for pipeline, (what, towards), number in product(
         {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
     ):
-        pairs: list[tuple[_Call, _Call, float]] = []
+        pairs: list[tuple[Place, Place, float]] = []
         for stage in range(stages):
             sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
             if sender is None or receiver is None or sender is receiver:
                 continue
-            sent, received = _named(f"Send{what}", sender, number), _named(f"Recv{what}", receiver, number)
-            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sent, received, strict=False))
-            if len(sent) != len(received) or not same:
+            sends = named[sender.rank, number, f"Send{what}"]
+            receives = named[receiver.rank, number, f"Recv{what}"]
+            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False))
+            if len(sends) != len(receives) or not same:
                 # The schedule sends both ways (DualPipeV): order does not tell who meets, on any stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
-            if error <= min(least.get(sender.rank, 0.0), least.get(receiver.rank, 0.0)):
-                pairs += [(s, r, error) for s, r in zip(sent, received, strict=True)]
-        for (send_at, _, sending), (receive_at, _, receiving), error in pairs:
-            found[send_at].append((f"Send{what}", receiving, error))
-            found[receive_at].append((f"Recv{what}", sending, error))
+            if error <= min(least[sender.rank], least[receiver.rank]):
+                pairs += [(s[0], r[0], error) for s, r in zip(sends, receives, strict=True)]
+        for send, receive, error in pairs:
+            found[send].append((f"Send{what}", calls[receive], error))
+            found[receive].append((f"Recv{what}", calls[send], error))
     return found
-
-
-def _named(name: str, rank: RankTraces, number: int) -> list[_Call]:
-    """Of all instructions of a name, in order. Where transfers are only queued, the call is the commit that
-    follows."""
-    found: list[_Call] = []
-    following: tuple[int, InstructionRecord] | None = None
-    instructions = rank.traces[number].instructions
-    commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    for index, record in reversed([*enumerate(instructions)]):
-        if record.name.startswith("CommitP2P"):
-            following = index, record
-        elif record.name == name and (following or not commits):
-            at, call = following or (index, record)
-            found.append(((rank.rank, number, at), record.micro_batch, call))
-    return found[::-1]
 
 
 def _transfers(
     instructions: Sequence[InstructionRecord],
-) -> Iterator[tuple[int, InstructionRecord, tuple[str, ...]]]:
-    """(index, call, kind) of the calls that move data; all calls of one kind move the same bytes. Where
-    transfers are only queued (DualPipeV), a commit moves what was queued since the last one."""
+) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
+    """The calls that move data, each with what it sends and receives; all that move the same kinds move the
+    same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued since the last."""
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    queued: list[str] = []
+    queued: list[InstructionRecord] = []
     for index, record in enumerate(instructions):
         if record.name.startswith("CommitP2P"):
-            yield index, record, (record.name, *sorted(queued))
+            yield index, record, queued
             queued = []
         elif record.name.startswith(("Recv", "Send")):
             if commits:
-                queued.append(record.name)
+                queued.append(record)
             else:
-                yield index, record, (record.name,)
+                yield index, record, [record]
 
 
 def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
