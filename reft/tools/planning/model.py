@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from reft.config import read_object
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
+from reft.policy.rate import DAY_SECS
 from reft.protect.placement import Weibull
-
-DAY_SECS = 86400.0
 
 LINK_EFFICIENCY = 0.8
 """Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
