@@ -479,15 +479,6 @@ class Hangs:
         self._looked_at = time.monotonic()
         self.clear()
 
-    def look(self, pids: Collection[int]) -> list[Waiting]:
-        """What those of these processes are at that have a page, for how long."""
-        elapsed = time.monotonic() - self._looked_at
-        if elapsed >= _ASK_SECS:
-            self._looked_at += elapsed
-            seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
-            self._seen = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
-        return [w for w in self._seen if w.seen.pid in pids]
-
     def clear(self) -> None:
         self._watch.clear()
         self._seen = []
@@ -497,6 +488,15 @@ class Hangs:
         self._open_since: float | None = None
         self._named_at: float | None = None
         self._silent_since: float | None = None
+
+    def look(self, pids: Collection[int]) -> list[Waiting]:
+        """What those of these processes are at that have a page, for how long."""
+        elapsed = time.monotonic() - self._looked_at
+        if elapsed >= _ASK_SECS:
+            self._looked_at += elapsed
+            seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
+            self._seen = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+        return [w for w in self._seen if w.seen.pid in pids]
 
     def judge(
         self, mine: list[Waiting], table: Any, index: int, size: int, *, silent: bool = False
