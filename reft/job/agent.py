@@ -132,7 +132,11 @@ class Agent:
             if self.told_to_stop and self.agreement is not None:
                 # Before its trainers, and with them those of its peers, end; a store that hangs costs a
                 # second.
-                telling = threading.Thread(target=self._tell_peers, args=(stop.sigval,), daemon=True)
+                def tell_peers(number: int = int(stop.sigval)) -> None:
+                    with suppress(RuntimeError, RendezvousError):
+                        self._handler.tell(Ends(self._handler.node, number))
+
+                telling = threading.Thread(target=tell_peers, daemon=True)
                 telling.start()
                 telling.join(_TELL_SECS)
             # Told to stop, trainers have the grace to commit what they have.
@@ -369,10 +373,6 @@ class Agent:
         return hangs.judge(mine, self._handler.table, self._group_rank, nodes, silent=silent)
 
     # -- the end -----------------------------------------------------------------------------------
-
-    def _tell_peers(self, number: int) -> None:
-        with suppress(RuntimeError, RendezvousError):
-            self._handler.tell(Ends(self._handler.node, int(number)))
 
     def _end_if_peers_were_stopped(self) -> None:
         """Raises SignalException where other launchers were told to stop, without which it cannot go on."""
