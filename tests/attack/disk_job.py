@@ -20,8 +20,7 @@ import torch
 
 import reft
 from tests.attack.jobs import asked, wait_for
-from tests.engine.ranks import be_a_rank
-from tests.engine.shared import Mlp
+from tests.engine.ranks import Mlp, be_a_rank
 
 RANK = int(os.environ["RANK"])
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import reft
 from benchmarks.job_events import History
-from tests.engine.engine_job import make, seed, train
 from tests.engine.ranks import be_a_rank
+from tests.engine.test_engine import make, seed, train
 
 Loads = Callable[[Any], Any]
 FIRST_LIFE, STEPS = 5, 8

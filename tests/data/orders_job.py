@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reft
 from reft.engine.deepspeed import session_of
-from tests.engine.ranks import be_a_rank, mse
-from tests.engine.shared import block_of
+from tests.engine.ranks import be_a_rank, block_of, mse
 
 RANK = int(os.environ.get("RANK", "0"))
 MICRO, WIDTH = 2, 4
