@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_quickstart import fenced
-from tests.examples.runs import Outcome
+from tests.docs.test_troubleshooting import fenced
+from tests.examples.test_examples import Outcome
 from tests.machine import free_port
 from tests.wheel import ROOT, build_wheel, run
 

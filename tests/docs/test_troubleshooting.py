@@ -54,3 +54,25 @@ def test_messages_name_extras_that_exist(said: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set(re.findall(r"reft-ckpt\[([a-z0-9]+)\]", said))
     assert {"etcd", "metrics"} <= named <= set(extras)
+
+
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", QUICKSTART, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("diff", "example"),
+    [*zip(fenced("diff"), ("plain.py", "trainer.py"), strict=True)],
+    ids=["plain", "trainer"],
+)
+def test_what_reft_adds_is_what_the_example_marks(diff: str, example: str) -> None:
+    lines = (ROOT / "examples" / example).read_text().splitlines()
+    code = [line.split("  # reft")[0].strip() for line in lines]
+    marked = [line.split("  # reft")[0].strip() for line in lines if "  # reft" in line]
+    assert [line[1:].strip() for line in diff.splitlines() if line.startswith("+")] == marked
+    for line in diff.splitlines():
+        if not line.startswith(("+", "-")):
+            assert line.strip() in code, line

@@ -26,12 +26,12 @@ from reft.recover.relayout import WHOLE, Held, Parameter
 from reft.state.catalogue import SectionImage
 from reft.storage.persist import persist_label
 from reft.storage.persisted import STORAGE_KEY, FileRecord
-from tests.attack import disk_job
+from tests.attack import test_p7_disk
 from tests.attack.jobs import asked, wait_for
 from tests.engine.ranks import be_a_rank, run_ranks
 
 
-class Stored(disk_job.Lives):
+class Stored(test_p7_disk.Lives):
     def write(self, engine: Any, job: str = "one") -> None:
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
 
@@ -59,16 +59,16 @@ class Stored(disk_job.Lives):
 
 
 def main(root: Path) -> dict[str, Any]:
-    disk_job.Lives = Stored  # type: ignore[misc]
+    test_p7_disk.Lives = Stored  # type: ignore[misc]
     lives = Stored(root, "stored")
     stored = str(lives.persist / "one")
     out: dict[str, Any] = {}
-    losses = disk_job.first_life(lives)
-    out["newest"] = disk_job.goes_on(lives, losses)
+    losses = test_p7_disk.first_life(lives)
+    out["newest"] = test_p7_disk.goes_on(lives, losses)
     with lives.life() as (engine, (out["memory"], _)):
         path, _ = engine.load_checkpoint(stored, tag="global_step4")
         out["back"] = [path.removeprefix(stored), engine.global_steps]
-        out["equal"] = disk_job.train(engine, 10) == losses[4:]
+        out["equal"] = test_p7_disk.train(engine, 10) == losses[4:]
         lives.flip(8)
         weights = [p.detach().clone() for p in engine.module.parameters()]
         for name, options in (("damaged", {"tag": "global_step8"}), ("base", {"load_module_only": True})):

@@ -12,11 +12,8 @@ import pytest
 
 from tests.commands import command
 from tests.faults.cases import DP2, OPTIMIZERS
-from tests.faults.job import FaultJob, Scratch, wrong_losses
-from tests.faults.memory import fill_up, remount, small_file_system
+from tests.faults.job import FaultJob, Scratch, fill_up, remount, small_file_system, wrong_losses
 from tests.versions import step_on_storage
-
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 OPTIMIZER = OPTIMIZERS[2]
 STEPS = 220
@@ -52,6 +49,8 @@ def memory_root(scratch: Scratch) -> Iterator[Path]:
         yield scratch.root / "small-memory"
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_memory_full(scratch: Scratch, memory_root: Path) -> None:
     # Enough for the daemons' own files, not for one arena.
@@ -69,6 +68,8 @@ def test_memory_full(scratch: Scratch, memory_root: Path) -> None:
         job.end_well(scratch)
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_memory_runs_short(scratch: Scratch, memory_root: Path) -> None:
     """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
@@ -103,6 +104,8 @@ def _protection(job: Watched) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_storage_and_daemon_fail(scratch: Scratch) -> None:
     store = scratch.root / "store"
@@ -166,3 +169,33 @@ def _kill_daemon(job: Watched) -> None:
     job.trains_on()
     assert [process.pid for process in job.cluster.trainers(0)] == trainers
     assert "training goes on, the next one starts" in job.logs
+
+
+def started(scratch: Scratch, name: str, **block: Any) -> FaultJob:
+    """Never reaches its last step: it is ended by what is tested."""
+    return FaultJob(scratch, name, DP2, OPTIMIZERS[0], steps=10**6, block=block, job_id=name)
+
+
+def measured(job: FaultJob, index: int, rate: str) -> dict[str, Any]:
+    def told() -> dict[str, Any]:
+        trainers = job.status(index).get("trainers") or {}
+        return ((trainers.get("0") or {}).get("stats") or {}).get(rate) or {}
+
+    job.wait_for("a measure", lambda: told().get("overhead") is not None)
+    return told()
+
+
+@pytest.mark.integration
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
+    persist_dir = scratch.root / "auto-persisted"
+    persist = {"dir": str(persist_dir), "interval_steps": "auto", "max_lost_steps": 20}
+    with started(scratch, "auto", persist=persist) as job:
+        job.wait_for("the third version", lambda: step_on_storage(persist_dir / "auto") >= 30)
+        for index in range(2):
+            rate = measured(job, index, "persist_rate")
+            # Two nodes survive the loss of one: failures ask for hardly any, the bound for one in ten steps.
+            assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (10, 10, 20)
+            assert rate["max_overhead"] == 0.035
+        assert step_on_storage(persist_dir / "auto") % 10 == 0

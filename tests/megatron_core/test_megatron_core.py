@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.runs import run_to_its_end
+from tests.examples.test_examples import run_to_its_end
 from tests.job.cluster import cluster
 from tests.machine import free_port
 
