@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.wheel import ROOT
+from tests.test_wheel import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -17,7 +17,7 @@ import pytest
 from tests.docs.test_troubleshooting import fenced
 from tests.examples.test_examples import Outcome
 from tests.machine import free_port
-from tests.wheel import ROOT, build_wheel, run
+from tests.test_wheel import ROOT, build_wheel, run
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 TRAIN = {

@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitor is told of a job's versions, as CSV files have it."""
+"""What DeepSpeed's monitor is told of a job's versions, as its files have it."""
 
 from __future__ import annotations
 
@@ -62,9 +62,13 @@ def by_csv(tmp_path: Path) -> Written:
 
 @pytest.mark.nightly
 def test_monitors_are_told_of_every_step_that_they_print(tmp_path: Path) -> None:
-    with job(tmp_path, csv_monitor=csv_monitor(tmp_path)):
+    pytest.importorskip("tensorboard", reason="no tensorboard: pip install tensorboard")
+    board = csv_monitor(tmp_path) | {"output_path": str(tmp_path / "board")}
+    with job(tmp_path, csv_monitor=csv_monitor(tmp_path), tensorboard=board):
         pass
     assert by_csv(tmp_path).keys() == NAMES
+    (events,) = (tmp_path / "board" / "run").iterdir()
+    assert [name for name in NAMES if name.encode() not in events.read_bytes()] == []
 
 
 @pytest.mark.integration

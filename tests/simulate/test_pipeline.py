@@ -24,6 +24,7 @@ from reft.errors import ConfigError
 from reft.snapshot.schedule import AnalyticEstimator, Window, WindowKind, paper_windows
 from tests.profile.simulated import train_schedule
 
+# Whole numbers of seconds are exact in floating point, so that equal means equal.
 whole_secs = st.integers(1, 1000).map(float)
 
 
@@ -104,22 +105,25 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
 
 
-# Whole numbers of seconds are exact in floating point, so that equal means equal.
-whole_secs = st.integers(1, 1000).map(float)
 pipelines = st.tuples(st.integers(1, 10), st.integers(1, 24))
 
 
 @settings(max_examples=200, deadline=None)
 @given(pipelines, whole_secs, whole_secs, st.booleans())
-def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t_f, t_b, blocking):
+def test_analytic_windows_are_those_of_deepspeeds_and_megatrons_schedules_simulated(
+    pipeline, t_f, t_b, blocking
+):
     stages, micro_batches = pipeline
     costs = dataclasses.replace(Costs.equal(stages, t_f, t_b), blocking_sends=blocking)
     simulated = simulate(train_schedule(stages, micro_batches), costs)
+    megatrons = simulate(one_f_one_b(stages, micro_batches), costs)
     analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
-    for stage in simulated.stages:
+    for stage, other in zip(simulated.stages, megatrons.stages, strict=True):
         assert analytic.windows(stage.stage_id) == stage.windows
         assert stage.idle_secs == (stages - 1) * (t_f + t_b)
-    assert simulated.makespan_secs == analytic.step_secs
+        of_both = ([(w.kind, w.start_secs, w.stop_secs) for w in s.windows] for s in (stage, other))
+        assert next(of_both) == next(of_both)
+    assert simulated.makespan_secs == megatrons.makespan_secs == analytic.step_secs
 
 
 @settings(max_examples=100, deadline=None)
