@@ -127,7 +127,7 @@ MUTATIONS = {
         "engine/identity.py",
         "_label(held).incarnation > label.incarnation",
         "False",
-        ("tests/engine/test_protecting.py",),
+        ("tests/engine/test_record.py",),
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
         "node/daemon.py",

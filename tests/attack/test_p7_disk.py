@@ -17,7 +17,8 @@ import torch
 
 import reft
 from tests.attack.jobs import asked, wait_for
-from tests.engine.ranks import Mlp, be_a_rank, run_ranks
+from tests.engine.ranks import be_a_rank, run_ranks
+from tests.engine.shared import Mlp
 
 pytestmark = pytest.mark.integration
 
