@@ -19,7 +19,7 @@ from reft.errors import ArenaError, OutOfMemoryError
 from reft.memory import arena as arena_module
 from reft.memory import files
 from reft.memory.arena import Arena, ArenaState, free_bytes, reserved_bytes
-from tests.faults.job import small_file_system
+from tests.faults.memory import small_file_system
 
 
 def test_p9_all_memory_is_allocated_and_mapped_at_creation(tmp_path: Path) -> None:

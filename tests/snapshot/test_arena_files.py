@@ -15,7 +15,7 @@ from reft.memory.arena import scan
 from reft.memory.header import Geometry
 from reft.naming import Label
 from reft.snapshot.committing import arenas
-from tests.faults.job import exchange
+from tests.faults.memory import exchange
 from tests.snapshot.ranks import PAIR, SECRET, Rank, Results
 
 pytestmark = pytest.mark.process
