@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.attack.jobs import clean_environment
+from tests.attack.jobs import ran
 from tests.commands import command
 from tests.contact.runs import Run, losses_without_reft
 from tests.job.cluster import cluster
@@ -137,15 +136,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def run(directory: Path, source: str, *launcher: str, **env: str) -> tuple[int, str]:
     script = directory / "train.py"
     script.write_text(source)
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env=clean_environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = ran([sys.executable, *launcher, str(script)], directory, **env)
     return done.returncode, done.stdout
 
 

@@ -39,7 +39,7 @@ class Outcome:
         assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
         assert len(undisturbed.losses) > self.resumed[0][0]
         # Rank 0 may have been killed between a step's commit and its print.
-        assert undisturbed.losses.keys() - self.losses.keys() <= {self.resumed[0][0]}
+        assert undisturbed.losses.keys() - self.losses.keys() <= {step for step, _ in self.resumed}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests import mpi
+from tests.examples.test_examples import Outcome
 from tests.slurm.cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(900)]
@@ -25,8 +26,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "slurm"
 SECS = 420.0
-_LOSS = re.compile(r"step (\d+) loss (\d[\d.e+-]*)")
-_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -80,17 +79,8 @@ class SlurmJob:
         return self._cluster.job(self.number)
 
     @property
-    def losses(self) -> dict[int, set[str]]:
-        """Every loss that was printed, by step."""
-        found: dict[int, set[str]] = {}
-        for step, loss in _LOSS.findall(self.log):
-            found.setdefault(int(step), set()).add(loss)
-        return found
-
-    @property
-    def resumed(self) -> list[tuple[int, str]]:
-        """Step and source of every resumption."""
-        return [(int(step), source) for step, source in _RESUMED.findall(self.log)]
+    def outcome(self) -> Outcome:
+        return Outcome.of(self.log)
 
     def trainers(self) -> list[str]:
         """Nodes on which trainers run."""
@@ -111,7 +101,7 @@ class SlurmJob:
             raise AssertionError(f"{error}\n{self.log[-6000:]}") from error
 
     def reach(self, step: int) -> None:
-        self.wait_until(lambda: max(self.losses, default=0) >= step, f"step {step}")
+        self.wait_until(lambda: max(self.outcome.losses, default=0) >= step, f"step {step}")
 
     def tell_that_time_is_up(self) -> None:
         """As ``--signal=B:TERM@120`` does, but when a step is reached, not when minutes have passed."""
@@ -227,8 +217,8 @@ def left_behind(cluster: SlurmCluster) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: SlurmCluster) -> dict[int, set[str]]:
-    """Losses of the job without reft, on two nodes."""
+def undisturbed(cluster: SlurmCluster) -> Outcome:
+    """The job without reft, on two nodes."""
     job = SlurmJob(
         cluster,
         cluster.directory / "jobs" / "undisturbed",
@@ -239,18 +229,12 @@ def undisturbed(cluster: SlurmCluster) -> dict[int, set[str]]:
     )
     facts = job.end()
     assert facts["JobState"] == "COMPLETED", job.log[-6000:]
-    return job.losses
-
-
-def check_losses(job: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
-    """Those of the undisturbed run, to the last digit. Rank 0 may die between a step's commit and its print."""
-    assert {s: x for s, x in job.losses.items() if x != undisturbed[s]} == {}
-    assert undisturbed.keys() - job.losses.keys() <= {step for step, _ in job.resumed}
+    return job.outcome
 
 
 @pytest.mark.parametrize("source", ["memory", "disk"])
 def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
-    source: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    source: str, cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     """From disk on nodes whose memory was cleaned, as many sites do in an epilog."""
     cleans, block = cluster.directory / CLEANS, BLOCK
@@ -265,10 +249,10 @@ def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
     finally:
         cleans.unlink(missing_ok=True)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
-    (resumed,) = job.resumed
+    (resumed,) = job.outcome.resumed
     assert resumed[0] >= 12
     assert resumed[1] == source
-    check_losses(job, undisturbed)
+    job.outcome.check_against(undisturbed)
 
 
 def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
@@ -284,7 +268,7 @@ def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
 
 
 def test_a_step_that_is_killed_is_followed_by_another(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     """As where a step dies with its first process: versions lie in the memory of the nodes."""
     job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK)
@@ -292,9 +276,9 @@ def test_a_step_that_is_killed_is_followed_by_another(
     cluster.call("scancel", "--signal=KILL", f"{job.number}.0")
     facts = job.end()
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), job.log[-6000:]
-    (resumed,) = job.resumed
+    (resumed,) = job.outcome.resumed
     assert resumed[1] == "memory"
-    check_losses(job, undisturbed)
+    job.outcome.check_against(undisturbed)
 
 
 def ends_without_requeue(job: SlurmJob, *then: str) -> None:
@@ -303,24 +287,24 @@ def ends_without_requeue(job: SlurmJob, *then: str) -> None:
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
         -6000:
     ]
-    assert [source for _, source in job.resumed] == ["memory", *then], job.log[-6000:]
-    assert job.resumed[0][0] >= 10
+    assert [source for _, source in job.outcome.resumed] == ["memory", *then], job.log[-6000:]
+    assert job.outcome.resumed[0][0] >= 10
 
 
 @pytest.mark.parametrize(("page", "model"), [("llama.md", "v100-1.3b"), ("frontier.md", "frontier-1.3b")])
 def test_a_job_of_a_page_survives_the_node_that_the_page_kills(
-    page: str, model: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    page: str, model: str, cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     job = PageJob(cluster, directory, page, model)
     job.reach(12)
     job.lose([name for name in job.trainers() if name != job.facts["BatchHost"]][-1])
     ends_without_requeue(job, "disk")  # srun tells of the killed task at the end: another step finds all done
     assert missing_lines(page, job.log) == [], job.log[-6000:]
-    check_losses(job, undisturbed)
+    job.outcome.check_against(undisturbed)
 
 
 def test_a_spare_takes_the_place_of_a_node_that_dies(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK)
     job.reach(12)
@@ -330,12 +314,12 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     cluster.kill_node(lost)
     ends_without_requeue(job)
     assert missing_lines("slurm.md", job.log) == []
-    check_losses(job, undisturbed)
+    job.outcome.check_against(undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
 
 
 def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+    cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     """The first node keeps its place and its memory; the spare takes that of the second."""
     library = mpi.require("mpich")
@@ -353,7 +337,7 @@ def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
     cluster.kill_node(lost)
     ends_without_requeue(job)
     assert f"takes the place of {lost}" in job.log
-    check_losses(job, undisturbed)
+    job.outcome.check_against(undisturbed)
     for name in cluster.hosts:  # MPICH's own, of processes that were killed
         cluster.call("find", "/dev/shm", "-name", "mpich_shm_*", "-delete", node=name)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
