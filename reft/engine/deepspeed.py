@@ -43,7 +43,7 @@ from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
-from reft.snapshot.copying.pacing import queues_transfers, waits
+from reft.snapshot.copying.gate import queues_transfers, waits
 from reft.snapshot.schedule import InstructionRecord
 from reft.state.adapters import why_not_loadable
 from reft.state.codec import encode

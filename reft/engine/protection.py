@@ -21,7 +21,7 @@ from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resu
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.state.adapters import StateAdapter
 from reft.state.gradients import check_recomputable
 
