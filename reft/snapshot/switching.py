@@ -24,14 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-import numpy as np
-
 from reft.control.control import ControlGroup, WorkerControl
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.node.protection import (
-    MOST_CHARACTERS,
     Degradation,
     Order,
     OrderWatch,
@@ -418,10 +415,7 @@ class SchemeSwitch:
         return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> Order:
-        order = self._orders.newest() if self._orders is not None else None
-        number, text = (order.number, order.scheme) if order is not None else (0, "")
-        padded = text.encode()[:MOST_CHARACTERS].ljust(MOST_CHARACTERS, b"\0")
-        words = np.frombuffer(padded, np.int64).tolist()
-        newest = max(self._control.gather_ints([number, *words]))
-        chosen = np.array(newest[1:], np.int64).tobytes().rstrip(b"\0").decode(errors="replace")
-        return Order(newest[0], chosen)
+        """The newest that any rank knows of."""
+        order = (self._orders.newest() if self._orders is not None else None) or Order(0, "")
+        told = self._control.gather_bytes(json.dumps(astuple(order)).encode())
+        return Order(*max(json.loads(data) for data in told))

@@ -21,6 +21,7 @@ from functools import partial
 
 import msgpack
 import torch
+from pydantic import TypeAdapter
 
 from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
@@ -39,7 +40,7 @@ from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Complaints, SnapshotStats, say
 from reft.snapshot.switching import SchemeSwitch
-from reft.snapshot.version import Cause, Stage, State, Task, Version
+from reft.snapshot.version import Cause, Signal, Stage, State, Task, Version
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class Votes:
         self.stop_step = stop_step
 
 
+_STANDING = TypeAdapter(versions.Standing)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 _POLL_SECS = 0.0005  # how often a host that is ahead of its device asks whether the device is at the write
@@ -408,7 +410,7 @@ class SnapshotWorker:
                         *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
         # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
-        self._tell(versions.TensorsChange())
+        self._tell(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
@@ -471,7 +473,7 @@ class SnapshotWorker:
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
         self.drain(timeout_secs)
-        self._tell(versions.Closing())
+        self._tell(Signal.CLOSING)
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
@@ -483,7 +485,7 @@ class SnapshotWorker:
 
     def _run(self) -> None:
         tasks: dict[Task, Callable[[], versions.Event | None]] = {
-            Task.WAIT: versions.Turn,
+            Task.WAIT: lambda: Signal.TURN,
             Task.COPY: lambda: self._copy(self._requests[0]),
             Task.VOTE_COPIED: lambda: self._vote(self._requests[0].label),
             Task.LAYOUT: lambda: self._renew_layout(self._requests[0]),
@@ -544,8 +546,8 @@ class SnapshotWorker:
         if request.images is None:
             return versions.CopyFailed(Cause("the state could not be captured"))
         if not self._fits(request):
-            return versions.Unfit()
-        self._tell(versions.Begin())
+            return Signal.UNFIT
+        self._tell(Signal.BEGIN)
         if self._state.task is not Task.COPY:
             return None
         self._paced = request.paced
@@ -563,7 +565,7 @@ class SnapshotWorker:
         self.watchers.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
         if layout is None:  # it went with the files
-            return versions.Unfit()
+            return Signal.UNFIT
         # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
         # and training waits where a window closes for whoever has a permit.
         self._filling = self.arenas.begin(
@@ -576,12 +578,12 @@ class SnapshotWorker:
         try:
             _encode(request)
             if not self._fits(request):  # the host state has grown
-                return versions.Unfit()
+                return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)
         self._copy_bytes(request, self._filling, gate)
         self.watchers.stats.copy_secs.append(time.perf_counter() - began)
-        return versions.Copied()
+        return Signal.COPIED
 
     def _copy_bytes(self, request: SnapshotRequest, filling: Filling, gate: Gate) -> None:
         assert request.images is not None
@@ -624,7 +626,7 @@ class SnapshotWorker:
             return Cause.of(error)
         finally:
             stats.drain_secs.append(time.perf_counter() - began)
-            self._apply(versions.Drained())
+            self._apply(Signal.DRAINED)
 
     def _drop(self) -> None:
         """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
@@ -711,7 +713,7 @@ class SnapshotWorker:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
         failure = failure or self._differs or _attempt(lambda: self._seal_arena(filling, arrived))
-        return versions.Sealed() if failure is None else versions.SealFailed(failure)
+        return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
@@ -860,7 +862,7 @@ class SnapshotWorker:
         layout = self.switch.fit(request.label, layout, self.arenas)
         self._adopt(layout)
         self.arenas.reserve(layout)
-        return versions.LaidOut()
+        return Signal.LAID_OUT
 
     def _switch_layout(self, label: Label) -> versions.Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
@@ -875,7 +877,7 @@ class SnapshotWorker:
             )
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
-        return versions.Switched()
+        return Signal.SWITCHED
 
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
@@ -904,17 +906,17 @@ class SnapshotWorker:
 
     def _agree_where_to_go_on(self, state: State) -> versions.Met:
         """Collective."""
-        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step or 0)
-        gathered = self.control.gather_ints(mine.to_ints())
-        agreed = versions.resume_from([versions.Standing.from_ints(values) for values in gathered])
+        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step)
+        told = self.control.gather_bytes(_STANDING.dump_json(mine))
+        agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         self.votes.resync(agreed.stop_step)
         if self.copier.peers is not None:
             self.copier.peers.meet()
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
-        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.after)
-        return versions.Met(agreed.after, agreed.committed)
+        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.newest)
+        return versions.Met(agreed.newest, agreed.committed)
 
 
 def _attempt(act: Callable[[], object]) -> Cause | None:
