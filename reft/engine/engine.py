@@ -264,7 +264,7 @@ class Copying:
         config = session.config
         self.variant = config.variant
         self.engine = copy_engine_for(session.engine.device)
-        stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
+        stages_bytes = self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._peers = None

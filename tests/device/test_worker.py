@@ -298,7 +298,7 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     assert plan.overflow is Overflow.INTERVAL
     assert plan.advised_interval_steps > 1
     assert job.stats.staged == 0
-    assert "no memory to stage snapshots: has.overflow is 'interval'" in caplog.text
+    assert "no device memory to stage snapshots: has.overflow is 'interval'" in caplog.text
     # It comes back with the memory.
     settings.others_bytes = 0
     job.train(range(11, 40))

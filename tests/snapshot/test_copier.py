@@ -183,19 +183,24 @@ def test_p5_parities_are_encoded_on_a_device_by_what_is_there(
         copier.engine.close()
 
 
-def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
+def test_p2_what_was_staged_is_hashed_as_it_was_then(
+    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At its sources there are other bytes by the time it is drained."""
-    engine = CpuCopyEngine()
-    tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
+    monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
+    tensors = [random_bytes(50_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
     with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (filling, images):
-        area = StagingArea(engine)
+        engine = copy_engine_for("sim")
+        engine.register(filling.arena.data)
+        area, gate = StagingArea(engine), StreamGate()
         assert area.reserve(30_000)
+        gate.hurry()
         copier = Copier(engine, 4096, area)
         copier.begin()
         copier.copy(
             images,
             filling,
-            at_the_fence(),
+            gate,
             reach=lambda point: None,
             handed_over=lambda: None,
             may_stage=lambda: True,
@@ -208,7 +213,10 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
         copier.drain(filling, OpenGate(2, lambda: False))
         for tensor, bytes_before in zip(tensors, before, strict=True):
             tensor.copy_(bytes_before)
+        sim.synchronize()
+        filling.hash_rest()
         check(filling, images)
+        copier.close()
 
 
 def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_path: Path) -> None:

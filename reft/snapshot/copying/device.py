@@ -31,7 +31,6 @@ import torch
 from reft.device import Vendor, vendor_of
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
 from reft.snapshot.copying.engine import (
-    MARGIN_PART,
     CopyEngine,
     CopyTicket,
     CpuCopyEngine,
@@ -42,7 +41,6 @@ from reft.snapshot.copying.engine import (
     byte_views,
     contiguous,
     copy_on_host,
-    into_buffer,
 )
 
 logger = logging.getLogger(__name__)
@@ -148,8 +146,8 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-_LEAST_MARGIN_BYTES = 512 * 2**20
-"""Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
+_MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
+"""Device memory that a staging buffer leaves alone: kernels load late, libraries take work space."""
 
 _MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
 
@@ -349,7 +347,7 @@ class DeviceCopyEngine(CopyEngine):
     def free_bytes(self) -> int:
         # What torch has reserved is left to training: it was its peak, and will be again.
         free, total = self._module.mem_get_info(self.device)
-        return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
+        return max(0, int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total)))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         self._vendor.enter(self.device)
@@ -368,8 +366,7 @@ class DeviceCopyEngine(CopyEngine):
         with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (ticket, handed_over):
             self._staged = ticket
             return [
-                into_buffer(views, place, lambda source, at: at.copy_(source, non_blocking=True))
-                for views, (_, place, _) in zip(handed_over, parts, strict=True)
+                _into_buffer(views, place) for views, (_, place, _) in zip(handed_over, parts, strict=True)
             ]
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
@@ -461,6 +458,19 @@ class DeviceCopyEngine(CopyEngine):
         self._tickets.clear()
         for destroy in self._destroy:
             destroy()
+
+
+def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
+    """Queue each source to its place in a staging buffer, before the next one is asked for. Returns pieces
+    from there to the targets."""
+    staged, at = [], 0
+    for source, target in views:
+        begin, at = at, at + target.numel()
+        if at > buffer.numel():
+            raise CopyError(f"{at} bytes are to be staged; the buffer has {buffer.numel()}")
+        buffer[begin:at].copy_(source, non_blocking=True)
+        staged.append((buffer[begin:at], target))
+    return staged
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:

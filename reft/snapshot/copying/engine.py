@@ -42,15 +42,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
-from reft.memory.files import cgroup_free_bytes
 from reft.memory.stream import CutRanges, HashingCopier, copier
 
 logger = logging.getLogger(__name__)
@@ -162,28 +159,30 @@ class CopyEngine(ABC):
             RuntimeError: the device failed.
         """
 
+    # -- staging: of devices. In host memory a copy within the memory gains nothing.
+
     @property
-    @abstractmethod
     def free_bytes(self) -> int:
         """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
+        return 0
 
-    @abstractmethod
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises StagingMemoryError:
         there is not so much left beside the margin, or the device refused."""
+        raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
-    @abstractmethod
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be drained
-        of each: pieces from the buffer to the same targets. A device copies sources in host memory straight
-        to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a
-        place that is too small."""
+        of each: pieces from the buffer to the same targets. Sources in host memory go straight to their
+        targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a place that is
+        too small."""
+        raise NotImplementedError
 
-    @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while
-        no version is open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises
-        RuntimeError: the device failed."""
+        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while no version is
+        open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises RuntimeError: the
+        device failed."""
+        raise NotImplementedError
 
     def fence(self) -> None:
         """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
@@ -273,21 +272,6 @@ def _joined(run: Sequence[Piece]) -> Piece:
     nbytes = sum(target.numel() for _, target in run)
     source, target = (side.as_strided((nbytes,), (1,)) for side in run[0])
     return source, target
-
-
-def into_buffer(
-    views: Iterable[Piece], buffer: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
-) -> list[Piece]:
-    """Have ``copy`` bring each source to its place in a staging buffer, before the next one is asked for.
-    Returns pieces from there to the targets."""
-    staged, at = [], 0
-    for source, target in views:
-        begin, at = at, at + target.numel()
-        if at > buffer.numel():
-            raise CopyError(f"{at} bytes are to be staged; the buffer has {buffer.numel()}")
-        copy(source, buffer[begin:at])
-        staged.append((buffer[begin:at], target))
-    return staged
 
 
 def _byte_view(source: torch.Tensor) -> torch.Tensor:
@@ -406,9 +390,6 @@ STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
 
 
-MARGIN_PART = 0.05  # Part of all memory that a staging buffer leaves alone
-
-
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
     """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises CopyOrderError:
     the engine was closed before all was copied."""
@@ -459,36 +440,6 @@ class CpuCopyEngine(CopyEngine):
         first, stop = chunks
         with self._order.copying():
             return hasher.copy_chunks(cut, first, stop, until)
-
-    @property
-    def free_bytes(self) -> int:
-        memory = psutil.virtual_memory()
-        free = min([memory.available, *cgroup_free_bytes()])
-        return max(0, int(free - MARGIN_PART * memory.total))
-
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        if nbytes > self.free_bytes:
-            raise StagingMemoryError(
-                f"{nbytes} bytes of host memory are wanted to stage snapshots, {self.free_bytes} are free"
-            )
-        return torch.zeros(nbytes, dtype=torch.uint8)  # touched here, not at the fence
-
-    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        staged = []
-        for pieces, buffer, encode in parts:
-            checked = _on_host(pieces)
-            with self._order.copying():
-                encoded = _on_host(encode()) if encode is not None else ()
-                copy = partial(copy_on_host, closed=self._closed)
-                staged.append(into_buffer(chain(checked, encoded), buffer, copy))
-        return staged
-
-    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        with self._order.draining():
-            began = time.perf_counter()
-            for source, target in staged:
-                copy_on_host(source, target, self._closed)
-            return CopyTicket((began, time.perf_counter()))
 
     def _copy(self, pieces: CheckedPieces) -> None:
         for target, source, nbytes in pieces.addresses:

@@ -845,7 +845,8 @@ class Pacer:
         fallback = self._has.staging_fallback
         if not before:
             logger.warning(
-                "there is no memory to stage snapshots: has.overflow is %r until memory is free", fallback
+                "there is no device memory to stage snapshots: has.overflow is %r until there is",
+                fallback,
             )
         return replace(self._limits, overflow=Overflow(fallback))
 
