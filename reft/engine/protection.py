@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from reft.config import AOR, AUTO, ReftConfig
+from reft.config import AOR, AUTO, FaultPoint, ReftConfig
 from reft.control.control import WorkerControl
 from reft.engine.identity import local_rank
 from reft.errors import UnsupportedStateError
@@ -21,6 +22,7 @@ from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resu
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
 from reft.protect.placement import LEAST_ARENAS, surviving_schemes, tolerance
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.state.adapters import StateAdapter
 from reft.state.gradients import check_recomputable
@@ -162,12 +164,16 @@ class Protection:
             aor=config.recompute,
         )
 
-    def switch(self, control: WorkerControl) -> SchemeSwitch:
+    def switch(
+        self, control: WorkerControl, arenas: ArenaSet, reach: Callable[[FaultPoint, int], None]
+    ) -> SchemeSwitch:
         """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
         self.note()
-        orders = OrderWatch(self._job_dir)
         return SchemeSwitch(
-            control, self._topology, self.record, orders, keeping=self._keeping, on_change=self._changed
+            *(control, self._topology, arenas, self.record, OrderWatch(self._job_dir)),
+            keeping=self._keeping,
+            on_change=self._changed,
+            reach=reach,
         )
 
     @property

@@ -678,7 +678,7 @@ class SnapshotWorker:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
         switch = self.switch
         try:
-            order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
+            order, level = switch.newest_order(), switch.wanted_level(self.layout)
             # Memory may be reserved after this version, before the next vote.
             late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             kind = state.head.cause.kind if state.head.cause else ""
@@ -859,7 +859,7 @@ class SnapshotWorker:
             host_bytes=self._host_bytes,
         )
         self._signature = images.signature
-        layout = self.switch.fit(request.label, layout, self.arenas)
+        layout = self.switch.fit(request.label, layout)
         self._adopt(layout)
         self.arenas.reserve(layout)
         return Signal.LAID_OUT
@@ -869,12 +869,7 @@ class SnapshotWorker:
         committed version stays where it is (P3)."""
         if self.switch.in_force.due:
             self._unmap()
-            layout = self.switch.carry_out(
-                label,
-                self.layout,
-                self.arenas,
-                before_record=lambda: self.watchers.faults.reach(FaultPoint.DURING_SWITCH, label.step),
-            )
+            layout = self.switch.carry_out(label, self.layout)
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
         return Signal.SWITCHED
