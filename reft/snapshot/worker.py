@@ -27,9 +27,8 @@ from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Topology
+from reft.grid import Section, Topology
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from reft.config import FaultConfig, FaultPoint
-from reft.memory.arena import Arena, ArenaState, scan
+from reft.grid import STATE_SECTIONS, Section
+from reft.memory.arena import Arena, scan
+from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.schedule import Overflow
 from reft.snapshot.version import Cause
