@@ -418,9 +418,10 @@ class SnapshotWorker:
         more; what it waits here is not the device's time."""
         if not self._state.may_begin:
             return
-        mark, until = self.copier.engine.mark(), time.perf_counter() + FENCE_SECS
+        engine, until = self.copier.engine, time.perf_counter() + FENCE_SECS
+        here = engine.stamp()
         with self._changed:
-            while self._state.may_begin and not mark.reached() and time.perf_counter() < until:
+            while self._state.may_begin and not engine.reached(here) and time.perf_counter() < until:
                 self._changed.wait(_POLL_SECS)
 
     @contextmanager

@@ -273,7 +273,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         copier.begin()
         gate.enter()
         for number in range(windows):
-            gate.open(number, wanted // windows, engine.mark())
+            gate.open(number, wanted // windows, engine.stamp())
         gate.hurry()
         sim.settings.recorded = sim.settings.waits = sim.settings.transfers = 0
         records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)

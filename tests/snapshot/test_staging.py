@@ -56,10 +56,10 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Simulated
     staged = [piece for pieces in engine.stage(parts) for piece in pieces]
     engine.fence()
     device.write(live, 9)
-    idle = engine.mark()  # no version is open
+    idle = engine.stamp()  # no version is open
     one = engine.drain(staged[:1], after=idle)
     release = device.hold()
-    held = engine.mark()
+    held = engine.stamp()
     engine.begin()
     engine.copy([(live, second)])
     two = engine.drain(staged[1:], after=held)

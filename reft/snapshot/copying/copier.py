@@ -29,7 +29,6 @@ from reft.snapshot.copying.engine import (
     CopyTicket,
     CpuCopyEngine,
     Encode,
-    Mark,
     Part,
     Piece,
     host_bytes,
@@ -510,7 +509,7 @@ class Copier:
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
 
-            def hand_over(batch: _Batch, mark: Mark | None) -> CopyTicket:
+            def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
                 pieces = CheckedPieces(piece for _, chunk in batch for piece in chunk.pieces)
                 encodes = [chunk.encode for _, chunk in batch if chunk.encode is not None]
                 encode = (lambda: (piece for encode in encodes for piece in encode())) if encodes else None
@@ -644,7 +643,7 @@ class Copier:
         chunks: Iterable[tuple[int, Chunk]],
         filling: Filling,
         gate: Gate,
-        hand_over: Callable[[_Batch, Mark | None], CopyTicket],
+        hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
         """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited

@@ -2,13 +2,13 @@
 
 One version passes an engine like this, T being the thread that trains, W the one that copies::
 
-    T  optimizer step │ begin() ─► forward, backward, mark(), ...  ─► fence() │ optimizer step
-    W                 │    copy(pieces) ─► copy(pieces, after=mark) ─► ...     │ synchronize(), checksums
+    T  optimizer step │ begin() ─► forward, backward, stamp(), ... ─► fence() │ optimizer step
+    W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(), checksums
 
 - **begin** (T): the state is final now. Nothing is read earlier than what T had given the device then.
-- **mark** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
-  bubble, T takes a mark right before the receive that opens it, and W copies ``after`` that mark. On
-  a CPU the two time lines are one and a mark says nothing.
+- **stamp** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
+  bubble, T takes a stamp right before the receive that opens it, and W copies ``after`` that. On
+  a CPU the two time lines are one and a stamp says nothing.
 - **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued; the
   others return when the bytes have arrived. Call it from a thread that may wait.
 - **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute stream
@@ -18,13 +18,13 @@ One version passes an engine like this, T being the thread that trains, W the on
 
 What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
 
-    T  ... ─► fence() │ optimizer step │ begin() ... mark() ... ─► fence()
-    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=mark) ...  synchronize()
+    T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
+    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
 - **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of the time.
 - **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits for it.
 
-Calls of ``begin``, ``mark`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
+Calls of ``begin``, ``stamp`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
 or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
 Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the caching
@@ -41,7 +41,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -67,17 +66,6 @@ Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
 STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A point in the compute stream's time line. Made by :meth:`CopyEngine.mark`."""
-
-    stamp: Any = None  # as of :meth:`CopyEngine.stamp`, where taking the mark took one
-
-    def reached(self) -> bool:
-        """Whether the device is there. Does not wait."""
-        return True
 
 
 class CopyTicket:
@@ -125,10 +113,9 @@ class CopyEngine(ABC):
         """Open a version: the state is final now."""
         self._order.begin()
 
-    def mark(self) -> Mark:
-        """This point of the compute stream, for ``after=...``."""
-        self._order.check_not_closed("mark")
-        return Mark()
+    def reached(self, stamp: Any) -> bool:
+        """Whether the device is there. Does not wait."""
+        return True
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -140,14 +127,12 @@ class CopyEngine(ABC):
         training thread."""
 
     @abstractmethod
-    def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
+    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
         """Copy pieces of the open version.
 
         Args:
             pieces: sources and targets; zero-size ones are fine.
-            after: begin no earlier than there.
+            after: begin no earlier than at that stamp.
             encode: reads the state after the pieces were handed over, on the copying stream of a device; the
                 pieces that it returns are copied too.
 
@@ -178,8 +163,8 @@ class CopyEngine(ABC):
         too small."""
         raise NotImplementedError
 
-    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while no version is
+    def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
+        """Copy what :meth:`stage` returned to its targets, no earlier than a stamp; also while no version is
         open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises RuntimeError: the
         device failed."""
         raise NotImplementedError
@@ -416,9 +401,7 @@ class CpuCopyEngine(CopyEngine):
     def secs_of(self, stamps: Sequence[float]) -> list[float]:
         return list(stamps)
 
-    def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
+    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
         checked = _on_host(pieces)
         with self._order.copying():
             began = time.perf_counter()

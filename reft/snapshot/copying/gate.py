@@ -23,15 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from reft.config import HasConfig
-from reft.errors import ReftError
-from reft.snapshot.copying.engine import CopyEngine, Mark
+from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.schedule import (
     AnalyticEstimator,
     BandwidthModel,
@@ -65,7 +63,7 @@ class Permit:
     tier: int  # 1, 2, 3, or 0 for what the fence waits for
     window: int | None = None  # number of the window; None outside of windows (tier 1)
     nbytes: int = 1  # how much may be copied before asking again; at least one chunk
-    mark: Mark | None = None  # start no earlier than there
+    mark: Any = None  # start no earlier than there
     # where a copy can be broken off between chunks, it goes on until training makes this anything but 0
     until: ctypes.c_int | None = field(default=None, compare=False)
 
@@ -79,7 +77,7 @@ class Gate:
     patience_secs = 0.0  # how long training may be silent before copies go on without a window
     wanted = False  # whether a version is to be copied, or being copied, through this gate
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
 
     def close(self) -> float:
@@ -147,7 +145,7 @@ class HostGate(Gate):
 
     # -- training thread: every line here is paid by training ---------------------------------------
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
             self.opened = self._communication
             if self.wanted:
@@ -336,7 +334,7 @@ class StreamGate(Gate):
         self._beside_bytes, self._beside_rate = 0, math.inf
         self._beside_left, self._next_beside = 0, 0.0
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         self.alive_at = time.perf_counter()
         if nbytes and mark is not None and self.wanted:
             with self._changed:
@@ -658,7 +656,7 @@ class Pacer:
         """The instruction at ``position`` of the step's stream may make the device wait. Before anything was
         measured, each receive is a window."""
         budget: tuple[int | None, int] | None = None
-        mark: Mark | None = None
+        mark: Any = None
         if self._planned_step:
             budget = self._budgets.get(position)
         elif receives:
@@ -667,11 +665,9 @@ class Pacer:
         if budget is not None:
             window, nbytes = budget
             if self._engine.asynchronous and self.gate.wanted:
-                with suppress(ReftError):  # the engine is closed
-                    mark = self._engine.mark()
+                mark = self.stamp()
             self.gate.open(window, nbytes, mark)
-        stamp = None if mark is None else mark.stamp
-        self._opened = (position, self.stamp() if stamp is None else stamp, budget)
+        self._opened = (position, self.stamp() if mark is None else mark, budget)
 
     def close(self) -> None:
         """The instruction has returned."""
