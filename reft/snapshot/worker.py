@@ -33,7 +33,7 @@ from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
-from reft.snapshot.copying.gate import Gate, OpenGate, Pacer, Permit
+from reft.snapshot.copying.gate import Gate, Pacer, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
@@ -308,7 +308,7 @@ class SnapshotWorker:
         self._vote_missed = False
         self._broke_off = ""
         self._pacer = pacer
-        self._gate: Gate = OpenGate(2, lambda: False) if pacer is None else pacer.gate  # of the windows
+        self._gate: Gate = Gate() if pacer is None else pacer.gate  # of the windows
         self._filling: Filling | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
@@ -644,7 +644,7 @@ class SnapshotWorker:
         if request.paced and self._pacer is not None:
             return self._gate
         waited_for = request.must or request.variant is Variant.BLOCKING
-        return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
+        return Gate(0 if waited_for else 2, lambda: self._fence_waiting)
 
     @property
     def _advised_interval_steps(self) -> int:

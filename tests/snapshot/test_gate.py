@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from reft.snapshot.copying.gate import HostGate, OpenGate, Permit, StreamGate
+from reft.snapshot.copying.gate import Gate, HostGate, Permit, StreamGate
 
 LONG = 60.0  # Seconds: nothing in these tests may need them
 
@@ -111,7 +111,7 @@ def test_the_fence_lets_everything_through_and_then_nothing_is_wanted(gate: Host
     gate.open(0, 64, None)
     assert gate.close() == 0.0, "closing costs nothing when nothing is to be copied"
     waiting = False
-    always = OpenGate(2, lambda: waiting)
+    always = Gate(2, lambda: waiting)
     assert always.admit().tier == 2
     waiting = True
     assert always.admit().tier == 0

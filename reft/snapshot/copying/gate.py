@@ -72,10 +72,18 @@ _HURRY = Permit(0, nbytes=UNLIMITED)
 
 
 class Gate:
-    """What the training thread (T) and the copying thread (W) share."""
+    """What the training thread (T) and the copying thread (W) share.
+
+    This one lets everything through at once: for versions that are not paced, and for the baselines.
+    ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by
+    now; then chunks count as tier 0 too."""
 
     patience_secs = 0.0  # how long training may be silent before copies go on without a window
     wanted = False  # whether a version is to be copied, or being copied, through this gate
+
+    def __init__(self, tier: int = 2, hurried: Callable[[], bool] = lambda: False) -> None:
+        self._permit = Permit(tier, nbytes=UNLIMITED)
+        self._hurried = hurried
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
@@ -107,7 +115,7 @@ class Gate:
 
     def admit(self) -> Permit:
         """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
-        raise NotImplementedError
+        return _HURRY if self._hurried() else self._permit
 
     def release(self, permit: Permit, secs: float) -> None:
         """W: the chunk was copied and took ``secs``."""
@@ -400,19 +408,6 @@ class StreamGate(Gate):
         self._beside_left -= nbytes
         self._next_beside = now + nbytes / self._beside_rate
         return Permit(2, nbytes=nbytes)
-
-
-class OpenGate(Gate):
-    """Lets everything through at once: for versions that are not paced, and for the baselines. ``tier``: what
-    chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by now; then
-    chunks count as tier 0 too."""
-
-    def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
-        self._permit = Permit(tier, nbytes=UNLIMITED)
-        self._hurried = hurried
-
-    def admit(self) -> Permit:
-        return _HURRY if self._hurried() else self._permit
 
 
 COMMUNICATING = ("Send", "Reduce")  # Beginnings of the names of instructions that move data between ranks
