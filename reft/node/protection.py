@@ -123,10 +123,9 @@ def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
 
 def read_order(job_dir: Path) -> Order | None:
     """The newest order on this node, or None where there is none that can be read."""
-    found = read_json(job_dir / REQUEST_FILE) or {}
     try:
-        return Order(int(found["number"]), str(found["scheme"]))
-    except (KeyError, ValueError, TypeError):
+        return TypeAdapter(Order).validate_python(read_json(job_dir / REQUEST_FILE))
+    except ValueError:
         return None
 
 
