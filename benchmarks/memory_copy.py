@@ -125,7 +125,7 @@ class Rank:
         from reft.engine import deepspeed
         from reft.memory.arena import Arena
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.filling import Filling
+        from reft.snapshot.arenas import Filling
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")

@@ -103,7 +103,7 @@ class Rank:
     def _watch_hot_path(self) -> None:
         from reft.engine import deepspeed
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.filling import Filling
+        from reft.snapshot.arenas import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")

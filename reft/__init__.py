@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from reft.engine.on_import import hook_imports, uncollected
 
 if TYPE_CHECKING:
-    from reft import data
     from reft.config import ReftConfig
     from reft.data.watch import resumable
     from reft.engine.deepspeed import attach, resume

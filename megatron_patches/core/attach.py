@@ -39,7 +39,7 @@ from reft.engine.session import Session
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
-from reft.snapshot.copying.pacing import Pacer
+from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.schedule import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")

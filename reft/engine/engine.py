@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import AUTO, HasConfig, Variant
+from reft.config import AUTO, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
 from reft.engine.checks.choice import margin_bytes
@@ -27,17 +25,15 @@ from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
-from reft.snapshot.committing.request import SnapshotRequest
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
-from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.engine import CopyEngine, Mark
-from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
-from reft.snapshot.copying.pacing import PaceOptions, Pacer
+from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.schedule import BandwidthModel, ChunkRecord, InstructionRecord, Limits, Overflow, StepTrace
+from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.version import Cause
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
@@ -450,58 +446,6 @@ def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
 
 
-def make_pacer(
-    has: HasConfig,
-    engine: CopyEngine,
-    *,
-    stage_id: int,
-    stages: int,
-    micro_batches: int,
-    ranks_here: int,
-    staging: StagingArea | None,
-) -> Pacer:
-    """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
-    gate = StreamGate() if engine.asynchronous else HostGate()
-    share = has.compute_share
-    if share is None:
-        # Most of the computing time that copies may run beside: all of it where they take nothing from
-        # training, by direct memory access from a device or on a core that no rank of the node uses. Else
-        # none: there, a chunk beside computation was measured to cost training more than waiting for it does.
-        busy_cores = ranks_here * torch.get_num_threads()
-        spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
-        share = 1.0 if spare else 0.0
-    # Until something was measured: beside computation, as slowly as ever allowed.
-    nowhere_else = stages == 1 and share > 0
-    pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
-    gate.share(share, UNLIMITED if nowhere_else else 0, pace)
-
-    def mark() -> Mark | None:
-        try:
-            return engine.mark()
-        except ReftError:
-            return None  # the engine is closed
-
-    return Pacer(
-        gate,
-        PaceOptions(
-            estimator=has.windows,
-            limits=Limits(
-                compute_share=share,
-                separate_links=has.separate_links,
-                overflow=Overflow(has.overflow),
-                max_overhead=has.max_overhead,
-            ),
-            stage_id=stage_id,
-            stages=stages,
-            micro_batches=micro_batches,
-            staging_fallback=Overflow(has.staging_fallback),
-        ),
-        mark if engine.asynchronous else None,
-        engine,
-        None if staging is None else staging.room,
-    )
-
-
 class Copying:
     """How one rank's bytes are copied."""
 
@@ -515,14 +459,14 @@ class Copying:
         self._peers = None
         if config.verify.peers != "off":
             self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
-        self.pacer = make_pacer(
+        self.pacer = Pacer(
             config.has,
             self.engine,
             stage_id=session.coordinate.pp,
             stages=session.topology.degrees.pp,
             micro_batches=session.engine.micro_batches,
             ranks_here=session.ranks_here,
-            staging=self._staging,
+            staging_room=None if self._staging is None else self._staging.room,
         )
 
     @property

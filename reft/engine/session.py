@@ -42,9 +42,9 @@ from reft.node.client import DaemonClient
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.protection import write_order
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import Complaints, SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
 
 if TYPE_CHECKING:
     pass
@@ -272,18 +272,16 @@ class Session:
             topology=self.topology,
             arenas=ArenaSet(
                 SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-                ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+                *(self.job_id, self.topology, self.control.rank),
                 frozen=frozen,
                 limit_bytes=limit // ranks if limit is not None else None,
                 engine=self.copying.engine,
                 remake=self._remake_memory,
             ),
-            options=WorkerOptions(
-                block_bytes=self.config.block_bytes,
-                host_bytes=self.config.host_state_bytes,
-                recompute=None if self.state.gradients is None else self.state.gradients.recipe,
-                verify=self.config.verify,
-            ),
+            block_bytes=self.config.block_bytes,
+            host_bytes=self.config.host_state_bytes,
+            recompute=None if self.state.gradients is None else self.state.gradients.recipe,
+            verify=self.config.verify,
             switch=self.protection.switch(control),
             copier=self.copying.copier(),
             pacer=self.copying.pacer,

@@ -22,7 +22,7 @@ from reft.grid import Degrees
 from reft.naming import Label
 from reft.node import history
 from reft.recover.plan import NotRecoverable
-from reft.snapshot.committing.request import SnapshotRequest
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.codec import encode
 
 LONG = 60.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe import schedule
+from pydantic import TypeAdapter
 
 from reft.engine.weave import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.schedule import StepTrace
@@ -26,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 def traces(run: dict[str, Any]) -> list[StepTrace]:
-    return [StepTrace.from_json(t) for t in run["traces"]]
+    return TypeAdapter(list[StepTrace]).validate_python(run["traces"])
 
 
 def chunks_of(run: dict[str, Any], tier: int) -> list[Any]:

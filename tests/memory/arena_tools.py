@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reft.grid import BlockKey, Coordinate, Degrees, Section
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
 
 SECRET = bytes(range(32))

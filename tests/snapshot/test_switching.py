@@ -32,7 +32,7 @@ from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import take_inventory
 from reft.recover.plan import RecoveryPlan
-from reft.snapshot.committing.switching import Keeping, Room, agree_on_room
+from reft.snapshot.switching import Keeping, Room, agree_on_room
 from tests.snapshot.ranks import FOUR, SECRET, Rank, Results
 from tests.snapshot.test_worker import versions_in
 from tests.spawn import RankError

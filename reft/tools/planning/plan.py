@@ -11,18 +11,9 @@ from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Rates
-from reft.policy.rate import Costs, frequency, most_lost_steps
-from reft.policy.storage_interval import (
-    REPAIR_SECS,
-    Goals,
-    StorageCosts,
-    memory_losses_per_sec,
-    storage_interval,
-    whole_interval,
-)
+from reft.policy.rate import REPAIR_SECS, best_interval, memory_risk, whole_interval
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
-from reft.protect.placement import losses_within, persist_interval_secs
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, estimated_pace, measured_pace
@@ -88,8 +79,7 @@ def make_plan(
     step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = planned.fit.overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
-    costs = Costs(step, update_secs=step, host_copy_secs=cost, write_secs=max(0.0, copy - cost))
-    best = frequency(costs, allowed)
+    best, _ = best_interval(step, cost, max(copy, cost), max_overhead=allowed)
     every = best if block.adapts else block.version_steps
     overhead = planned.fit.overhead / every
     problems = [str(Finding(Severity.REFUSED, *said)) for said in _problems(job, choice, planned)]
@@ -127,7 +117,7 @@ def make_plan(
         "rate": {
             "interval_steps": every,
             "algorithm_1_steps": best,
-            "most_lost_steps": most_lost_steps(every),
+            "most_lost_steps": 2 * every,
             "max_overhead": allowed,
             "why": _why(best, every, allowed, adapts=block.adapts),
         },
@@ -201,7 +191,7 @@ def _why(best: int, every: int, allowed: float, *, adapts: bool) -> str:
         said = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
     else:
         said = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
-    lost = f"at most {most_lost_steps(every)} steps are repeated after a failure that memory survives"
+    lost = f"at most {2 * every} steps are repeated after a failure that memory survives"
     return f"every {every} step(s), {said}; {lost}"
 
 
@@ -234,33 +224,32 @@ def plan_storage(
     per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
     if "node_mtbf_days" in config.model_fields_set:
         per_day = 1 / config.node_mtbf_days
-    # As a job counts them: losses within the tolerance; groups that do not fill the nodes, as one more.
-    nodes = len(set(topology.nodes))
-    size = max(len(set(topology.group_nodes(*group))) for group in topology.groups())
-    counted = -(-nodes // size) * size
-    survived = losses_within(size, min(planned.tolerance, size))
-    rate = memory_losses_per_sec(per_day / DAY, counted, survived, REPAIR_SECS)
-    mtbf = 1 / rate if rate else inf
-    carried = inf
-    if config.survival is not None:
-        causes = [failure.weibull for failure in cluster.failures]
-        carried = persist_interval_secs(config.survival, causes, counted, survived)
+    # As a job counts them: losses within the tolerance.
+    causes = [failure.weibull for failure in cluster.failures]
+    mtbf, carried = memory_risk(topology, planned.tolerance, per_day / DAY, config.survival, causes)
     speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
     stages = range(job.training.stages)
+    nodes = len(set(topology.nodes))
     write_secs = job.training.tensor * sum(job.state_bytes(p) for p in stages) / nodes / speed
-    costs = StorageCosts(step_secs, COST_PART * write_secs, write_secs)
-    found = storage_interval(costs, mtbf, Goals(config.max_overhead, carried, config.max_lost_steps))
-    auto_steps = whole_interval(found.steps, version_steps)
-    if (most := config.max_lost_steps) is not None:
+    cost_secs, most = COST_PART * write_secs, config.max_lost_steps
+    auto_steps, because = best_interval(
+        *(step_secs, cost_secs, write_secs),
+        max_overhead=config.max_overhead,
+        mtbf_secs=mtbf,
+        survival_secs=carried,
+        most_steps=None if most is None else max(1, most // 2),
+    )
+    auto_steps = whole_interval(auto_steps, version_steps)
+    if most is not None:
         auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)
     steps = 0 if config.dir is None else auto_steps if config.adapts else config.fixed_steps
-    overhead = costs.cost_secs / (steps * step_secs) if steps else 0.0
+    overhead = cost_secs / (steps * step_secs) if steps else 0.0
     if config.dir is None:
         said = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
     elif not steps:
         said = "only when the job is asked to stop, as the block says"
     else:
-        reason = found.because if config.adapts else "as the block says"
+        reason = because if config.adapts else "as the block says"
         said = (
             f"every {steps:,} step(s), {reason}: {overhead:.2%} of the training time, and at most "
             f"{2 * steps:,} steps are repeated when memory fails"
@@ -275,10 +264,10 @@ def plan_storage(
     return {
         "interval_steps": steps,
         "auto_steps": auto_steps,
-        "because": str(found.because),
+        "because": str(because),
         "overhead": overhead,
         "memory_mtbf_secs": None if mtbf == inf else mtbf,  # until more nodes are lost than memory survives
-        "costs": asdict(costs),
+        "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
     }
 
