@@ -346,8 +346,7 @@ class Tracer:
             name = session.engine.name
             logger.warning("%s cannot be profiled; only a pipeline engine can", name)
             return
-        from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler
+        from reft.profile.profiler import DeviceClock, Profiler
 
         # On a device calls return before their work is done; its own clock is read, without waiting.
         vendor = vendor_of(session.engine.device)
@@ -359,7 +358,7 @@ class Tracer:
             job_id=session.job_id,
             at=session.coordinate,
             degrees=session.topology.degrees,
-            secret=session.memory.job_dir.secret,
+            control=session.control,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from reft.cli.protect import describe
+from reft.cli.running import describe
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
