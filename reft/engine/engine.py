@@ -10,17 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import AUTO, Variant
+from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
-from reft.engine.checks.choice import margin_bytes
 from reft.engine.identity import local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
+from reft.memory.files import default_margin_bytes
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
@@ -210,6 +211,11 @@ def kept_members(session: Session) -> tuple[int, ...]:
     at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
     placement = place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities)
     return placement.kept_by(at.dp)[1:]
+
+
+def margin_bytes(config: ReftConfig, job_dir: Path) -> int:
+    margin = config.memory_margin_bytes
+    return default_margin_bytes(job_dir) if margin is None else margin
 
 
 class Protection:
