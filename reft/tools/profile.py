@@ -199,11 +199,11 @@ def show(result: ProfileResult, console: Console) -> None:
         console.print(_windows(result))
     for line in advice(result):
         console.print(f"• {line}", markup=False, highlight=False)
-    method, speed = result.method, result.bandwidth_bytes_per_sec
+    speed = result.bandwidth_bytes_per_sec
     console.print(
-        f"\nTimes by the {method.clock} clock. Waiting and transfer were separated by the partner's record "
-        f"for {percent(method.matched_share)} of the point-to-point time, else by the fastest observation; "
-        f"clocks agree within {method.clock_error_secs * 1e6:.0f} us. Bandwidth: "
+        f"\nTimes by the {result.clock} clock. Waiting and transfer were separated by the partner's record "
+        f"for {percent(result.matched_share)} of the point-to-point time, else by the fastest observation; "
+        f"clocks agree within {result.clock_error_secs * 1e6:.0f} us. Bandwidth: "
         f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} ({result.bandwidth_source}).",
         style="dim",
         markup=False,
@@ -237,8 +237,8 @@ def _stages(result: ProfileResult) -> Table:
         table.add_column(str(name), justify="right", no_wrap=True)
     table.add_column("tier 1 / 2 / 3 / fence", no_wrap=True)
     for stage in result.stages:
-        use, fits = stage.snapshots, stage.bytes_fit
-        copied = [decimal(n) if (n := int(use.bytes_by_tier.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)]
+        fits = stage.bytes_fit
+        copied = [decimal(n) if (n := int(stage.copied.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)]
         table.add_row(
             str(stage.stage_id),
             _ms(stage.step_secs),
@@ -247,8 +247,8 @@ def _stages(result: ProfileResult) -> Table:
             _ms(stage.usable_secs),
             "?" if fits is None else decimal(fits),
             decimal(stage.snapshot_bytes) if stage.snapshot_bytes else "–",
-            f"{use.held_up_secs * 1e3:.2f}",
-            " / ".join(copied) if use.nbytes else "no snapshots",
+            f"{stage.held_up_secs * 1e3:.2f}",
+            " / ".join(copied) if stage.copied_bytes else "no snapshots",
         )
     return table
 
@@ -286,14 +286,14 @@ def advice(result: ProfileResult) -> Iterator[str]:
     for stage in result.stages:
         yield f"stage {stage.stage_id}{_fit(stage, result.bandwidth_bytes_per_sec)}"
     for stage in result.stages:
-        held_up, step = stage.snapshots.held_up_secs, stage.step_secs.p50
+        held_up, step = stage.held_up_secs, stage.step_secs.p50
         if held_up > _HELD_UP_SHARE * step:
             yield (
                 f"stage {stage.stage_id}: its snapshots hold training up for {milliseconds(held_up)} of "
                 f"every step ({percent(held_up / step)})"
             )
     due = sum(stage.snapshot_bytes for stage in result.stages)
-    copied = sum(stage.snapshots.nbytes for stage in result.stages)
+    copied = sum(stage.copied_bytes for stage in result.stages)
     if 0 < copied < _RARE * due:
         yield (
             f"snapshots were taken of about {percent(copied / due)} of the measured steps: interval_steps is "
@@ -310,9 +310,9 @@ def advice(result: ProfileResult) -> Iterator[str]:
             f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the mean stage, "
             f"and the others wait for it: it has too many layers, or a slow device"
         )
-    if result.method.matched_share < _MATCHED:
+    if result.matched_share < _MATCHED:
         yield (
-            f"{percent(1 - result.method.matched_share)} of the time in sends and receives was split by the "
+            f"{percent(1 - result.matched_share)} of the time in sends and receives was split by the "
             f"fastest observation: there idle time is a lower bound"
         )
 
@@ -484,12 +484,12 @@ def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float
 
 
 def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
-    use, room = stage.snapshots, stage.bytes_fit
+    room, secs = stage.bytes_fit, sum(stage.copying_secs.values())
     lines = [f"idle {percent(stage.idle_share)} of the step"]
-    if use.secs:
-        idle = use.secs_beside.get(Beside.IDLE, 0.0) / use.secs
-        lines.append(f"copying {milliseconds(use.secs)}, {percent(idle)} of it in idle time")
-    amounts = [f"{decimal(int(n))} to copy"] if (n := use.nbytes or stage.snapshot_bytes) else []
+    if secs:
+        idle = stage.copying_secs.get(Beside.IDLE, 0.0) / secs
+        lines.append(f"copying {milliseconds(secs)}, {percent(idle)} of it in idle time")
+    amounts = [f"{decimal(int(n))} to copy"] if (n := stage.copied_bytes or stage.snapshot_bytes) else []
     amounts += [f"{decimal(room)} fit"] if room is not None else []
     place = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
     text = "\n".join([*lines, *([", ".join(amounts)] if amounts else ())])
@@ -498,13 +498,12 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
 
 def verdict(result: ProfileResult) -> str:
     """One line: are snapshots free in this job? Parts are of the time that copying takes."""
-    uses = [stage.snapshots for stage in result.stages]
-    if not any(use.nbytes for use in uses):
+    if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
-    held_up = max(use.held_up_secs for use in uses) / result.step_secs.p50
-    secs = max(1e-12, sum(use.secs for use in uses))
+    held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50
+    secs = {place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages) for place in Beside}
     idle, moving, computing = (
-        sum(use.secs_beside.get(place, 0.0) for use in uses) / secs
+        secs[place] / max(1e-12, sum(secs.values()))
         for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
