@@ -32,10 +32,10 @@ from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
 from reft.config import parse_block
 from reft.engine.checks.start import say_untried_device, warn
-from reft.engine.engine import ClientState
+from reft.engine.engine import ClientState, Tracer
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import wrap
-from reft.engine.session import Session, Tracer
+from reft.engine.session import Session
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome

@@ -31,13 +31,12 @@ from reft.engine.engine import flat_facts, shapes_of
 from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
-from reft.state.adapters import APEX_FUSED_ADAM, check_apex, check_optimizer
-from reft.state.blob import capture_buffers, is_late, restore_buffers
+from reft.state.adapters import OptimizerState
+from reft.state.blob import capture_buffers, capture_rng, is_late, restore_buffers, restore_rng
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.codec import class_path
 from reft.state.fingerprint import Fact, facts_of_arguments
-from reft.state.optimizer import OptimizerState
-from reft.state.rng import capture_rng, restore_rng
+from reft.state.supported import APEX_FUSED_ADAM, check_apex, check_optimizer
 
 DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"

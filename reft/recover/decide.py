@@ -15,9 +15,8 @@ from typing import NamedTuple
 import msgpack
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Topology
+from reft.grid import BlockKey, Coordinate, Topology
 from reft.naming import Label
-from reft.protect.blocks import BlockKey
 from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,

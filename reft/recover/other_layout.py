@@ -19,9 +19,8 @@ import torch
 
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Section
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind

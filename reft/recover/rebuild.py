@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.grid import Coordinate
+from reft.grid import BlockKey, Coordinate, Section
 from reft.memory.arena import Arena, decoded_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import unpack_checksums
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows
 from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory

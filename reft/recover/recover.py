@@ -24,11 +24,10 @@ import msgpack
 import torch
 
 from reft.errors import ReftError
-from reft.grid import Coordinate, Topology
+from reft.grid import BlockKey, Coordinate, Section, Topology
 from reft.memory.arena import Arena, is_decoded
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
 from reft.recover.decide import (

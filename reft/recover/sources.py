@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Topology
+from reft.grid import BlockKey, Coordinate, Section, Topology
 from reft.memory.header import Entry
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import parse_block_code
 from reft.recover.inventory import ArenaRecord
 from reft.recover.plan import Fetch, LostBlock, Rebuild, SourceKind, find_lost, stripes_of

@@ -14,10 +14,9 @@ import msgpack
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Topology
+from reft.grid import BlockKey, Coordinate, Section, Topology
 from reft.memory.arena import Arena
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 from reft.recover.inventory import Group, Inventory, opened_arenas, take_inventory
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 from reft.recover.rebuild import Decoder

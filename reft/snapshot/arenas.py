@@ -17,12 +17,12 @@ import torch
 from reft.backoff import Backoff
 from reft.control.control import WorkerControl
 from reft.errors import ArenaError, OutOfMemoryError, ReftError, TransferError
-from reft.grid import Coordinate, Topology
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, SlotFiles, free_bytes, reserved_bytes
-from reft.memory.header import checksum
+from reft.grid import Coordinate, Section, Topology
+from reft.memory.arena import Arena, SlotFiles, reserved_bytes
+from reft.memory.files import free_bytes
+from reft.memory.header import ArenaHeader, ArenaState, checksum
 from reft.memory.stream import HashingCopier, Ranges, hashing_copier
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.protect.codes import pack_checksums
 from reft.snapshot.plan import GroupLayout, PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of

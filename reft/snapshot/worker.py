@@ -26,9 +26,8 @@ from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Topology
+from reft.grid import Section, Topology
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
@@ -39,7 +38,13 @@ from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Complaints, SnapshotStats, say
 from reft.snapshot.switching import SchemeSwitch
-from reft.snapshot.version import Cause, Stage, State, Task, Version
+from reft.snapshot.version import (
+    Cause,
+    Stage,
+    State,
+    Task,
+    Version,
+)
 
 logger = logging.getLogger(__name__)
 

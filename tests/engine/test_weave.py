@@ -11,7 +11,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 from pydantic import TypeAdapter
 
-from reft.engine.deepspeed import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.engine.weave import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.schedule import StepTrace
 from tests.engine.ranks import run_ranks
 from tests.engine.weave_job import DUAL, SNAPSHOT_INSTRUCTIONS, STEPS, VARIANTS, GPipe

@@ -23,9 +23,10 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot, session_of
+from reft.engine.deepspeed import session_of
+from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot
+from reft.grid import Section
 from reft.memory.arena import Arena, scan
-from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import block_of
 

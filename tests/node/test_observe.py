@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.memory.arena import ArenaState
+from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.daemon import NodeStatus
 from reft.node.history import RESUMED, STARTED, note

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from reft.config import Variant
 from reft.device import VENDORS
-from reft.engine.deepspeed import Weaver
-from reft.engine.session import Tracer
+from reft.engine.engine import Tracer
+from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.analysis import ClockOffset
 from reft.profile.profiler import DeviceClock, assign_chunks, estimate

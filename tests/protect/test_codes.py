@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError, UnrecoverableError
-from reft.grid import ring_order
-from reft.protect.blocks import BlockKey
+from reft.grid import BlockKey, ring_order
 from reft.protect.codes import (
     BlockCode,
     Code,

@@ -25,10 +25,10 @@ from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate
-from reft.memory.arena import Arena, checksum
+from reft.grid import STATE_SECTIONS, Coordinate, Section
+from reft.memory.arena import Arena
+from reft.memory.header import checksum
 from reft.naming import Label
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.recover import Blueprint, Completing, Recovery
 from reft.recover.sources import OwnedTensor, Piece, Resize, Scatter, cut

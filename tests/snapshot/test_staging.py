@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
-from reft.protect.blocks import BlockKey, Section
+from reft.grid import BlockKey, Section
 from reft.snapshot.copying.copier import Chunk, StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from reft.errors import ArenaError
+from reft.grid import Section
 from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
 from reft.node.protection import write_order
-from reft.protect.blocks import Section
 from reft.snapshot import worker
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying import engine

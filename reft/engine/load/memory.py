@@ -18,22 +18,21 @@ from reft.engine.identity import local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
+from reft.grid import Section
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.naming import Label
 from reft.node import history
-from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Blueprint, Completing, Recovery, RecoveryOutcome, Room
 from reft.recover.sources import Piece, Resize, Scatter
 from reft.recover.stages import Participant, Repair
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.state.blob import DecodedBlob
+from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import BY_REPLICAS
-from reft.state.rng import capture_rng, restore_rng
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reft.config import Variant
 from reft.engine.checks.start import (
@@ -25,7 +25,6 @@ from reft.engine.checks.start import (
     warn,
     what_begins_anew,
 )
-from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.load.disk import (
     DamagedError,
     DiskCheckpoint,
@@ -45,6 +44,9 @@ from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery
 from reft.recover.sources import Resize
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
+
+if TYPE_CHECKING:
+    from reft.engine.deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import torch
 from reft.backoff import Backoff
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError, StagingMemoryError
+from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
 from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, hashing_copier, ranges_of
 from reft.protect.backend import backend_for, combine_ragged
-from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section, aligned
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.arenas import Filling
 from reft.snapshot.copying.engine import (
