@@ -22,8 +22,7 @@ from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory,
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.history import describe_parts, read_history, why
-from reft.node.report import Signal
+from reft.node.report import Signal, describe_parts, read_history, why
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.node.history import PARTS
+from reft.node.report import PARTS
 
 REPORT = "report.json"
 _MARK = "REFT_TEST_DEMO"

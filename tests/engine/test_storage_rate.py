@@ -13,7 +13,7 @@ import pytest
 from reft.engine.rates import learned_risk
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import Label
-from reft.node.history import STARTED, note
+from reft.node.report import STARTED, note
 from reft.policy.rate import StorageRate, whole_interval
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.node.history import Round
+from reft.node.report import Round
 from reft.policy.rate import (
     DAY_SECS,
     Why,

@@ -23,7 +23,7 @@ from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.naming import Label
-from reft.node import history
+from reft.node import report
 from reft.protect.placement import place_group
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Blueprint, Completing, Recovery, RecoveryOutcome, Room
@@ -301,7 +301,7 @@ class MemoryRestorer:
                 logger.warning(
                     "the job starts from the beginning: nothing was committed and no checkpoint is on "
                     "storage%s",
-                    history.after_failure(session.memory.job_dir.path),
+                    report.after_failure(session.memory.job_dir.path),
                 )
             return
         where = session.config.persist.dir or "not configured (persist.dir)"
@@ -344,18 +344,18 @@ class MemoryRestorer:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(history.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
+        self.note(report.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
         if self._session.is_rank_zero:
-            after = history.after_failure(self._session.memory.job_dir.path)
+            after = report.after_failure(self._session.memory.job_dir.path)
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
         """The first step of this life has been made: the recovery, if it was one, is over."""
-        self.note(history.STEPPED)
+        self.note(report.STEPPED)
         job_dir, events = self._session.memory.job_dir.path, self._session.events
-        if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
+        if local_rank() == 0 and events.enabled and (rounds := report.read_history(job_dir)):
             events.write("recovered", **vars(rounds[-1]))
 
     def note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:
-            history.note(self._session.memory.job_dir.path, event, **facts)
+            report.note(self._session.memory.job_dir.path, event, **facts)

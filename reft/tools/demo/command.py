@@ -32,7 +32,7 @@ from reft.env import ENV_CLUSTER, ENV_EVENTS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NO
 from reft.errors import ConfigError
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
-from reft.node.history import describe_parts
+from reft.node.report import describe_parts
 from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130
