@@ -443,7 +443,7 @@ class Job:
     def _recoveries(self) -> Iterator[dict[str, Any]]:
         """Of each, what the node tells that had made a step last, of those that saw the failure: where the
         job went on, and the seconds from the failure to that step in their parts: ``detection`` (until its
-        launcher saw that a trainer had failed) and those of :data:`reft.node.history.PARTS`."""
+        launcher saw that a trainer had failed) and those of :data:`reft.node.report.PARTS`."""
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
             told = [event for event in after_failure if event["round"] == number]
