@@ -186,7 +186,6 @@ def _present(result: ProfileResult, args: argparse.Namespace) -> None:
 # -- tables ----------------------------------------------------------------------------------------------
 
 _COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
-_HELD_UP_SHARE = 0.002
 _IMBALANCE = 0.10
 _RARE = 0.9
 _MATCHED = 0.9
@@ -283,15 +282,9 @@ def _windows(result: ProfileResult) -> Table:
 
 def advice(result: ProfileResult) -> Iterator[str]:
     """Lines to read after the tables, the most important first."""
+    yield verdict(result)
     for stage in result.stages:
         yield f"stage {stage.stage_id}{_fit(stage, result.bandwidth_bytes_per_sec)}"
-    for stage in result.stages:
-        held_up, step = stage.held_up_secs, stage.step_secs.p50
-        if held_up > _HELD_UP_SHARE * step:
-            yield (
-                f"stage {stage.stage_id}: its snapshots hold training up for {milliseconds(held_up)} of "
-                f"every step ({percent(held_up / step)})"
-            )
     due = sum(stage.snapshot_bytes for stage in result.stages)
     copied = sum(stage.copied_bytes for stage in result.stages)
     if 0 < copied < _RARE * due:

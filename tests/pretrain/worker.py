@@ -18,7 +18,7 @@ from examples.llama import train
 from examples.llama.model_config import degrees_for
 from examples.llama.options import parse
 from examples.llama.tensor_parallel import RowParallelLinear, sharded_parameters
-from reft.tools.planning.layout import Layout
+from reft.tools.planning.job import Layout
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
