@@ -455,25 +455,29 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
         (facts, 9, {"fontsize": 9, "color": _FAINT}),
     ):
         axes.annotate(text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style)
-    _legend(figure, rows)
+    handles, labels = axes.get_legend_handles_labels()
+    found = dict(zip(labels, handles, strict=True))  # of all rows
+    style = {"loc": "outside lower center", "ncols": min(8, len(found)), "frameon": False, "fontsize": 8.5}
+    figure.legend(found.values(), found.keys(), labelcolor=_INK, **style)
     save_figure(figure, path)
 
 
 def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float) -> None:
-    def bars(found: Sequence[Any], at: tuple[float, float], **style: Any) -> None:
+    def bars(found: Sequence[Any], at: tuple[float, float], label: str, **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
-            axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, **style)
+            named = label if alpha == 1.0 else "_"  # what begins so is in no legend
+            axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, label=named, **style)
 
-    for activity, (_, colour) in _ACTIVITIES.items():
+    for activity, (label, colour) in _ACTIVITIES.items():
         idle = {"edgecolors": "#aab6c1", "linewidth": 0.5, "hatch": "////"}
         busy = {"edgecolors": "white", "linewidth": min(0.4, 40.0 / max(1, len(row.segments)))}
         style = idle if activity is Activity.WAIT else busy
         found = [s for s in row.segments if s.activity is activity]
-        bars(found, _BAR, facecolors=colour, zorder=2, **style)
-    for tier, (_, colour) in _TIERS.items():
+        bars(found, _BAR, label, facecolors=colour, zorder=2, **style)
+    for tier, (label, colour) in _TIERS.items():
         chunks = [c for c in row.chunks if c.tier == tier]
-        bars(chunks, _CHUNKS, facecolors=colour, linewidth=0, zorder=3)
+        bars(chunks, _CHUNKS, label, facecolors=colour, linewidth=0, zorder=3)
 
 
 def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
@@ -507,27 +511,6 @@ def verdict(result: ProfileResult) -> str:
     if computing < _HARDLY:
         return f"Snapshots do not disturb computation: {beside}"
     return f"{beside}, {percent(computing)} during computation"
-
-
-def _legend(figure: Any, rows: Sequence[RankStep]) -> None:
-    from matplotlib.patches import Patch
-
-    seen = {segment.activity for row in rows for segment in row.segments}
-    tiers = {c.tier for row in rows for c in row.chunks}
-    handles = []
-    for activity, (label, colour) in _ACTIVITIES.items():
-        idle: dict[str, Any] = {"edgecolor": "#aab6c1", "hatch": "////"} if activity is Activity.WAIT else {}
-        if activity in seen:
-            handles.append(Patch(facecolor=colour, label=label, **idle))
-    handles += [Patch(facecolor=c, label=label) for tier, (label, c) in _TIERS.items() if tier in tiers]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(8, len(handles)),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=_INK,
-    )
 
 
 # -- what all figures have in common; matplotlib is the optional extra ``plot`` -----------------------------
