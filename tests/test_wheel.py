@@ -77,6 +77,7 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
         "reft/py.typed",
         "reft/node/status.html",
         "reft/tools/planning/clusters/h100.json",
+        "reft/tools/planning/models/34b.json",
     } <= set(names)
     assert not [
         name

@@ -19,7 +19,7 @@ from examples.llama import train
 from examples.llama.model_config import degrees_for
 from examples.llama.options import parse
 from examples.llama.tensor_parallel import RowParallelLinear, sharded_parameters
-from reft.tools.planning.layout import Layout
+from reft.tools.planning.job import Layout
 from tests.pretrain.conftest import run_bounded
 
 pytestmark = pytest.mark.nightly
