@@ -23,18 +23,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from results import machine, run_lines
 
-from reft.policy.storage_interval import (
-    Goals,
-    StorageCosts,
-    memory_losses_per_sec,
-    storage_interval,
-)
+from reft.policy.rate import best_interval, memory_losses_per_sec
 from reft.protect.placement import losses_within
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
@@ -47,7 +42,15 @@ _LONGEST = 8
 Lives = npt.NDArray[np.float64]
 
 
-def effective_training(costs: StorageCosts, steps: int, lives: Lives, restart_secs: float) -> float:
+class Costs(NamedTuple):
+    """Of a step without a checkpoint; by what one makes training longer; until it is on storage."""
+
+    step_secs: float
+    cost_secs: float
+    write_secs: float
+
+
+def effective_training(costs: Costs, steps: int, lives: Lives, restart_secs: float) -> float:
     """Training that lasts over all time, counted over drawn lives.
 
     A life begins with the restart. A checkpoint is taken behind every ``steps`` steps and is on storage
@@ -64,7 +67,7 @@ def effective_training(costs: StorageCosts, steps: int, lives: Lives, restart_se
     return float(np.maximum(written, 0.0).sum() * steps * costs.step_secs / lives.sum())
 
 
-def every_interval(costs: StorageCosts, mtbf_secs: float, tried: int) -> list[int]:
+def every_interval(costs: Costs, mtbf_secs: float, tried: int) -> list[int]:
     """Intervals from the shortest that storage can take to one far too long, in equal ratios."""
     least = max(1, ceil((costs.write_secs - costs.cost_secs) / costs.step_secs - 1e-9))
     most = max(2 * least, ceil(_LONGEST * mtbf_secs / costs.step_secs))
@@ -132,11 +135,11 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
     for mtbf in MTBF_SECS:
         for rate in WRITE_BYTES_PER_SEC:
             write = options.write_gb * 1e9 / rate
-            costs = StorageCosts(options.step_secs, options.cost_part * write, write)
+            costs = Costs(options.step_secs, options.cost_part * write, write)
             lives = unit_lives * mtbf
-            chosen = storage_interval(costs, mtbf)
-            allowed = storage_interval(costs, mtbf, Goals(max_overhead=options.max_overhead))
-            tried = {*every_interval(costs, mtbf, options.intervals), chosen.steps, allowed.steps}
+            chosen, why = best_interval(*costs, mtbf_secs=mtbf)
+            allowed, _ = best_interval(*costs, max_overhead=options.max_overhead, mtbf_secs=mtbf)
+            tried = {*every_interval(costs, mtbf, options.intervals), chosen, allowed}
             found = {k: effective_training(costs, k, lives, options.restart_secs) for k in sorted(tried)}
             least = costs.cost_secs / (options.max_overhead * costs.step_secs) * (1 - 1e-9)
             keeping = [k for k in found if k >= least]
@@ -146,14 +149,14 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
                 rate,
                 write,
                 costs.cost_secs,
-                chosen.steps,
-                chosen.because.name.lower(),
+                chosen,
+                why.name.lower(),
                 best,
-                found[chosen.steps],
+                found[chosen],
                 found[best],
-                allowed.steps,
+                allowed,
                 allowed_best,
-                found[allowed.steps],
+                found[allowed],
                 found[allowed_best],
             )
 

@@ -56,7 +56,7 @@ from results import estimate, machine, plan_text
 from examples.llama.model_config import LlamaConfig, load_model
 from reft.config import Variant
 from reft.errors import OutOfMemoryError
-from reft.memory.arena import free_bytes
+from reft.memory.files import free_bytes
 from reft.snapshot.copying.device import copy_engine_for
 
 GOAL_OVERHEAD = 0.01

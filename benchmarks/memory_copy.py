@@ -122,14 +122,14 @@ class Rank:
 
     def _watch_stages(self) -> None:
         """Where the seconds go, at a small cost of its own."""
-        from reft.engine import deepspeed_engine
+        from reft.engine import deepspeed
         from reft.memory.arena import Arena
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.filling import Filling
+        from reft.snapshot.arenas import Filling
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")
-        watch.watch(deepspeed_engine, "capture_host_state", "training: capture")
+        watch.watch(deepspeed, "capture_host_state", "training: capture")
         watch.watch(worker, "fence", "training: fence")
         watch.watch(worker_module, "_encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")

@@ -34,6 +34,7 @@ from common import MIB, progress
 from results import estimate, machine, run_lines
 
 from reft.errors import ConfigError
+from reft.grid import BlockKey
 from reft.protect.backend import (
     Backend,
     Buffer,
@@ -43,7 +44,6 @@ from reft.protect.backend import (
     combine_ragged,
     compiled_run,
 )
-from reft.protect.blocks import BlockKey
 from reft.protect.codes import BlockCode, Code, Scheme, make_code
 from reft.recover.plan import LostBlock, find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from reft.protect.blocks import ALIGNMENT_BYTES
+from reft.grid import ALIGNMENT_BYTES
 from reft.snapshot.plan import shard_cuts
 from reft.snapshot.schedule import Bandwidth, HasSchedule, Interval, Limits, Window, plan_schedule
 from reft.state.catalogue import SectionImage

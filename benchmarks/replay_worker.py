@@ -16,19 +16,19 @@ from replay_savers import NoSaver, Version
 
 from reft.config import HasConfig, Variant
 from reft.control.control import ControlGroup
-from reft.engine.engine import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.naming import Label
 from reft.node.protection import ProtectionRecord
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import SchemeSwitch
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.switching import SchemeSwitch
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
 from reft.state.catalogue import SectionImage
 
 WAIT_SECS = 600.0
@@ -71,30 +71,27 @@ class Production:
         engine.register = noted  # type: ignore[method-assign]
         self.images = LiveImages(version.image, SectionImage([]), "benchmark")
         stage_id, stages, micro_batches = place
-        self.pacer = make_pacer(
+        self.pacer = Pacer(
             HasConfig(chunk_bytes=chunk_bytes),
             engine,
             stage_id=stage_id,
             stages=stages,
             micro_batches=micro_batches,
-            ranks_here=1,
-            staging=None,
         )
         degrees = Degrees(1, 1, 1)
         topology = Topology(degrees, degrees.coordinates(), ("benchmark",))
-        identity = ArenaIdentity("benchmark", "benchmark", degrees, topology.coordinates[0])
         control = ControlGroup(WAIT_SECS).for_worker()
         self.worker = SnapshotWorker(
             control=control,
             topology=topology,
             arenas=ArenaSet(
                 SlotFiles(folder, 0, 2, _SECRET),
-                identity,
+                *("benchmark", topology, 0),
                 frozen={},
                 limit_bytes=None,
                 engine=engine,
             ),
-            options=WorkerOptions(_BLOCK_BYTES, _HOST_BYTES),
+            **{"block_bytes": _BLOCK_BYTES, "host_bytes": _HOST_BYTES},
             switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
             copier=Copier(engine, chunk_bytes),

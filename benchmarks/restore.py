@@ -105,7 +105,7 @@ class Rank:
         """Checksums of every tensor of model and optimizer."""
         import torch
 
-        from reft.memory.arena import checksum
+        from reft.memory.header import checksum
 
         optimizer = inner_optimizer(self.engine)
         tensors = [p for _, p in self.engine.module.named_parameters()]

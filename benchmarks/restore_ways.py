@@ -189,14 +189,14 @@ class PlainCopyWay(Way):
 @functools.cache
 def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
-    from reft.engine import deepspeed_engine
+    from reft.engine import deepspeed
     from reft.engine.load.memory import MemoryRestorer
     from reft.recover.rebuild import Completion
 
     for stage in ("begin", "take", "seal"):
         watch.watch(Completion, stage, _COMPLETING)
     watch.watch(MemoryRestorer, "survey", "inventory_and_plan")
-    watch.watch(deepspeed_engine, "restore_host_state", "host_state")
+    watch.watch(deepspeed, "restore_host_state", "host_state")
     watch.watch(MemoryRestorer, "protect", "protect")
 
 

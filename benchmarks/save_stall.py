@@ -101,14 +101,14 @@ class Rank:
         self._watch_hot_path()
 
     def _watch_hot_path(self) -> None:
-        from reft.engine import deepspeed_engine
+        from reft.engine import deepspeed
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.filling import Filling
+        from reft.snapshot.arenas import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")
         watch.watch(session.state, "_current_images", "training.submit.images")
-        watch.watch(deepspeed_engine, "capture_host_state", "training.submit.capture")
+        watch.watch(deepspeed, "capture_host_state", "training.submit.capture")
         watch.watch(worker, "fence", "training.fence")
         watch.watch(worker.copier, "copy", "worker.copy")
         watch.watch(worker_module, "_encode", "worker.copy.encode")

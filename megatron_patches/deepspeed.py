@@ -26,7 +26,7 @@ from reft.engine.checks.start import warn
 from reft.engine.data import nodes_may_change
 from reft.engine.on_import import wrap
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.state.rng import capture_host_rng, restore_host_rng
+from reft.state.blob import capture_host_rng, restore_host_rng
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

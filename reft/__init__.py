@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from reft.engine.on_import import hook_imports, uncollected
 
 if TYPE_CHECKING:
-    from reft import data
     from reft.config import ReftConfig
-    from reft.data.resumable import resumable
+    from reft.data.watch import resumable
     from reft.engine.deepspeed import attach, resume
     from reft.engine.on_import import initialize
     from reft.errors import (
@@ -67,7 +66,7 @@ _ELSEWHERE = {
     "attach": "reft.engine.deepspeed",
     "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
-    "resumable": "reft.data.resumable",
+    "resumable": "reft.data.watch",
     "resume": "reft.engine.deepspeed",
     "topology": "reft.grid",
 }

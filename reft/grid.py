@@ -1,4 +1,5 @@
-"""Where the ranks of a hybrid-parallel job sit: coordinates, nodes, sharding groups.
+"""Where the ranks of a hybrid-parallel job sit, and what blocks are called: coordinates, nodes, sharding
+groups, sections. The words that saving, storing and loading share.
 
 Ranks are reassigned by TorchElastic after every failure, so nothing that outlives a process is
 keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (promise P7).
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -191,3 +193,45 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
     if min(pp, dp, tp) < 1:
         raise LayoutError(f"reft.topology found {degrees}; write degrees of at least 1")
     return ProcessTopology(axes=["data", "pipe", "model"], dims=[dp, pp, tp])
+
+
+ALIGNMENT_BYTES = 64
+"""Tensor, shard and block boundaries are multiples of this, so that any dtype can be viewed in place."""
+
+
+def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """``nbytes``, rounded up to whole units."""
+    return -(-nbytes // unit) * unit
+
+
+class Section(StrEnum):
+    """What a block is part of.
+
+    The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer, ``OWNED`` is
+    the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure code a member also
+    stores ``PARITY`` of the replicated section, and its ring peers keep the ``CHECKSUMS`` of its replicated
+    blocks, so that what is decoded can be verified. ``GRADIENTS`` of a ring peer's partition lie beside a
+    version while it is being made, and are no part of it.
+    """
+
+    REPLICATED = "replicated"
+    OWNED = "owned"
+    HOST = "host"
+    PARITY = "parity"
+    CHECKSUMS = "checksums"
+    GRADIENTS = "gradients"
+
+
+STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)
+"""The sections that are restored; the others serve to restore them."""
+
+
+@dataclass(frozen=True, order=True)
+class BlockKey:
+    """Identity of a block within its sharding group and version."""
+
+    section: Section  # section of the stage image
+    # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member that computed
+    # it (parity)
+    member: int
+    index: int  # position within that shard, 0-based

@@ -98,7 +98,7 @@ class Resumption:
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
         from reft.engine.deepspeed import attach, session_of
-        from reft.state.rng import capture_rng
+        from reft.state.blob import capture_rng
 
         result = original(*args, **kwargs)
         trainer = self._trainer
@@ -138,7 +138,7 @@ class Resumption:
 
     def load_rng(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """The Trainer is where the version was: within a pass, or before one begins."""
-        from reft.state.rng import restore_rng
+        from reft.state.blob import restore_rng
 
         if self._rng is None:
             original(*args, **kwargs)

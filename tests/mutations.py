@@ -33,7 +33,7 @@ class Mutation(NamedTuple):
     tests: tuple[str, ...]
 
 
-WORKER, VERSION = "snapshot/worker.py", "snapshot/committing/version.py"
+WORKER, VERSION = "snapshot/worker.py", "snapshot/version.py"
 MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
 KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
 DEVICE = "snapshot/copying/device.py"
@@ -52,7 +52,7 @@ MUTATIONS = {
     ),
     "p3-peers-that-differ-are-committed": Mutation(
         "snapshot/worker.py",
-        "self._differs = Cause(PEERS_DIFFER) if differs else None",
+        "self._differs = Cause(versions.PEERS_DIFFER) if differs else None",
         "self._differs = None",
         ("tests/snapshot/test_corruption.py",),
     ),
@@ -172,7 +172,7 @@ MUTATIONS = {
         DEVICE, "ticket.follow(self._begun, self._side)", "pass", VERSION_ON_DEVICE
     ),
     "device-scratch-of-another-stream": Mutation(
-        "snapshot/copying/chunks.py",
+        "snapshot/copying/copier.py",
         "return torch.empty(nbytes, dtype=torch.uint8, device=self._device)",
         "side = torch.accelerator.current_stream()\n"
         "        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=side.device_type))\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.protect.blocks import ALIGNMENT_BYTES, Section
+from reft.grid import ALIGNMENT_BYTES, Section
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 

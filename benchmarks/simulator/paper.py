@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reft.config import Variant
-from reft.policy.rate import Costs as Frequencies
-from reft.policy.rate import Rate, adapt, frequency
+from reft.policy.rate import Rate, adapt, best_interval
 from reft.protect.placement import losses_within, protected_survival
 from reft.tools.planning.model import Training
 
@@ -192,8 +191,7 @@ def _throughput(groups: Sequence[tuple[str, Sequence[Predictions]]]) -> Iterator
 
 
 def _checkfreq() -> Iterator[Line]:
-    # To = 1: the update is all of the step, so that the copy of one step hides behind nothing.
-    k = frequency(Frequencies(1.0, update_secs=1.0, host_copy_secs=1.0), 0.05)
+    k, _ = best_interval(1.0, 1.0, 1.0, max_overhead=0.05)
     yield Line("k for To = Ti = 1, p = 5 %", "20", str(k), "computed")
     loaded = 7 * 0.05 * k  # a second job on the disk: 35 % at the same k
     rate = adapt(Rate(k), cost_secs=loaded, plain_secs=1.0, max_overhead=0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reft.job.usage import DESCRIPTION, add_own_options
+from reft.job.options import DESCRIPTION, add_own_options
 from reft.refusal import Parser
 
 

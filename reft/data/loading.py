@@ -34,7 +34,7 @@ from reft.data.order import Batches, Deal, JobPosition, Order, SharedBatches, Ta
 from reft.data.passes import Read, is_left_out, kind_of, raw_iterator, received_by
 from reft.data.watch import WATCH, Followed, Registry
 from reft.errors import ConfigError
-from reft.state.rng import capture_host_rng, restore_host_rng
+from reft.state.blob import capture_host_rng, restore_host_rng
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
+from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
 
 _MOST_SAMPLERS = 8
 """Of one loader, each held by another."""
@@ -437,76 +436,3 @@ def iterates_itself(loader: Any) -> bool:
     """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches, nobody can
     tell."""
     return type(loader).__iter__ is not DataLoader.__iter__
-
-
-# -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed out
-
-ITERATION = "iteration"
-"""Of a ``DataLoaderShard``: the number of its pass, which decides the order of some samplers."""
-DISPATCHED = (
-    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position is not "
-    "restored. Have every rank read its own part: write"
-    """
-    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
-    accelerator = accelerate.Accelerator(dataloader_config=config, ...)
-    loader = reft.resumable(accelerator.prepare(loader))"""
-)
-
-
-def shard_class() -> Any:
-    """Accelerate's class, where the script has imported it and it is made as is known here."""
-    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
-    return kind if hasattr(kind, "__iter__") else None
-
-
-def is_shard(loader: Any) -> bool:
-    """Whether Accelerate made it of a ``DataLoader`` that can be followed."""
-    kind = shard_class()
-    return (
-        kind is not None
-        and issubclass(type(loader), kind)
-        and type(loader).__iter__ is kind.__iter__
-        and hasattr(loader, "base_dataloader")
-        and hasattr(loader, ITERATION)
-    )
-
-
-def is_dispatcher(loader: Any) -> bool:
-    """Whether it is Accelerate's, and reads on rank 0 for all ranks."""
-    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
-    return kind is not None and issubclass(type(loader), kind)
-
-
-def is_dispatched() -> bool:
-    """Whether the innermost of Accelerate's loaders that the script is reading is such a one."""
-    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
-
-
-def handed_out(
-    shard: Any,
-    iterate: Callable[[Any], Iterator[Any]],
-    openings: dict[int, Callable[[Any], Pass]],
-    begin: Callable[[Any], Pass],
-) -> Iterator[Any]:
-    """One pass of a shard, whose own ``__iter__`` is ``iterate``, counted batch by batch as it is handed out.
-    ``openings``, by which the shard's own ``DataLoader`` is opened, are told to ``begin`` its pass."""
-    begun: list[Pass] = []
-
-    def open_base(base: Any) -> Pass:
-        one = begin(base)
-        one.reads_ahead = True
-        one.start = {**one.start, ITERATION: shard.iteration}
-        begun.append(one)
-        return one
-
-    openings[id(shard.base_dataloader)] = open_base
-    try:
-        for batch in iterate(shard):
-            if begun:  # else nobody watches
-                begun[0].hand_out()
-            yield batch
-        if begun:
-            begun[0].end()
-    finally:
-        openings.pop(id(shard.base_dataloader), None)

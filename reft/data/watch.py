@@ -10,9 +10,11 @@ run's (P8).
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -24,16 +26,60 @@ from reft.data.passes import (
     Position,
     Read,
     capture_start,
-    handed_out,
     has_workers,
-    is_shard,
     is_within,
+    iterates_itself,
+    kind_of,
     leave_behind,
+    of_inner,
+    order_of,
     raw_iterator,
-    shard_class,
 )
 from reft.errors import ConfigError
-from reft.state.rng import restore_host_rng, restore_rng
+from reft.state.blob import restore_host_rng, restore_rng
+
+# -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed out
+
+ITERATION = "iteration"
+"""Of a ``DataLoaderShard``: the number of its pass, which decides the order of some samplers."""
+DISPATCHED = (
+    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position is not "
+    "restored. Have every rank read its own part: write"
+    """
+    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = accelerate.Accelerator(dataloader_config=config, ...)
+    loader = reft.resumable(accelerator.prepare(loader))"""
+)
+
+
+def shard_class() -> Any:
+    """Accelerate's class, where the script has imported it and it is made as is known here."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
+    return kind if hasattr(kind, "__iter__") else None
+
+
+def is_shard(loader: Any) -> bool:
+    """Whether Accelerate made it of a ``DataLoader`` that can be followed."""
+    kind = shard_class()
+    return (
+        kind is not None
+        and issubclass(type(loader), kind)
+        and type(loader).__iter__ is kind.__iter__
+        and hasattr(loader, "base_dataloader")
+        and hasattr(loader, ITERATION)
+    )
+
+
+def is_dispatcher(loader: Any) -> bool:
+    """Whether it is Accelerate's, and reads on rank 0 for all ranks."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
+    return kind is not None and issubclass(type(loader), kind)
+
+
+def is_dispatched() -> bool:
+    """Whether the innermost of Accelerate's loaders that the script is reading is such a one."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
 
 
 class Listener(Protocol):
@@ -139,7 +185,7 @@ class Watch:
             def iterate(original: Any, shard: Any) -> Iterator[Any]:
                 if not is_shard(shard):
                     return original(shard)  # type: ignore[no-any-return]
-                return handed_out(shard, original, self.openings, self.open)
+                return self.hand_out(shard, self.open)
 
             self._patch(kind, iterate)
 
@@ -167,9 +213,28 @@ class Watch:
         return self.begin(loader, draws=not (self.reopens and is_within(loader)))
 
     def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
-        """A pass of Accelerate's loader that ``begin`` makes."""
+        """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the pass of the
+        shard's own ``DataLoader``."""
         iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
-        return handed_out(shard, iterate, self.openings, begin)
+        begun: list[Pass] = []
+
+        def open_base(base: Any) -> Pass:
+            one = begin(base)
+            one.reads_ahead = True
+            one.start = {**one.start, ITERATION: shard.iteration}
+            begun.append(one)
+            return one
+
+        self.openings[id(shard.base_dataloader)] = open_base
+        try:
+            for batch in iterate(shard):
+                if begun:  # else nobody watches
+                    begun[0].hand_out()
+                yield batch
+            if begun:
+                begun[0].end()
+        finally:
+            self.openings.pop(id(shard.base_dataloader), None)
 
     def begin(self, loader: Any, *, draws: bool = True) -> Pass:
         """A pass under the random states that are there, which stay as they are if it ``draws`` nothing."""
@@ -320,3 +385,145 @@ class Registry(Generic[P]):
                 loader.go_to(saved[name])
             else:
                 loader.begin_anew()
+
+
+RESUMABLE: Registry[Position] = Registry("reft.resumable(loader")
+
+
+class ResumableLoader(Followed[Pass, Position]):
+    """Made by :func:`resumable`, for a script that iterates over it itself, before or after
+    ``engine.load_checkpoint``. Attributes that it does not have are the loader's; without reft attached it is
+    the loader."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        super().__init__()
+        self._loader = loader
+        self._name = name
+        self._restored = RESUMABLE.add(name, self)
+        self._moved = False  # whether a version was loaded while a pass is being read that cannot move
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_inner(self, "_loader", name)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
+        at = self._to_go_on_at() or self._pass
+        return 0 if at is None else at.number
+
+    def __iter__(self) -> Iterator[Any]:
+        RESUMABLE.require_named(self._name, self)
+        return self._of_shard() if is_shard(self._loader) else _Kept(self, self._begin(self._loader))
+
+    def _of_shard(self) -> Iterator[Any]:
+        shard, again = self._loader, True
+        while again:
+            again = self._moved = False
+            restored = self._to_go_on_at()
+            if restored is not None:
+                shard.iteration = restored.start[ITERATION] + (restored.evaluates and restored.complete)
+            taken = 0
+            for batch in WATCH.hand_out(shard, self._begin):
+                taken += 1
+                yield batch
+                if again := self._moved:
+                    break
+            if restored is not None and restored.complete and not taken:
+                shard.iteration += 1  # which it leaves where it was after a pass without batches
+
+    def _begin(self, loader: Any) -> Pass:
+        restored = self._to_go_on_at()
+        if restored is not None and not restored.evaluates:
+            one = WATCH.begin_at(loader, restored)
+        else:
+            if restored is not None:
+                leave_behind(loader, restored)
+            one = WATCH.open(loader)
+            one.number = self._next_number() if restored is None else restored.number
+        one.follow = weakref.WeakMethod(self._follow)
+        self._begun = one
+        return one
+
+    def _follow(self, one: Pass) -> None:
+        self._followed = one
+
+    def order_facts(self, replicas: int) -> dict[str, Any] | None:
+        return order_of(self._loader, replicas)
+
+    def position(self) -> Position | None:
+        restored = self._to_go_on_at()
+        if restored is not None or self._pass is None:
+            return restored
+        found = self._pass.position()
+        return replace(found, number=self._next_number()) if found.evaluates else found
+
+    def _next_number(self) -> int:
+        return 0 if self._pass is None else self._pass.number + self._pass.counts
+
+    def _to_go_on_at(self) -> Position | None:
+        """The restored position, until a step is trained from it: passes begun before begin there."""
+        if self._pass is not None and (self._pass.era is None or self._pass.era is not WATCH.resuming):
+            self._restored = None
+        return self._restored
+
+    def go_to(self, position: Position) -> None:
+        self._restored = position
+        if position.evaluates:
+            self._begun = self._followed = None
+        for one in self._passes():
+            if one is self._pass:
+                self._moved = one.reads_ahead
+            if not one.reads_ahead:
+                one.go_to(position)
+            one.era = WATCH.resuming
+
+
+class _Kept:
+    """The iterator of a pass. It keeps the resumable loader, which :data:`RESUMABLE` does not: a script may
+    iterate over one that it has no name for."""
+
+    def __init__(self, owner: ResumableLoader, one: Pass) -> None:
+        self._owner = owner
+        self._one = one
+        one.handle = weakref.ref(self)
+
+    def __iter__(self) -> _Kept:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._one)
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_inner(self, "_one", name)
+
+
+def resumable(loader: Any, name: str = "data") -> Any:
+    """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
+
+    The loader's own order is kept. What ``reft.data.loader`` makes goes on at another data-parallel
+    degree too, and is resumable already: it is returned as it is.
+
+    Args:
+        loader: a ``torch.utils.data.DataLoader``, or what Accelerate's ``prepare`` made of one.
+        name: where a script has several, one for each; the same after a restart.
+
+    Raises:
+        ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
+    """
+    if isinstance(loader, Followed):
+        return loader
+    if is_dispatcher(loader):
+        raise ConfigError(f"found {DISPATCHED}")
+    if not isinstance(loader, DataLoader) or (iterates_itself(loader) and not is_shard(loader)):
+        own = ", which has an __iter__ of its own" if isinstance(loader, DataLoader) else ""
+        raise ConfigError(
+            f"found {kind_of(loader)}{own}; expected a torch.utils.data.DataLoader, whose order can be "
+            f"resumed. Keep the position of other data in reft.attach(engine, client_state=...)"
+        )
+    return ResumableLoader(loader, name)

@@ -25,24 +25,21 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data import loading, resumable
+from reft.data import loading
 from reft.data.order import why_refused
 from reft.data.passes import (
-    DISPATCHED,
     Pass,
     Position,
     Read,
     capture_start,
     dealt_by,
     described,
-    is_dispatched,
-    is_shard,
     iterates_itself,
     kind_of,
     order_of,
     reads_lazily,
 )
-from reft.data.watch import WATCH, Resuming
+from reft.data.watch import DISPATCHED, RESUMABLE, WATCH, Resuming, is_dispatched, is_shard
 from reft.env import ENV_NODES
 from reft.recover.relayout import Resize
 
@@ -160,7 +157,7 @@ class DataPosition:
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
-        found = {**loading.LOADERS.orders(replicas), **resumable.LOADERS.orders(replicas)}
+        found = {**loading.LOADERS.orders(replicas), **RESUMABLE.orders(replicas)}
         source = self._source_of(iterator)
         loader = self._maybe[-1].loader if self._maybe else None
         if loader is None and _is_repeating(source):
@@ -230,7 +227,7 @@ class DataPosition:
                 found[ITERATOR_OF] = kind_of(self._stateful)
         if self._known and isinstance(self._pass, Pass):
             found["pass"] = dict(vars(self._pass.position()))
-        if loaders := resumable.LOADERS.positions():
+        if loaders := RESUMABLE.positions():
             found["resumable"] = {name: dict(vars(position)) for name, position in loaders.items()}
         if samples := loading.LOADERS.positions():
             found["samples"] = samples
@@ -259,7 +256,7 @@ class DataPosition:
             WATCH.resuming = Resuming(position, rng, self.is_training)
         self._saved, self._check = (position, None) if self._pipeline else (None, position)
         loaders = state.get("resumable", {})
-        resumable.LOADERS.restore({name: Position(**p) for name, p in loaders.items()})
+        RESUMABLE.restore({name: Position(**p) for name, p in loaders.items()})
         loading.LOADERS.restore(state.get("samples", {}))
         if "iterator" in state:
             self._stateful_saved = state["iterator"]
@@ -303,7 +300,7 @@ class DataPosition:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
         if isinstance(self._pass, Pass) or self._pass is None:
-            reads = resumable.LOADERS.positions()
+            reads = RESUMABLE.positions()
             return bool(reads) or (self._pass is None and bool(loading.LOADERS.positions()))
         return True
 

@@ -18,35 +18,37 @@ import atexit
 import logging
 import os
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft import integrations, log
-from reft.config import Variant, load_config, parse_block
+from reft.config import load_config, parse_block
+from reft.engine.checks.preflight import engine_findings
 from reft.engine.checks.start import say_untried_device, warn
-from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.engine import ClientState
+from reft.engine.data import DataPosition
+from reft.engine.engine import ClientState, coordinate_of, flat_facts, shapes_of
+from reft.engine.layouts import HELD, Resizing, told_of
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
 from reft.engine.on_import import ds_config_of, wrap
 from reft.engine.session import Session
+from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Degrees
+from reft.naming import own_program
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
-from reft.snapshot.copying.pacing import queues_transfers, waits
-from reft.snapshot.schedule import InstructionRecord
-from reft.state.adapters import why_not_loadable
+from reft.state.adapters import adapter_for
+from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
+from reft.state.catalogue import SectionImage
 from reft.state.codec import encode
+from reft.state.fingerprint import Fact, facts_of_arguments
+from reft.state.supported import why_not_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -339,227 +341,100 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         wrap(engine, name, partial(_during, progress, phase))
 
 
-# -- weaving: snapshot instructions in the schedule that a pipeline engine is about to execute ---------------
-#
-# The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
-# training instructions in the same order, with instructions of ours around those in which the device may
-# wait, and behind the optimizer step. They are DeepSpeed's own kind of instruction and are looked up in a
-# copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
-# parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
-#
-# Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
-# queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
-# stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+# -- a DeepSpeed engine as a session sees it ---------------------------------------------------------------
+
+_CONFIG = (
+    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "amp", "data_types", "communication_data_type"),
+    *("gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients"),
+    *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
+)
+"""Parts of DeepSpeed's configuration that change the numbers."""
+_ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
+"""Of ``zero_optimization``: the rest is about speed."""
 
 
-class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device is about to wait: snapshot copies may run. ``window_id``: position of the waiting
-    instruction in the step's stream; ``receives``: whether it is a receive."""
+class DeepSpeedEngine:
+    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state reft does
+    not know."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.name = type(engine).__name__
+        for finding in engine_findings(ds_config_of(engine)):
+            raise UnsupportedStateError(str(finding))
+        self.adapter = adapter_for(engine)
+        self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
+        self.micro_batches = int(engine.gradient_accumulation_steps())
+        self.data = DataPosition(engine, self._replica)
+        self._held: tuple[Any, bytes | str] = (None, "")
+        self.resizing = Resizing(self.micro_batches, ds_config_of(engine))
+
+    @property
+    def global_steps(self) -> int:
+        return int(self.engine.global_steps)
+
+    def place(self) -> tuple[Coordinate, Degrees]:
+        return coordinate_of(self.engine)
+
+    def _replica(self) -> tuple[int, int]:
+        coordinate, degrees = self.place()
+        return coordinate.dp, degrees.dp
+
+    def shapes(self) -> str:
+        return shapes_of(type(self.engine.module).__qualname__, self.engine.module.named_parameters())
+
+    def settings(self) -> dict[str, Fact]:
+        engine = self.engine
+        config = ds_config_of(engine)
+        facts: dict[str, Fact] = {
+            **facts_of_arguments(sys.argv[1:]),
+            "script": own_program()[0],
+            "seed": torch.initial_seed(),
+            "config.train_batch_size": int(engine.train_batch_size()),
+            "config.train_micro_batch_size_per_gpu": int(engine.train_micro_batch_size_per_gpu()),
+            "config.gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+        }
+        for name in _CONFIG:
+            if name in config:
+                facts |= {f"config.{key}": fact for key, fact in flat_facts(name, config[name])}
+        zero = dict(flat_facts("zero_optimization", config.get("zero_optimization") or {}))
+        facts["config.zero_optimization.stage"] = 0
+        facts |= {f"config.{k}": v for k, v in zero.items() if k.removeprefix("zero_optimization.") in _ZERO}
+        if "optimizer" not in config:
+            facts |= dict(_hyperparameters(engine.optimizer))
+        if "scheduler" not in config and engine.lr_scheduler is not None:
+            facts["lr_scheduler"] = type(engine.lr_scheduler).__qualname__
+        return facts
+
+    def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
+        signature = self.adapter.signature()
+        if self._held[0] != signature:  # tensors have appeared or moved
+            self._held = signature, told_of(self.engine, self.adapter)
+        return {**state, HELD: self._held[1]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        restore_host_state(self.engine, self.adapter, state)
+
+    def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
+        """Behind DeepSpeed's own ``load_checkpoint``: what its files do not hold."""
+        restore_data_free_state(self.engine, state, scheduler=scheduler)
+
+    def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
+        from reft.state.deepspeed_format import capture_template
+
+        return capture_template(self.engine, images, state)
 
 
-class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device goes on: no snapshot copy runs any more. ``window_id``: of the window."""
-
-
-class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
-    """The state after the optimizer step is final: a version begins here."""
-
-
-@dataclass
-class _Stream:
-    """What is known about a schedule from having executed it."""
-
-    names: list[str] = field(default_factory=list)
-    ends_with_optimizer_step: bool = False
-    queues: bool = False
-
-
-class WovenSchedule:
-    """A schedule with snapshot instructions; everything else is the schedule's own. ``take``: insert
-    :class:`TakeSnapshot` behind the optimizer step. ``seen``: takes the names of the training
-    instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV; else that
-    shows with the first."""
-
-    def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
-        self._schedule = schedule
-        self._take = take
-        self._seen = seen
-        self._queues = queues
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for commands in self._schedule:
-            yield list(self._weave(commands))
-
-    def _weave(self, commands: Any) -> Iterator[Any]:
-        for command in commands:
-            name = type(command).__name__
-            position = len(self._seen)
-            self._seen.append(name)
-            self._queues = self._queues or queues_transfers((name,))
-            may_wait, receives = waits(self._seen, self._queues)
-            if may_wait:
-                yield OpenSnapshotWindow(window_id=position, receives=receives)
-                yield command
-                yield CloseSnapshotWindow(window_id=position)
-            else:
-                yield command
-            if self._take and name == "OptimizerStep":
-                yield TakeSnapshot()
-
-
-class Weaver:
-    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether anything is to
-    be woven, and whether every instruction is timed, is asked before every schedule."""
-
-    def __init__(self, engine: Any, session: Session) -> None:
-        self._session, self._tracer = session, session.tracer
-        self._tracer.woven = True
-        self._progress = session.progress
-        self._pacer = session.copying.pacer
-        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
-        self._streams: dict[Hashable, _Stream] = {}
-        self._counts: Counter[str] = Counter()
-        self._position = 0
-        self._drains = False
-        self._key: Hashable = None
-        self._source: Mapping[type, Callable[..., Any]] = {}
-        self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
-        for name, around in (
-            ("_exec_schedule", self._exec_schedule),
-            ("_aggregate_total_loss", self._aggregate),
-        ):
-            if hasattr(engine, name):
-                wrap(engine, name, partial(around, engine))
-
-    # -- execution -----------------------------------------------------------------------------------
-
-    def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
-        self._tracer.began = time.perf_counter()
-        traced = self._tracer.active
-        for stamps in self._computing.values():
-            stamps.clear()
-        # P1: on the instance; the class, and every other engine, executes as before.
-        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
-        copying = self._session.copying
-        paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
-        if not (traced or (paced and self._session.worker is not None)):
-            return original(schedule)
-        key = _key_of(schedule)
-        known = self._streams.get(key)
-        stream = _Stream()
-        woven = WovenSchedule(
-            schedule,
-            take=known is not None and known.ends_with_optimizer_step,
-            seen=stream.names,
-            queues=known is not None and known.queues,
-        )
-        self._position = 0
-        self._counts.clear()
-        self._pacer.begin_step(key)
-        try:
-            result = original(woven)
-        finally:
-            self._pacer.close()  # whatever happened, no window stays open
-        stream.ends_with_optimizer_step = stream.names[-1:] == ["OptimizerStep"]
-        stream.queues = queues_transfers(stream.names)
-        self._streams[key] = stream
-        self._drains = stream.ends_with_optimizer_step
-        if not self._drains:
-            self._end_step(key, stream)
-        else:
-            self._key = key
-        return result
-
-    def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of the step: the first stages wait here for the last one, or all for all."""
-        self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
-        if not self._drains:
-            return original(*args, **kwargs)
-        self._drains = False
-        stream = self._streams[self._key]
-        self._pacer.open(len(stream.names), receives=True)
-        mark = self._mark() if self._tracer.active else None
-        began = time.perf_counter()
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            ended = time.perf_counter()
-            self._pacer.close()
-        if self._tracer.active:
-            self._tracer.records.append(
-                InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
-            )
-            self._mark_end(mark)
-        self._end_step(self._key, stream)
-        return result
-
-    def _end_step(self, key: Hashable, stream: _Stream) -> None:
-        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
-        self._pacer.end_step(key, stream.names, forwards, backwards)
-
-    # -- timing --------------------------------------------------------------------------------------
-
-    def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """This engine's map: what its class has now, with clocks (around everything if traced, else
-        around computation), and the snapshot instructions."""
-        source = type(engine)._INSTRUCTION_MAP
-        if source != self._source:
-            self._source = dict(source)
-            self._maps.clear()
-        if traced not in self._maps:
-            own: dict[type, Callable[..., Any]] = {
-                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
-                CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
-                TakeSnapshot: lambda engine: self._session.boundary(),
-            }
-            told = {kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()}
-            self._maps[traced] = {**told, **own}
-        return self._maps[traced]
-
-    def _told(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        """``execute``, noted and, where that is wanted, with clocks around it."""
-        stamps, stamp = self._computing.get(name), self._pacer.stamp
-        number, note = self._progress.number_of(name), self._progress.instruction
-
-        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            note(number)
-            return execute(engine, *args, **kwargs)
-
-        def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            note(number)
-            mark = self._mark() if traced else None
-            came = stamp() if stamps is not None else None
-            began = time.perf_counter()
-            try:
-                return execute(engine, *args, **kwargs)
-            finally:
-                ended = time.perf_counter()
-                if stamps is not None:
-                    stamps.append((came, stamp()))
-                if traced:
-                    self._record(name, "buffer_id" in kwargs, began, ended)
-                    self._mark_end(mark)
-
-        return clocked if traced or stamps is not None else noted
-
-    def _mark(self) -> Any:
-        return None if self._tracer.mark is None else self._tracer.mark()
-
-    def _mark_end(self, began: Any) -> None:
-        if began is not None and self._tracer.mark is not None:
-            self._tracer.marks.append((began, self._tracer.mark()))
-
-    def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
-        micro_batch = self._counts[name] if of_micro_batch else None
-        self._counts[name] += 1
-        self._tracer.records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
-        self._position += 1
-
-
-def _key_of(schedule: Any) -> Hashable:
-    """Tells apart schedules whose streams differ."""
-    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
-    return (type(schedule).__module__, type(schedule).__qualname__, *facts)
+def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
+    """Of an optimizer that the script made itself, group by group."""
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer
+    yield "optimizer.type", type(inner).__qualname__
+    for index, group in enumerate(getattr(inner, "param_groups", ())):
+        # A scheduler has moved "lr" already; "initial_lr" is what the script wrote.
+        settings = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        for key, value in sorted(settings.items()):
+            if key not in ("params", "initial_lr"):
+                yield from flat_facts(f"optimizer.group{index}.{key}", value)

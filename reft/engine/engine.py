@@ -4,30 +4,36 @@ captured of it after a step, and by what and when that is copied."""
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-import math
-import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import HasConfig, Variant
+from reft.config import AUTO, Variant
+from reft.control.control import WorkerControl
+from reft.device import vendor_of
+from reft.engine.checks.choice import margin_bytes
+from reft.engine.identity import local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
+from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
-from reft.protect.placement import place_group
-from reft.snapshot.committing.request import SnapshotRequest
-from reft.snapshot.committing.version import Cause
+from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.engine import CopyEngine, Mark
-from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
-from reft.snapshot.copying.pacing import PaceOptions, Pacer
+from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.schedule import BandwidthModel, Limits, Overflow
+from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.version import Cause
+from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
@@ -36,8 +42,9 @@ from reft.state.gradients import GradientCapture
 
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
-    from reft.engine.deepspeed_engine import Resizing
+    from reft.engine.layouts import Resizing
     from reft.engine.session import Session
+    from reft.profile.profiler import Profiler
 
 
 class TrainingEngine(Protocol):
@@ -204,6 +211,183 @@ def kept_members(session: Session) -> tuple[int, ...]:
     return placement.kept_by(at.dp)[1:]
 
 
+class Protection:
+    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
+    groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
+    the block."""
+
+    def __init__(self, session: Session, *, chosen: bool) -> None:
+        config = session.config
+        self._session = session
+        self.is_chosen = chosen
+        # The last switch, if any node's memory tells of one and the block has not been edited since; else
+        # what the block says.
+        scheme, mine = str(config.scheme), read_record(session.memory.job_dir.path)
+        told = b"" if mine is None else json.dumps(mine.to_json()).encode()
+        records = [ProtectionRecord.from_json(json.loads(d)) for d in session.control.gather_bytes(told) if d]
+        found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
+        self.record = replace(
+            found,
+            tolerance=tolerance(session.topology, found.parsed.copies, found.parsed.parities),
+            incarnation=session.memory.incarnation,
+            aor=config.recompute,
+        )
+
+    def switch(self, control: WorkerControl) -> SchemeSwitch:
+        """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
+        self.note()
+        config, job_dir = self._session.config, self._session.memory.job_dir.path
+        keeping = Keeping(config.arena_count, margin_bytes(config, job_dir))
+        topology, orders = self._session.topology, OrderWatch(job_dir)
+        return SchemeSwitch(control, topology, self.record, orders, keeping=keeping, on_change=self._changed)
+
+    @property
+    def lost(self) -> bool:
+        """Whether memory has become too short to survive the loss of a node, which it did before."""
+        return self.record.degraded is not None and self.record.tolerance == 0
+
+    def why_unprotected(self) -> str:
+        if self.record.in_force == "none":
+            return 'the protection is "none"'
+        topology, d = self._session.topology, self._session.topology.degrees
+        if d.dp == 1:
+            return "with a data-parallel degree of 1 nothing is redundant"
+        if len(set(topology.failure_domains)) == 1:
+            return (
+                "all ranks share a node with their copies: killed trainers are survived, the loss of the "
+                "node is not"
+            )
+        nodes = [topology.group_nodes(*group) for group in topology.groups()]
+        order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
+        to_write = (
+            f"start it with reft launch --rank-order {order}, or give PipelineModule "
+            f"topology=reft.topology(pp={d.pp}, dp={d.dp}, tp={d.tp})"
+        )
+        others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(topology))
+        if others:
+            return (
+                f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
+                f"restores (found nodes {nodes}); write {others}, which survive the loss of a node here, or "
+                f"put the members on different nodes: {to_write}"
+            )
+        return (
+            f"data-parallel members of a stage share a node with their copies (found nodes {nodes}); put "
+            f"them on different nodes: {to_write}"
+        )
+
+    def _changed(self, record: ProtectionRecord) -> None:
+        """An order was carried out, or refused; or memory ran short, or came back. Called by the worker."""
+        before, self.record = self.record, record
+        self.note()
+        self._session.events.write("protection", **record.to_json())
+        if self._session.is_rank_zero:
+            logger.warning("%s", self._words(before, record))
+
+    def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
+        if now.refused is not None and now.number != before.number:
+            refused = now.refused
+            return (
+                f"protection stays {before.in_force}; {refused.scheme} was refused at step {refused.step}: "
+                f"{refused.cause}"
+            )
+        survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
+        if not now.tolerance:
+            survives += f": TOLERANCE IS 0, {self.why_unprotected()}"
+        config = self._session.config
+        if self.lost:
+            survives += (
+                f"; this version is written to {config.persist.dir} at once"
+                if config.persist.dir is not None
+                else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into "reft"'
+            )
+        changed = f"protection {before.in_force} -> {now.in_force} from the version after step {now.step} on"
+        if now.degraded is None:
+            back = "; there is enough memory for the wanted protection again" if before.degraded else ""
+            return f"{changed}{back}; {survives}"
+        return (
+            f"{changed}, {now.degraded.versions} versions a rank instead of {now.scheme} with "
+            f"{config.arena_count}: MEMORY IS SHORT: {now.degraded.cause}; {survives}"
+        )
+
+    def note(self) -> None:
+        """Say on this node what is in force: for ``reft status``, and for the next start."""
+        if local_rank() != 0:
+            return
+        try:
+            write_record(self._session.memory.job_dir.path, self.record)
+        except OSError as error:
+            logger.warning("the current protection cannot be recorded for the next start: %s", error)
+
+
+class Tracer:
+    """Collects the traces of one rank; what executes the instructions of a pipeline notes them here. Used by
+    the training thread."""
+
+    def __init__(self) -> None:
+        self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
+        self.profiler: Profiler | None = None
+        self.woven = False  # whether the instructions of a pipeline are noted
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
+        self.records: list[InstructionRecord] = []  # of this step
+        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
+        self.began = 0.0  # the last schedule
+
+    @property
+    def active(self) -> bool:
+        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
+
+    def profile(self, session: Session) -> None:
+        """Begin a profile, if the session's block wants one. Collective."""
+        config = session.config.profile
+        if not config.steps:
+            return
+        if not self.woven:
+            name = session.engine.name
+            logger.warning("%s cannot be profiled; only a pipeline engine can", name)
+            return
+        from reft.profile.profiler import DeviceClock, Profiler
+
+        # On a device calls return before their work is done; its own clock is read, without waiting.
+        vendor = vendor_of(session.engine.device)
+        clock = None if vendor is None else DeviceClock(vendor)
+        self.mark = None if clock is None else clock.mark
+        self.profiler = Profiler(
+            config,
+            clock,
+            job_id=session.job_id,
+            at=session.coordinate,
+            degrees=session.topology.degrees,
+            control=session.control,
+            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+        )
+
+    def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
+        """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
+        training waited for copies."""
+        records, self.records = self.records, []
+        marks, self.marks = self.marks, []
+        copied = []
+        while chunks:  # the thread that copies adds more
+            copied.append(chunks.popleft())
+        trace = StepTrace(
+            step=step,
+            rank=session.control.rank,
+            stage_id=session.coordinate.pp,
+            begin_secs=self.began,
+            end_secs=time.perf_counter(),
+            instructions=tuple(records),
+            chunks=tuple(copied),
+            fence_secs=fence_secs,
+        )
+        if self.traces is not None:
+            self.traces.append(trace)
+        if self.profiler is not None:
+            self.profiler.add(trace, marks)
+            if not self.profiler.measuring:
+                self.mark = None
+
+
 # -- facts of an engine ------------------------------------------------------------------------------------
 
 
@@ -261,58 +445,6 @@ def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
 
 
-def make_pacer(
-    has: HasConfig,
-    engine: CopyEngine,
-    *,
-    stage_id: int,
-    stages: int,
-    micro_batches: int,
-    ranks_here: int,
-    staging: StagingArea | None,
-) -> Pacer:
-    """The pacer with its gate. ``staging``: where ``has.overflow`` is 'staging'."""
-    gate = StreamGate() if engine.asynchronous else HostGate()
-    share = has.compute_share
-    if share is None:
-        # Most of the computing time that copies may run beside: all of it where they take nothing from
-        # training, by direct memory access from a device or on a core that no rank of the node uses. Else
-        # none: there, a chunk beside computation was measured to cost training more than waiting for it does.
-        busy_cores = ranks_here * torch.get_num_threads()
-        spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
-        share = 1.0 if spare else 0.0
-    # Until something was measured: beside computation, as slowly as ever allowed.
-    nowhere_else = stages == 1 and share > 0
-    pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
-    gate.share(share, UNLIMITED if nowhere_else else 0, pace)
-
-    def mark() -> Mark | None:
-        try:
-            return engine.mark()
-        except ReftError:
-            return None  # the engine is closed
-
-    return Pacer(
-        gate,
-        PaceOptions(
-            estimator=has.windows,
-            limits=Limits(
-                compute_share=share,
-                separate_links=has.separate_links,
-                overflow=Overflow(has.overflow),
-                max_overhead=has.max_overhead,
-            ),
-            stage_id=stage_id,
-            stages=stages,
-            micro_batches=micro_batches,
-            staging_fallback=Overflow(has.staging_fallback),
-        ),
-        mark if engine.asynchronous else None,
-        engine,
-        None if staging is None else staging.room,
-    )
-
-
 class Copying:
     """How one rank's bytes are copied."""
 
@@ -326,14 +458,14 @@ class Copying:
         self._peers = None
         if config.verify.peers != "off":
             self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
-        self.pacer = make_pacer(
+        self.pacer = Pacer(
             config.has,
             self.engine,
             stage_id=session.coordinate.pp,
             stages=session.topology.degrees.pp,
             micro_batches=session.engine.micro_batches,
             ranks_here=session.ranks_here,
-            staging=self._staging,
+            staging_room=None if self._staging is None else self._staging.room,
         )
 
     @property

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,28 +18,36 @@ from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
 from reft.device import vendor_of
-from reft.engine.checks.start import check_device, check_start, warn
-from reft.engine.engine import ClientState, Copying, EngineState, OptimizerFence, TrainingEngine
+from reft.engine.checks.choice import check_device, choose_protection
+from reft.engine.checks.start import check_start, warn
+from reft.engine.engine import (
+    ClientState,
+    Copying,
+    EngineState,
+    OptimizerFence,
+    Protection,
+    Tracer,
+    TrainingEngine,
+)
 from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
-from reft.engine.protection import Protection, choose_protection
 from reft.engine.rates import Rates
-from reft.engine.stopping import Stopping
+from reft.env import ENV_REPLAY
+from reft.errors import CorruptionError, CorruptJobError
 from reft.faults import FaultPlan, kill_this_node
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
 from reft.memory.jobdir import secret_of_environment
 from reft.naming import Label
 from reft.node.client import DaemonClient
-from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.protection import write_order
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
+from reft.node.report import read_history, restarts_among
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import Complaints, SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
 
 if TYPE_CHECKING:
-    from reft.profile.profiler import Profiler
+    pass
 
 
 logger = logging.getLogger(__name__)
@@ -117,76 +128,6 @@ class DeviceMemory:
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None
-
-
-class Tracer:
-    """Collects the traces of one rank; what executes the instructions of a pipeline notes them here. Used by
-    the training thread."""
-
-    def __init__(self) -> None:
-        self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
-        self.profiler: Profiler | None = None
-        self.woven = False  # whether the instructions of a pipeline are noted
-        self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self.records: list[InstructionRecord] = []  # of this step
-        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
-        self.began = 0.0  # the last schedule
-
-    @property
-    def active(self) -> bool:
-        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
-
-    def profile(self, session: Session) -> None:
-        """Begin a profile, if the session's block wants one. Collective."""
-        config = session.config.profile
-        if not config.steps:
-            return
-        if not self.woven:
-            name = session.engine.name
-            logger.warning("%s cannot be profiled; only a pipeline engine can", name)
-            return
-        from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler
-
-        # On a device calls return before their work is done; its own clock is read, without waiting.
-        vendor = vendor_of(session.engine.device)
-        clock = None if vendor is None else DeviceClock(vendor)
-        self.mark = None if clock is None else clock.mark
-        self.profiler = Profiler(
-            config,
-            clock,
-            job_id=session.job_id,
-            at=session.coordinate,
-            degrees=session.topology.degrees,
-            secret=session.memory.job_dir.secret,
-            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
-        )
-
-    def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
-        """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
-        training waited for copies."""
-        records, self.records = self.records, []
-        marks, self.marks = self.marks, []
-        copied = []
-        while chunks:  # the thread that copies adds more
-            copied.append(chunks.popleft())
-        trace = StepTrace(
-            step=step,
-            rank=session.control.rank,
-            stage_id=session.coordinate.pp,
-            begin_secs=self.began,
-            end_secs=time.perf_counter(),
-            instructions=tuple(records),
-            chunks=tuple(copied),
-            fence_secs=fence_secs,
-        )
-        if self.traces is not None:
-            self.traces.append(trace)
-        if self.profiler is not None:
-            self.profiler.add(trace, marks)
-            if not self.profiler.measuring:
-                self.mark = None
 
 
 class Session:
@@ -331,18 +272,16 @@ class Session:
             topology=self.topology,
             arenas=ArenaSet(
                 SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-                ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+                *(self.job_id, self.topology, self.control.rank),
                 frozen=frozen,
                 limit_bytes=limit // ranks if limit is not None else None,
                 engine=self.copying.engine,
                 remake=self._remake_memory,
             ),
-            options=WorkerOptions(
-                block_bytes=self.config.block_bytes,
-                host_bytes=self.config.host_state_bytes,
-                recompute=None if self.state.gradients is None else self.state.gradients.recipe,
-                verify=self.config.verify,
-            ),
+            block_bytes=self.config.block_bytes,
+            host_bytes=self.config.host_state_bytes,
+            recompute=None if self.state.gradients is None else self.state.gradients.recipe,
+            verify=self.config.verify,
             switch=self.protection.switch(control),
             copier=self.copying.copier(),
             pacer=self.copying.pacer,
@@ -471,3 +410,174 @@ class Session:
         self.monitoring.starts_at(self._last_step)
         self.progress.set_step(self._last_step)
         log.set_step(self._last_step)
+
+
+_REPEAT_SECS = 2.0
+_STOP_NEXT_SECS = 1.0
+"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
+_LONG_STEP_SECS = 0.5
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
+measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+_VOTE_SECS = 5.0
+_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
+_CLOSE_SECS = 1.0
+_ALONE_SHARE = 0.5
+"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
+
+
+class Stopping:
+    """Notes the request to stop, and decides after which step one rank does. The next votes carry the request
+    to all ranks, so that all stop after the same step.
+
+    Batch systems signal every process of a job and the launcher passes its own on, so repeats within two
+    seconds mean the same; a later one acts at once, as if reft were not there.
+
+    ``at_next_step``: where all ranks stop, the job ends where the next step would begin. The program prints
+    the line of the last step before, and saves where that is due."""
+
+    def __init__(self, grace_secs: float) -> None:
+        self._grace_secs = grace_secs
+        self.requested = self.at_next_step = False
+        self._signal = signal.SIGTERM
+        self._since_secs = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._stop: Callable[[Session, int], None] | None = None
+        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
+
+    # -- the request ---------------------------------------------------------------------------------
+
+    def install(self) -> str | None:
+        """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it cannot."""
+        if threading.current_thread() is not threading.main_thread():
+            return (
+                "reft was attached outside the main thread: SIGTERM will not flush a snapshot. Call "
+                "deepspeed.initialize in the main thread"
+            )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return None
+
+    def uninstall(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in self._previous.items():
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self._since_secs, self.requested = time.monotonic(), True
+            self._signal = signal.Signals(number)
+        elif self.waited_secs >= _REPEAT_SECS:
+            self.uninstall()
+            signal.raise_signal(number)
+
+    @property
+    def waited_secs(self) -> float:
+        """Time since the request; 0 if there was none."""
+        return time.monotonic() - self._since_secs if self.requested else 0.0
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    @property
+    def together(self) -> bool:
+        """Whether the job stops, and all ranks after the same step."""
+        return self._stop is stop_together
+
+    def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
+        """Whether the job stops after the step that has just ended, or this rank does."""
+        votes = worker.votes
+        if 0 < self._replayed_step <= step:
+            self._stop = stop_replay
+            return True
+        if self.requested or votes.halt is not None:
+            # The vote that carries this is over when training gets there: all ranks know by then.
+            votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
+        if step_secs > _LONG_STEP_SECS:
+            worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
+        if votes.stop_step is not None and step >= votes.stop_step:
+            self._stop = stop_together if votes.halt is None else stop_for_corruption
+        # P6: this rank was told to stop, and no vote will say in time after which step all do.
+        elif (
+            votes.stop_step is None
+            and self.requested
+            and (self.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
+        ):
+            self._stop = stop_alone
+        return self._stop is not None
+
+    def stop_if_due(self, session: Session, step: int) -> None:
+        """Called behind the step; exits if it was."""
+        if self._stop is not None:
+            self._stop(session, step)
+
+    def end_if_stopped(self, session: Session) -> None:
+        """Called where a step begins; exits if the job has stopped behind the step before."""
+        if self.at_next_step and self._stop is not None:
+            self.end(session)
+
+    def end(self, session: Session, *timeout_secs: float) -> None:
+        session.close(*timeout_secs)
+        raise SystemExit(128 + int(self._signal))  # as a shell reports it
+
+
+def stop_together(session: Session, step: int) -> None:
+    """Told to stop, and all ranks know: one last version, committed and on disk. Exits, unless the job ends
+    at its next step."""
+    committed, persisted = _take_last_version(session, step, session.config.grace_secs)
+    logger.warning(
+        "stopping on request: step %d is %s%s",
+        *(step, "committed in memory" if committed else "NOT committed", persisted),
+    )
+    if not session.stopping.at_next_step:
+        session.stopping.end(session)
+
+
+def stop_replay(session: Session, step: int) -> None:
+    """The step that was asked for is made: its version is there to be compared. Exits."""
+    _take_last_version(session, step, session.config.commit_timeout_secs)
+    session.close()
+    raise SystemExit(0)
+
+
+def stop_for_corruption(session: Session, step: int) -> None:
+    """Nothing of what was trained since the newest version is kept. Raises CorruptionError, or
+    CorruptJobError."""
+    assert session.worker is not None
+    halt = session.worker.votes.halt
+    assert halt is not None
+    session.events.write("halted", step=step, why=halt.why, restarts=halt.restarts)
+    session.close(_CLOSE_SECS)
+    if halt.restarts:
+        raise CorruptionError(f"{halt.why}; the job goes back to step {session.stats.committed_step}")
+    raise CorruptJobError(
+        f"{halt.why}, and this start has committed nothing: another one would end alike. Look for the cause "
+        f"(data, learning rate, a device), then start from an earlier checkpoint"
+    )
+
+
+def stop_alone(session: Session, step: int) -> None:
+    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
+    alike."""
+    left = session.config.grace_secs - session.stopping.waited_secs - _CLOSE_SECS
+    committed, persisted = _take_last_version(session, step, max(0.0, left))
+    why = "grace_secs is too short for another step" if committed else "the other ranks do not answer"
+    outcome = f"Committed in memory{persisted}"
+    if not committed:
+        outcome = f"Last committed: step {session.stats.committed_step}"
+    logger.warning("stopping on request after step %d, without a vote: %s. %s", step, why, outcome)
+    session.stopping.end(session, _CLOSE_SECS)
+
+
+def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
+    """Whether the state after the last step was committed within the time; where it was persisted, in
+    words."""
+    deadline = time.monotonic() + secs
+    request = session.submit(must=True)
+    assert session.worker is not None
+    session.worker.drain(max(0.0, deadline - time.monotonic()))
+    persisted = None
+    if request.committed and session.config.persist.dir is not None:
+        persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
+    session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
+    return request.committed, "" if persisted is None else f", persisted: {persisted}"

@@ -34,7 +34,7 @@ from reft.engine.on_import import PostImportFinder
 from reft.env import ENV_ROOM
 from reft.errors import ReftError
 from reft.job import script
-from reft.job.exits import WorkerExit
+from reft.job.script import WorkerExit
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ DEFAULT_MODULES = (
     *("numpy.random", "torch", "torch.distributed"),
     "torch._dynamo",  # which every optimizer imports when it is made
     *("deepspeed", "deepspeed.runtime.pipe.engine"),
-    *("reft", "reft.engine.deepspeed", "reft.engine.deepspeed_engine", "reft.engine.session"),
+    *("reft", "reft.engine.deepspeed", "reft.engine.session"),
 )
 READ_AT_IMPORT = (
     *("ATEN_", "BLIS_", "DNNL_", "DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_"),

@@ -25,9 +25,8 @@ import xxhash
 
 from reft.control.wire import mac
 from reft.errors import ArenaError
-from reft.grid import Coordinate, Degrees
+from reft.grid import BlockKey, Coordinate, Degrees, Section, aligned
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section, aligned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

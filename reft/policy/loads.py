@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from reft.grid import ALIGNMENT_BYTES, aligned
 from reft.memory.arena import reserved_bytes
-from reft.protect.blocks import ALIGNMENT_BYTES, aligned
 from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 

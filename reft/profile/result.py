@@ -18,9 +18,9 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
-from reft.snapshot.schedule import Window, WindowKind
+from reft.snapshot.schedule import StepTrace, Window, WindowKind
 
-FORMAT = "reft-profile-1"
+FORMAT = "reft-profile-2"
 PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in
 
 
@@ -108,41 +108,15 @@ class Segment(NamedTuple):
         return self.end_secs - self.begin_secs
 
 
-class ChunkSlice(NamedTuple):
-    """One snapshot chunk on the timeline; ``tier`` 0 was copied at the fence or was forced."""
-
-    begin_secs: float
-    end_secs: float
-    tier: int
-    nbytes: int
-    section: str
-
-
 @dataclass(frozen=True, slots=True)
-class RankTimeline:
-    rank: int
-    stage_id: int
-    begin_secs: float
-    end_secs: float
-    fence_secs: float
+class RankStep(StepTrace):
+    """A trace cut into segments, in the place of its instructions."""
+
+    step_secs: float  # to the begin of the next step; where that was not traced, to the end of this one
     segments: tuple[Segment, ...]
-    chunks: tuple[ChunkSlice, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class StepTimeline:
-    """One step of all ranks whose traces were gathered in full; ``step`` is the global step after it."""
-
-    step: int
-    ranks: tuple[RankTimeline, ...]
-
-    @property
-    def begin_secs(self) -> float:
-        return min(r.begin_secs for r in self.ranks)
-
-    @property
-    def end_secs(self) -> float:
-        return max(r.end_secs for r in self.ranks)
+    def secs_of(self, activity: Activity) -> float:
+        return sum(s.secs for s in self.segments if s.activity is activity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +214,7 @@ class ProfileResult:
     bandwidth_source: str
     method: Method
     stages: tuple[StageProfile, ...]
-    timelines: tuple[StepTimeline, ...]
+    timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
         """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of medians that
@@ -259,9 +233,17 @@ class ProfileResult:
             found.append(Window(w.kind, start, ended, w.position))
         return tuple(found)
 
-    def median_timeline(self) -> StepTimeline:
-        """The step whose length is nearest to the median: the one to look at."""
-        return min(self.timelines, key=lambda t: abs(t.end_secs - t.begin_secs - self.step_secs.p50))
+    def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
+        """A step on all ranks; without ``step`` the one to look at, whose length is nearest to the median.
+        Empty where it was not profiled."""
+
+        def unlike(step: int) -> float:
+            ranks = self.timeline(step)
+            secs = max(r.end_secs for r in ranks) - min(r.begin_secs for r in ranks)
+            return abs(secs - self.step_secs.p50)
+
+        wanted = min(self.steps, key=unlike) if step is None else step
+        return tuple(rank for rank in self.timelines if rank.step == wanted)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **_adapter().dump_python(self, mode="json")}

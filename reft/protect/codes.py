@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from reft.errors import ArenaError, ConfigError, UnrecoverableError
-from reft.protect.blocks import BlockKey, Section, aligned
+from reft.grid import BlockKey, Section, aligned
 from reft.protect.rs import GRAIN_BYTES, Matrix, multiply, parity_rows, rank, reduce_rows
 
 FIELD_SIZE = 256  # Elements of GF(2^8): most members of a stripe with more than one parity

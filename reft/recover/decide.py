@@ -18,10 +18,9 @@ from typing import NamedTuple
 import msgpack
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
 from reft.memory.header import Entry
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import parse_block_code
 from reft.recover.inventory import (
     ArenaRecord,

@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import Coordinate
+from reft.grid import STATE_SECTIONS, Coordinate
 from reft.memory.arena import Arena
 from reft.memory.header import Entry
 from reft.memory.jobdir import newest_record
-from reft.protect.blocks import STATE_SECTIONS
 from reft.recover.decide import offline_topology, plan_verified
 from reft.recover.inventory import ArenaSet, Inventory, Place, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan

@@ -14,10 +14,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
 from reft.memory.arena import is_decoded
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import BlockCode, plan_decode
 
 

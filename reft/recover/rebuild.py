@@ -23,11 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from reft.errors import ReftError
-from reft.grid import Coordinate, Topology
+from reft.grid import BlockKey, Coordinate, Section, Topology
 from reft.memory.arena import Arena, decoded_name, is_decoded
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
-from reft.protect.blocks import BlockKey, Section
 from reft.protect.codes import Scheme, unpack_checksums
 from reft.protect.placement import place_group
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows

@@ -29,9 +29,8 @@ import torch
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 from reft.recover.decide import (
     Decision,
     Piece,

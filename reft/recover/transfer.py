@@ -27,9 +27,8 @@ from reft.config import FaultPoint
 from reft.control.control import ControlGroup
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Topology
+from reft.grid import BlockKey, Topology
 from reft.memory.header import checksum
-from reft.protect.blocks import BlockKey
 from reft.recover.inventory import ArenaSet
 from reft.recover.plan import (
     BlockSource,

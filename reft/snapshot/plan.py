@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.control.control import ControlGroup
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import ALIGNMENT_BYTES, BlockKey, Coordinate, Degrees, Section, Topology, aligned
 from reft.memory.header import TABLE, Entry, pack_entries
-from reft.protect.blocks import ALIGNMENT_BYTES, BlockKey, Section, aligned
 from reft.protect.codes import BlockCode, CodedBlock, Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.state.catalogue import SectionImage

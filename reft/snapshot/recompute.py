@@ -4,7 +4,7 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.filling`). A missed gradient or a spoilt replica so costs one transfer, and
+(:mod:`reft.snapshot.arenas`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
 Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim` does.
@@ -22,7 +22,7 @@ import torch
 
 from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
-from reft.snapshot.filling import Filling
+from reft.snapshot.arenas import Filling
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import RecomputeStats
 from reft.state.catalogue import SectionImage, TensorSpec

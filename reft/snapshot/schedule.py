@@ -236,18 +236,6 @@ class StepTrace:
     chunks: tuple[ChunkRecord, ...]
     fence_secs: float  # seconds the training thread waited before the optimizer step
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything as JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StepTrace:
-        """The inverse of :meth:`to_json`."""
-        fields = dict(data)
-        fields["instructions"] = tuple(InstructionRecord(**i) for i in data["instructions"])
-        fields["chunks"] = tuple(ChunkRecord(**c) for c in data["chunks"])
-        return cls(**fields)
-
 
 # -- which bytes are copied when -------------------------------------------------------------------
 
@@ -285,7 +273,7 @@ class Interval:
         return max(0.0, self.stop_secs - self.start_secs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Bandwidth:
     """What a copy attains, bytes per second."""
 
@@ -296,6 +284,10 @@ class Bandwidth:
     def __post_init__(self) -> None:
         if not (self.window > 0 and self.compute > 0 and self.communication >= 0):
             raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
+
+    def factor(self, position: int) -> float:
+        """Part of the nominal bytes of the window there that can really be used."""
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +374,6 @@ def plan_schedule(
     computing: Sequence[Interval] = (),
     communicating: Sequence[Interval] = (),
     limits: Limits = Limits(),
-    model: BandwidthModel | None = None,
     estimator: str = "",
 ) -> HasSchedule:
     """Distribute one rank's bytes over the tiers of one iteration.
@@ -396,7 +387,6 @@ def plan_schedule(
         computing: where the device computes; without any, tier 2 is not used.
         communicating: where only the network works; used if ``limits.separate_links``.
         limits: what is allowed.
-        model: what earlier steps taught about each window; scales the bytes of its window.
         estimator: name to print.
     """
     total = sum(sections.values())
@@ -406,9 +396,10 @@ def plan_schedule(
         raise ConfigError(
             "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
         )
-    factor = (lambda position: 1.0) if model is None else model.factor
     used = [w for w in windows if w.length_secs >= SHORTEST_WINDOW_SECS]
-    tier_1, rest = _fill([_room(1, w, bandwidth.window * factor(w.position), w.kind) for w in used], total)
+    tier_1, rest = _fill(
+        [_room(1, w, bandwidth.window * bandwidth.factor(w.position), w.kind) for w in used], total
+    )
     share = bandwidth.compute * limits.compute_share
     tier_2, rest = _fill([_room(2, i, share, "compute") for i in computing], rest, evenly=True)
     links = communicating if limits.separate_links else ()
@@ -467,9 +458,8 @@ def _fill(rooms: Sequence[Planned], nbytes: int, *, evenly: bool = False) -> tup
 
 
 @dataclass
-class BandwidthModel:
-    """What running steps teach: the bandwidth in bytes per second, and how much of each window can really be
-    used.
+class BandwidthModel(Bandwidth):
+    """What running steps teach, also of how much of each window can be used.
 
     Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was overrun (its
     copies still ran when training wanted to go on) shrinks; one that had room left grows back."""
@@ -485,7 +475,7 @@ class BandwidthModel:
     HIGHEST = 1.25
 
     def factor(self, position: int) -> float:
-        """Part of a window's nominal bytes to plan, LOWEST to HIGHEST."""
+        """From LOWEST to HIGHEST."""
         return self._factors.get(position, 1.0)
 
     def observe_window(self, position: int, *, open_secs: float, overrun_secs: float, full: bool) -> None:
@@ -508,17 +498,12 @@ class BandwidthModel:
 
     def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:
         """Chunks that were copied in a tier, together."""
-        if nbytes <= 0 or secs <= 0:
+        if nbytes <= 0 or secs <= 0 or tier not in _BANDWIDTHS:
             return
         self._measured[tier] += 1
         weight = max(self.smoothing, 1 / self._measured[tier])
-        if tier == 1:
-            self.window += weight * (nbytes / secs - self.window)
-        elif tier == 2:
-            self.compute += weight * (nbytes / secs - self.compute)
-        elif tier == 3:
-            self.communication += weight * (nbytes / secs - self.communication)
+        before = getattr(self, _BANDWIDTHS[tier])
+        setattr(self, _BANDWIDTHS[tier], before + weight * (nbytes / secs - before))
 
-    @property
-    def bandwidth(self) -> Bandwidth:
-        return Bandwidth(self.window, self.compute, self.communication)
+
+_BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from reft.errors import ReftError
-from reft.protect.blocks import BlockKey, Section
+from reft.grid import BlockKey, Section
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The snapshot worker: a thread that copies, exchanges, seals and commits while training goes on.
 
-Training thread and worker thread tell :func:`~reft.snapshot.committing.version.step` what happened, under one
+Training thread and worker thread tell :func:`~reft.snapshot.version.step` what happened, under one
 lock, and do what follows; a reader who wants to know why a version is committed, and when a slot may be
 overwritten, reads that. Both votes are all-reduces of the control group. Training waits for nothing but its
 own copy, at the fence (P2): to host memory, or as far as it is staged, within the device; then the version
@@ -13,74 +13,245 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgpack
 import torch
 
-from reft.config import FaultPoint, Variant
+from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
-from reft.grid import Topology
+from reft.faults import FaultPlan
+from reft.grid import Section, Topology
 from reft.naming import Label
-from reft.protect.blocks import Section
-from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.request import Halt, SnapshotRequest, Votes, Watchers, WorkerOptions
-from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.committing.version import (
-    NOT_FINITE,
-    PEERS_DIFFER,
-    Abort,
-    Begin,
-    Broke,
-    Cause,
-    Closing,
-    Commit,
-    Copied,
-    CopyFailed,
-    Drained,
-    DropStaged,
-    Effect,
-    EnterGate,
-    Event,
-    FenceNear,
-    GiveUp,
-    HandedOver,
-    LaidOut,
-    LeaveGate,
-    Met,
-    Parted,
-    Released,
-    Sealed,
-    SealFailed,
-    SlotTaken,
-    Stage,
-    Standing,
-    State,
-    Switched,
-    Task,
-    TensorsChange,
-    Turn,
-    Unfit,
-    Voted,
-    resume_from,
-    step,
-)
+from reft.protect.host_adam import AdamRecipe
+from reft.snapshot import version as versions
+from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
-from reft.snapshot.copying.gate import Gate, OpenGate, Permit
-from reft.snapshot.copying.pacing import Pacer
-from reft.snapshot.filling import Filling, PeerTraffic, RingExchange
+from reft.snapshot.copying.gate import Gate, OpenGate, Pacer, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
-from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
-from reft.snapshot.stats import Kind
-
-__all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
+from reft.snapshot.stats import Complaints, SnapshotStats, say
+from reft.snapshot.switching import SchemeSwitch
+from reft.snapshot.version import (
+    Cause,
+    Stage,
+    State,
+    Task,
+    Version,
+)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SnapshotRequest:
+    """One version to take, handed over by the training thread, and what has become of it so far."""
+
+    label: Label  # name of the version
+    # live tensors; unchanged until ``copied`` is set. None where the state was never captured.
+    images: LiveImages | None
+    host_blob: bytes | bytearray = b""  # encoded host state; or
+    encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
+    step: OptimizerStep | None = None  # how the optimizer got here, if peers' partitions are recomputed
+    must: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
+    # nothing to take after this step; the ranks only vote, so that a request to stop gets around
+    idle: bool = False
+    variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
+    cause: Cause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
+    # set when it does not need the live tensors any more
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)  # set when it is known what became of it
+    version: Version = field(init=False)  # what is known of it: before it is handed over, what is asked for
+
+    def __post_init__(self) -> None:
+        self.version = Version(self.label, self.must, self.idle, self.paced, self.cause)
+
+    @property
+    def paced(self) -> bool:
+        """Whether the copy keeps to the windows; one that must be taken does not."""
+        return self.variant is Variant.HAS and not (self.must or self.idle)
+
+    def follow(self, version: Version, *, done: bool = False) -> None:
+        """Note what has become of it."""
+        self.version = version
+        if version.cause is not None:
+            self.encode = None  # nobody needs the state that it holds
+        if done or not version.holds_training:
+            self.copied.set()
+        if done:
+            self.done.set()
+
+    @property
+    def started(self) -> bool:
+        """Whether its copy has begun."""
+        return self.version.stage is not Stage.QUEUED
+
+    @property
+    def given_up(self) -> Cause | None:
+        """Why it is not committed; None if it is, or may be yet."""
+        return self.version.cause
+
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks have it."""
+        return self.version.stage is Stage.COMMITTED
+
+
+@dataclass
+class Watchers:
+    """Who watches the versions of one rank."""
+
+    stats: SnapshotStats
+    faults: FaultPlan  # disturbs them, where a test asks for it
+    # called on the worker thread after each global commit
+    on_commit: Callable[[Label], None] = lambda label: None
+    # called with (step, cause) for each version given up
+    on_skip: Callable[[int, str], None] = lambda step, cause: None
+    complaints: Complaints = field(default_factory=Complaints)  # of what nobody foresaw
+    # the same of versions that go to storage; 0: as the block says
+    wanted_persist_interval: Callable[[], int] = lambda: 0
+    # asked in every vote how often versions should be taken, given how often one fits into the idle time
+    wanted_interval: Callable[[int], int] = lambda windows: windows
+
+
+# -- what the ranks agree on in their votes besides the version itself: how often, and when to stop
+
+
+@dataclass(frozen=True)
+class Halt:
+    """What is trained is not to be gone on with. ``restarts``: the newest version may be."""
+
+    why: str
+    restarts: bool
+
+
+def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
+    """The step to stop after that a rank names in the vote on the version of ``step``: one that no rank has
+    passed when it hears of it. ``proposal``: the step after which it would stop; 0: it would not.
+    ``step``: whose version is voted on. ``newest_step``: the last one whose version was handed over here.
+    ``late``: votes may lag behind training, as the ranks agreed in the last one."""
+    if proposal and (late or step < newest_step):
+        return max(proposal, newest_step + 2)
+    return proposal
+
+
+def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
+    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind training:
+    before the next one it has more to do than seal the version, or it is behind already."""
+    return holds_up or (late and step < newest_step)
+
+
+class Votes:
+    """Casts the ballots of one rank and remembers what came of them.
+
+    A version of which some rank still drains a staged part, or behind which memory is reserved for another
+    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a request to stop
+    that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
+    next. ``watchers``: say how often versions are wanted, which is advice: where they cannot, the last agreed
+    number stays; the peers hear of their complaints with the next vote (P6)."""
+
+    def __init__(self, control: WorkerControl, watchers: Watchers) -> None:
+        self._control = control
+        self._watchers = watchers
+        self.persist_steps = 0
+        """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
+        version says whether it does."""
+        self._interval = (0, 1, 1)
+        self._given_up: tuple[int, ...] = ()
+        self.late = False  # whether votes may lag behind training, as the ranks agreed in the last one
+        self.newest_step = 0  # the last step whose version was handed over
+        self._incarnation = -1
+        self.voted_step = -1  # the last step that was voted on
+        self.stop_proposal = 0
+        """Step after which this rank would stop; set by the training thread, 0 means go on."""
+        self.stop_step: int | None = None
+        """Step after which all ranks stop: the first that a vote named, the same everywhere."""
+        self.halt: Halt | None = None  # found by all ranks in the same vote
+
+    def interval_steps(self, step: int) -> int:
+        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
+        since, now, before = self._interval
+        return now if step >= since else before
+
+    def given_up_step(self, step: int) -> int:
+        """The newest step whose version all ranks gave up, as far as that counts at ``step``: from the step
+        after the next on, as every vote; -1 if there is none."""
+        return max((at for at in self._given_up if at + 2 <= step), default=-1)
+
+    def gave_up(self, step: int) -> None:
+        """A vote said no to a version that was to be taken."""
+        self._given_up = (*self._given_up[-3:], step)  # replaced as a whole: the training thread reads it
+
+    def handed_over(self, version: Label) -> None:
+        """Training hands a version over. Where it goes back, no step is left that keeps to an older rate."""
+        if version.incarnation != self._incarnation or version.step < self.newest_step:
+            self._interval = (0, self._interval[1], self._interval[1])
+            self._given_up = ()
+        self._incarnation, self.newest_step = version.incarnation, version.step
+
+    def cast(self, version: Label, mine: Ballot, windows: int = 1) -> Ballot:
+        """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the next vote,
+        it has more to do than seal the version. The rest is filled in here. ``windows``: how often one fits
+        into the idle time. Raises TransferError: a peer is gone, or votes on another version."""
+        step, watchers = version.step, self._watchers
+        interval_steps = self._wanted(lambda: watchers.wanted_interval(windows), self._interval[1])
+        persist_steps = self._wanted(watchers.wanted_persist_interval, self.persist_steps)
+        unheard = watchers.complaints.unheard()
+        ballot = replace(
+            mine,
+            stop_after_step=named_step(
+                self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
+            ),
+            interval_steps=interval_steps,
+            late=may_lag(mine.late, step=step, newest_step=self.newest_step, late=self.late),
+            persist_steps=persist_steps,
+            complains=bool(unheard),
+        )
+        verdict = self._control.vote(ballot, version)
+        if verdict.stop_after_step and self.stop_step is None:
+            self.stop_step = verdict.stop_after_step
+        if verdict.interval_steps != self._interval[1]:
+            logger.info("a version every %d steps, from step %d on", verdict.interval_steps, step + 2)
+            self._interval = (step + 2, verdict.interval_steps, self._interval[1])
+        self.persist_steps = verdict.persist_steps
+        self.late = verdict.late
+        self.voted_step = step
+        if verdict.complains:
+            self._pass_on(unheard)
+        return verdict
+
+    def _pass_on(self, unheard: list[str]) -> None:
+        """Tell the peers what has failed here, and say what has failed there. Collective."""
+        try:
+            told = self._control.gather_bytes(msgpack.packb(unheard))
+        except TransferError as error:
+            # The vote was taken. Who is gone is missing from the next one too, which is given up for that.
+            self._watchers.complaints.tell("failures of other ranks cannot be received", error)
+            return
+        self._watchers.complaints.heard(unheard)
+        causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
+        say({rank: said for rank, said in causes.items() if said})
+
+    def _wanted(self, wanted: Callable[[], int], agreed: int) -> int:
+        try:
+            return wanted()
+        except Exception as error:
+            self._watchers.complaints.tell(f"a rate cannot be computed, {agreed} stays", error)
+            return agreed
+
+    def resync(self, stop_step: int | None) -> None:
+        """The ranks have come together again and do not know what each has heard: take what they agree on,
+        and every step's version until they have voted."""
+        self._interval = (0, 1, 1)
+        self.late = True
+        self.stop_step = stop_step
+
 
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
@@ -89,10 +260,19 @@ _REJOINS = 3
 
 
 class SnapshotWorker:
-    """Takes snapshots of one rank. See the module docstring for the protocol. ``control``: votes and
-    exchange. ``arenas``: this rank's memory. ``switch``: the scheme in force and orders to change it.
-    ``copier``: copies the bytes. ``pacer``: knows the windows; without one no version is paced.
-    ``watchers``: who counts, disturbs and is told of versions."""
+    """Takes snapshots of one rank. See the module docstring for the protocol.
+
+    Args:
+        control: votes and exchange.
+        arenas: this rank's memory.
+        switch: the scheme in force and orders to change it.
+        copier: copies the bytes.
+        pacer: knows the windows; without one no version is paced.
+        watchers: who counts, disturbs and is told of versions.
+        block_bytes: most bytes of a block.
+        host_bytes: reserved for the host state of a version; more once it has grown.
+        recompute: how partitions that ring peers alone have are recomputed; None: they are always sent.
+    """
 
     def __init__(
         self,
@@ -100,38 +280,34 @@ class SnapshotWorker:
         control: WorkerControl,
         topology: Topology,
         arenas: ArenaSet,
-        options: WorkerOptions,
         switch: SchemeSwitch,
         copier: Copier,
         pacer: Pacer | None = None,
         watchers: Watchers,
+        block_bytes: int,
+        host_bytes: int,
+        recompute: AdamRecipe | None = None,
+        verify: VerifyConfig | None = None,
     ) -> None:
         self.control = control
         self.arenas = arenas
         self.switch = switch
         self.copier = copier
         self.watchers = watchers
-        self.votes = Votes(
-            control,
-            lambda: watchers.wanted_interval(self._advised_interval_steps),
-            watchers.wanted_persist_interval,
-            watchers.complaints,
-        )
-        recompute = options.recompute
+        self.votes = Votes(control, watchers)
         self.peer_optimizers = (
             None if recompute is None else PeerOptimizers(recompute, watchers.stats.recompute)
         )
         """Recompute what ring peers alone have; without them it is always sent."""
         self.layout: GroupLayout | None = None
         """Of the next version, agreed by all ranks; None before the first agreement."""
-        self._ring = RingExchange(control, topology)
-        self._peer_traffic = PeerTraffic(control, options.block_bytes)
+        self._ring = RingExchange(control, topology, block_bytes)
         self._signature: object = None
         self._images: LiveImages | None = None
         self._topology = topology
-        self._block_bytes, self._host_bytes = options.block_bytes, options.host_bytes
+        self._block_bytes, self._host_bytes = block_bytes, host_bytes
         self._complaints = watchers.complaints
-        self._verify, self._in_a_row = options.verify, 0  # versions that were not finite
+        self._verify, self._in_a_row = verify or VerifyConfig(), 0  # versions that were not finite
         self._differs: Cause | None = None
         self._vote_missed = False
         self._broke_off = ""
@@ -150,40 +326,39 @@ class SnapshotWorker:
 
     # -- one rank's versions under one lock: both threads ----------------------------------------------
 
-    def _tell(self, event: Event) -> list[Effect]:
+    def _tell(self, event: versions.Event) -> list[versions.Effect]:
         """Tell what happened. Returns what the caller has to do, in this order; raises ValueError if the
         event does not fit."""
         with self._changed:
             before = self._state
-            self._state, effects = step(before, event)
+            self._state, effects = versions.step(before, event)
+            self.arenas.slots = self._state.slots
             self._follow(len(before.versions), effects)
             if (self._state.task, self._state.versions) != (before.task, before.versions):
                 self._changed.notify_all()  # what the waits below look at
-            # What concerns the gate is done under the lock: the other thread may do the contrary.
-            return [effect for effect in effects if not self._at_gate(effect)]
+            rest: list[versions.Effect] = []
+            for effect in effects:
+                match effect:  # what concerns the gate under the lock: the other thread may do the contrary
+                    case versions.EnterGate(draining):
+                        self._gate.enter(draining)
+                    case versions.LeaveGate():
+                        self._gate.leave()
+                    case _:
+                        rest.append(effect)
+            return rest
 
-    def _follow(self, before: int, effects: tuple[Effect, ...]) -> None:
+    def _follow(self, before: int, effects: tuple[versions.Effect, ...]) -> None:
         """Have the requests know what became of their versions."""
-        versions = self._state.versions
-        over = [self._requests.popleft() for _ in range(before - len(versions))]
-        causes = {effect.label: effect.cause for effect in effects if isinstance(effect, GiveUp)}
+        known = self._state.versions
+        over = [self._requests.popleft() for _ in range(before - len(known))]
+        causes = {effect.label: effect.cause for effect in effects if isinstance(effect, versions.GiveUp)}
         for request in over:
             last = request.version
             if not last.is_over:
                 last = replace(last, stage=Stage.ABANDONED, cause=causes.get(last.label, last.cause))
             request.follow(last, done=True)
-        for request, version in zip(self._requests, versions, strict=True):
+        for request, version in zip(self._requests, known, strict=True):
             request.follow(version)
-
-    def _at_gate(self, effect: Effect) -> bool:
-        match effect:
-            case EnterGate(draining):
-                self._gate.enter(draining)
-            case LeaveGate():
-                self._gate.leave()
-            case _:
-                return False
-        return True
 
     @property
     def _fence_waiting(self) -> bool:
@@ -202,10 +377,10 @@ class SnapshotWorker:
                 if request.images is not None:
                     self.copier.begin()
                 self._requests.append(request)
-                effects = self._tell(HandedOver(version))
+                effects = self._tell(versions.HandedOver(version))
             else:
-                effects = self._tell(HandedOver(version))
-                cause = next((e.cause for e in effects if isinstance(e, GiveUp)), version.cause)
+                effects = self._tell(versions.HandedOver(version))
+                cause = next((e.cause for e in effects if isinstance(e, versions.GiveUp)), version.cause)
                 request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
         for effect in effects:
             self._carry_out(effect)
@@ -215,7 +390,7 @@ class SnapshotWorker:
 
         On a CPU no version begins to be copied any more. A device is not there yet.
         """
-        self._tell(FenceNear(ahead=self.copier.engine.asynchronous))
+        self._tell(versions.FenceNear(ahead=self.copier.engine.asynchronous))
         if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
             self._gate.hurry()
 
@@ -226,10 +401,10 @@ class SnapshotWorker:
         after exactly one step, or it is none. Returns seconds waited, but for those in which the device had
         work."""
         approached = self._state.fence_near
-        self._tell(FenceNear(ahead=True))
+        self._tell(versions.FenceNear(ahead=True))
         self._await_device()
         began = time.perf_counter()
-        self._tell(FenceNear())
+        self._tell(versions.FenceNear())
         if approached or self._state.holds_training:
             with self._hurried(), self._changed:
                 if not self._changed.wait_for(lambda: not self._state.holds_training, FENCE_SECS):
@@ -238,7 +413,7 @@ class SnapshotWorker:
                         *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
         # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
-        self._tell(TensorsChange())
+        self._tell(versions.TensorsChange())
         self.copier.fence()
         return time.perf_counter() - began
 
@@ -301,7 +476,7 @@ class SnapshotWorker:
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
         self.drain(timeout_secs)
-        self._tell(Closing())
+        self._tell(versions.Closing())
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
@@ -312,8 +487,8 @@ class SnapshotWorker:
     # -- worker thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        tasks: dict[Task, Callable[[], Event | None]] = {
-            Task.WAIT: Turn,
+        tasks: dict[Task, Callable[[], versions.Event | None]] = {
+            Task.WAIT: versions.Turn,
             Task.COPY: lambda: self._copy(self._requests[0]),
             Task.VOTE_COPIED: lambda: self._vote(self._requests[0].label),
             Task.LAYOUT: lambda: self._renew_layout(self._requests[0]),
@@ -327,11 +502,15 @@ class SnapshotWorker:
                 event = tasks[task]()
                 if event is not None:
                     self._apply(event)
-            except TransferError as error:
-                self._break_off(str(error))
             except Exception as error:
-                self._complaints.tell("a version broke off", error)
-                self._break_off(f"{type(error).__name__}: {error}")
+                why = str(error)
+                if not isinstance(error, TransferError):
+                    self._complaints.tell("a version broke off", error)
+                    why = f"{type(error).__name__}: {error}"
+                self._broke_off = why
+                self._complaints.attempt(
+                    "a version cannot be given up", partial(self._apply, versions.Broke(why))
+                )
 
     def _next(self) -> Task:
         """What there is to do; waits for something."""
@@ -339,14 +518,9 @@ class SnapshotWorker:
             self._changed.wait_for(lambda: self._state.task is not Task.WAIT or self._state.versions)
             return self._state.task
 
-    def _break_off(self, cause: str) -> None:
-        self._broke_off = cause
-        self._complaints.attempt("a version cannot be given up", lambda: self._apply(Broke(cause)))
-
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: versions.Event) -> None:
         """Tell what happened, and do what follows; all of it, whatever fails."""
         effects = self._tell(event)
-        self.arenas.slots = self._state.slots
         failed: Exception | None = None
         for effect in effects:
             try:
@@ -356,27 +530,27 @@ class SnapshotWorker:
         if failed is not None:
             raise failed
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: versions.Effect) -> None:
         match effect:
-            case Commit(_, label):
+            case versions.Commit(_, label):
                 self._commit(label)
-            case Abort():
+            case versions.Abort():
                 self._drop()
-            case DropStaged():
+            case versions.DropStaged():
                 self.copier.staged = ()
-            case GiveUp(label, cause):
+            case versions.GiveUp(label, cause):
                 self._tell_given_up(label, cause)
 
     # -- one version's bytes: from the live tensors into a slot, at once or through staging ------
 
-    def _copy(self, request: SnapshotRequest) -> Event | None:
+    def _copy(self, request: SnapshotRequest) -> versions.Event | None:
         """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how it ended;
         None if the fence came before it began."""
         if request.images is None:
-            return CopyFailed(Cause("the state could not be captured"))
+            return versions.CopyFailed(Cause("the state could not be captured"))
         if not self._fits(request):
-            return Unfit()
-        self._tell(Begin())
+            return versions.Unfit()
+        self._tell(versions.Begin())
         if self._state.task is not Task.COPY:
             return None
         self._paced = request.paced
@@ -385,20 +559,20 @@ class SnapshotWorker:
         except Exception as error:
             if not isinstance(error, ReftError | OSError):
                 self._complaints.tell("a version could not be copied", error)
-            return CopyFailed(Cause.of(error))
+            return versions.CopyFailed(Cause.of(error))
 
-    def _fill(self, request: SnapshotRequest, gate: Gate) -> Event:
+    def _fill(self, request: SnapshotRequest, gate: Gate) -> versions.Event:
         gate.begin()
         if self.arenas.look_after():
             self._unmap()
         self.watchers.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
         if layout is None:  # it went with the files
-            return Unfit()
+            return versions.Unfit()
         # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
         # and training waits where a window closes for whoever has a permit.
         self._filling = self.arenas.begin(
-            request.label, layout, wait=request.must, taken=lambda slot: self._apply(SlotTaken(slot))
+            request.label, layout, wait=request.must, taken=lambda slot: self._apply(versions.SlotTaken(slot))
         )
         # What prepares the copy takes a while too: it begins where the copy may. On a device the
         # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
@@ -407,12 +581,12 @@ class SnapshotWorker:
         try:
             _encode(request)
             if not self._fits(request):  # the host state has grown
-                return Unfit()
+                return versions.Unfit()
         finally:
             gate.release(permit, time.perf_counter() - began)
         self._copy_bytes(request, self._filling, gate)
         self.watchers.stats.copy_secs.append(time.perf_counter() - began)
-        return Copied()
+        return versions.Copied()
 
     def _copy_bytes(self, request: SnapshotRequest, filling: Filling, gate: Gate) -> None:
         assert request.images is not None
@@ -438,7 +612,7 @@ class SnapshotWorker:
         if staged:
             self.watchers.stats.staged += 1
             self.watchers.stats.staged_bytes += staged
-        self._apply(Released(staged=bool(staged)))
+        self._apply(versions.Released(staged=bool(staged)))
 
     def _drain(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
         """Bring what was staged to host memory, in the windows of the steps after the version's own. Returns
@@ -455,7 +629,7 @@ class SnapshotWorker:
             return Cause.of(error)
         finally:
             stats.drain_secs.append(time.perf_counter() - began)
-            self._apply(Drained())
+            self._apply(versions.Drained())
 
     def _drop(self) -> None:
         """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
@@ -491,17 +665,17 @@ class SnapshotWorker:
 
     # -- votes -----------------------------------------------------------------------------------
 
-    def _vote(self, label: Label) -> Voted:
+    def _vote(self, label: Label) -> versions.Voted:
         """Collective; raises TransferError where a peer is gone, or votes on another version."""
         state = self._state
-        verdict = self.votes.cast(label, self._ballot(state))
+        verdict = self.votes.cast(label, self._ballot(state), self._advised_interval_steps)
         if not (verdict.ok or verdict.relayout or state.head.idle):
             self.votes.gave_up(label.step)
         self.switch.hear(verdict.order, verdict.level)
         if state.task is Task.VOTE_SEALED:
             self._judge(verdict, label)
             self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
-        return Voted(verdict.ok, verdict.relayout)
+        return versions.Voted(verdict.ok, verdict.relayout)
 
     def _ballot(self, state: State) -> Ballot:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
@@ -517,8 +691,8 @@ class SnapshotWorker:
                 order=order,
                 late=late,
                 level=level,
-                not_finite=kind == NOT_FINITE,
-                differs=kind == PEERS_DIFFER,
+                not_finite=kind == versions.NOT_FINITE,
+                differs=kind == versions.PEERS_DIFFER,
             )
         except Exception as error:
             self._complaints.tell("this rank cannot report its state", error)
@@ -526,7 +700,7 @@ class SnapshotWorker:
 
     # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
 
-    def _seal(self, request: SnapshotRequest) -> Event:
+    def _seal(self, request: SnapshotRequest) -> versions.Event:
         """Collective in the group: also a rank that cannot seal takes part, since its peers wait for what it
         sends. They are told in the vote."""
         filling = self._filling
@@ -541,9 +715,8 @@ class SnapshotWorker:
         except Exception as error:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
-        failure = failure or self._differs or _attempt(lambda: self._check(filling, arrived))
-        failure = failure or _attempt(lambda: self._seal_arena(filling))
-        return Sealed() if failure is None else SealFailed(failure)
+        failure = failure or self._differs or _attempt(lambda: self._seal_arena(filling, arrived))
+        return versions.Sealed() if failure is None else versions.SealFailed(failure)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
@@ -556,11 +729,10 @@ class SnapshotWorker:
             optimizers.compare(filling, images, request.step)
         peers = self.copier.peers
         differs = peers is not None and self._ring.differs(peers.sums)
-        self._differs = Cause(PEERS_DIFFER) if differs else None
+        self._differs = Cause(versions.PEERS_DIFFER) if differs else None
         arrived = self._ring.blocks(filling)
         if request.variant is Variant.INTER_NODE:
-            peer, nbytes = self._peer_traffic.send(filling.arena.data)
-            self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
+            self._ring.mirror(filling)
         return arrived
 
     def _not_finite(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
@@ -574,7 +746,7 @@ class SnapshotWorker:
             begin, owned = placed.block.start_bytes, placed.key.section is Section.OWNED
             image = images.owned if owned else images.replicated
             names += [t.name for t in image.tensors_at(begin, begin + placed.block.nbytes)]
-        return Cause(NOT_FINITE, f"NaN or infinity in {shortened(names)}")
+        return Cause(versions.NOT_FINITE, f"NaN or infinity in {shortened(names)}")
 
     def _judge(self, verdict: Ballot, label: Label) -> None:
         """What the ranks have seen of a version that they could all copy. Collective if peers differ."""
@@ -615,10 +787,8 @@ class SnapshotWorker:
         )
         return f"{peers.names(self._images, sorted(blocks))} of {where} differs from {others}"
 
-    def _check(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
+    def _seal_arena(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
         self.watchers.stats.peer_bytes += filling.check_received(arrived)
-
-    def _seal_arena(self, filling: Filling) -> None:
         faults, number = self.watchers.faults, filling.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
         filling.seal()
@@ -661,7 +831,7 @@ class SnapshotWorker:
 
     def _unmap(self) -> None:
         """Memory is given up next: nothing may keep an arena mapped then (P9)."""
-        self.copier.cache.clear()
+        self.copier.forget()
         if self.peer_optimizers is not None:
             self.peer_optimizers.forget()
 
@@ -674,7 +844,7 @@ class SnapshotWorker:
             and len(request.host_blob) <= self._host_bytes
         )
 
-    def _renew_layout(self, request: SnapshotRequest) -> Event:
+    def _renew_layout(self, request: SnapshotRequest) -> versions.Event:
         """Agree on a layout for every rank's newest state, and reserve its memory. Collective."""
         if len(request.host_blob) > self._host_bytes:
             self._host_bytes = 2 * len(request.host_blob)
@@ -695,9 +865,9 @@ class SnapshotWorker:
         layout = self.switch.fit(request.label, layout, self.arenas)
         self._adopt(layout)
         self.arenas.reserve(layout)
-        return LaidOut()
+        return versions.LaidOut()
 
-    def _switch_layout(self, label: Label) -> Event:
+    def _switch_layout(self, label: Label) -> versions.Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
         if self.switch.in_force.due:
@@ -710,17 +880,17 @@ class SnapshotWorker:
             )
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
-        return Switched()
+        return versions.Switched()
 
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
-        self._peer_traffic.agree(layout.mine.data_bytes)
+        self._ring.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 
     # -- after a version broke off on one rank (P6) --------------------------------------------------
 
-    def _meet(self) -> Event:
+    def _meet(self) -> versions.Event:
         """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
         restarted; training itself notices on its own. Collective."""
         for _ in range(_REJOINS):
@@ -735,13 +905,13 @@ class SnapshotWorker:
                 self._complaints.tell("coming together again failed", error)
         self.control.leave()
         logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
-        return Parted(self._broke_off)
+        return versions.Parted(self._broke_off)
 
-    def _agree_where_to_go_on(self, state: State) -> Met:
+    def _agree_where_to_go_on(self, state: State) -> versions.Met:
         """Collective."""
-        mine = Standing(state.newest, state.slots.committed_label, self.votes.stop_step or 0)
+        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step or 0)
         gathered = self.control.gather_ints(mine.to_ints())
-        agreed = resume_from([Standing.from_ints(values) for values in gathered])
+        agreed = versions.resume_from([versions.Standing.from_ints(values) for values in gathered])
         self.votes.resync(agreed.stop_step)
         if self.copier.peers is not None:
             self.copier.peers.meet()
@@ -749,7 +919,7 @@ class SnapshotWorker:
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.after)
-        return Met(agreed.after, agreed.committed)
+        return versions.Met(agreed.after, agreed.committed)
 
 
 def _attempt(act: Callable[[], object]) -> Cause | None:

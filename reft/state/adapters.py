@@ -15,24 +15,273 @@ From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got
 wherever the table says ``BF16_Optimizer``.
 
 All share one shape: the model's own parameters (frozen ones too) are replicated; below them sits a
-torch optimizer whose parameters are the model's own, fp32 masters, or this rank's partition of them.
-``master`` tensors are what that optimizer updates. The exact class is looked up: a subclass may hold
-more, so it is refused.
+``torch.optim.Optimizer`` whose parameters are the model's own, fp32 masters, or this rank's partition of
+them. ``master`` tensors are what that optimizer updates. Tensors of its ``state`` belong to a section image;
+numbers, zero-dimensional CPU tensors (torch keeps ``step`` so) and everything else that can be encoded are
+host values. The exact class is looked up: a subclass may hold more, so it is refused.
+
+Restoring never replaces a tensor that fits: DeepSpeed and learning-rate schedulers hold references to
+the tensors, to the group dicts and to fragments of the flat buffers.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Hashable, Iterable
+import ctypes
+import mmap
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.optim import ExactAdam
+from reft.protect.host_adam import AdamKind, replay_powers
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.codec import class_path
-from reft.state.optimizer import OptimizerState, replay
+from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class
+
+ParamLayout = list[list[str]] | None
+"""``[key, kind]`` per state entry in the optimizer's order; None before the optimizer made any."""
+
+_MOMENTS = 2
+_HOST = "host"
+_PARAM = "param"
+_LEAST_HUGE_BYTES = 2**20  # Smaller tensors come from memory that the allocator reuses
+
+
+class OptimizerState:
+    """View of one innermost optimizer; ``group`` and ``position`` number its parameters. ``prefix``: of the
+    names of its tensors, where a rank has several optimizers."""
+
+    def __init__(self, optimizer: Any, prefix: str = "") -> None:
+        self.optimizer = optimizer
+        self._prefix = prefix
+
+    def params(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """``(group, position, parameter)`` of every parameter."""
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                yield g, i, param
+
+    # -- image tensors ---------------------------------------------------------------------------
+
+    def masters(self) -> list[tuple[str, torch.Tensor]]:
+        """What the optimizer updates, named ``master.<group>.<position>``."""
+        return [(f"{self._prefix}master.{g}.{i}", p) for g, i, p in self.params()]
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """State tensors, named ``optimizer.<group>.<position>.<key>``."""
+        return [
+            (self._prefix + _name(g, i, key), value)
+            for g, i, p in self.params()
+            for key, value in self._entries(p)
+            if _kind(value, p) != _HOST
+        ]
+
+    def pointers(self) -> tuple[tuple[int, int], ...]:
+        """Address and size of every parameter and state tensor; changes when any appears or moves."""
+        found: list[tuple[int, int]] = []
+        for _, _, p in self.params():
+            tensors = (value for _, value in self._entries(p) if _kind(value, p) != _HOST)
+            found += ((tensor.data_ptr(), tensor.numel()) for tensor in (p, *tensors))
+        return tuple(found)
+
+    def ready(self) -> bool:
+        """Whether every parameter has state (DeepSpeed links fragments of it only then)."""
+        return all(len(self._entries(p)) for _, _, p in self.params())
+
+    def missing_bytes(self) -> int:
+        """What the first step will add for parameters without state yet: two moments of each, as Adam."""
+        bare = (p for _, _, p in self.params() if p.requires_grad and not self._entries(p))
+        return sum(_MOMENTS * p.numel() * p.element_size() for p in bare)
+
+    def _entries(self, param: torch.Tensor) -> list[tuple[str, Any]]:
+        # ``state`` is a defaultdict: looking a parameter up with [] would invent an entry.
+        return list(self.optimizer.state.get(param, {}).items())
+
+    # -- host values -----------------------------------------------------------------------------
+
+    def layout(self) -> list[list[ParamLayout]]:
+        """What state every parameter has; depends on the layout only, not on the step."""
+        state = self.optimizer.state
+        return [
+            [
+                None if p not in state else [[k, _kind(v, p)] for k, v in self._entries(p)]
+                for p in group["params"]
+            ]
+            for group in self.optimizer.param_groups
+        ]
+
+    def values(self) -> list[list[dict[str, Any]]]:
+        """Host values per group and parameter (no tensor of it aliases a live one)."""
+        return [
+            [
+                {
+                    # Nearly always one counter per parameter: no path is made up for it.
+                    k: v.detach().clone() if type(v) is torch.Tensor else _copied(v, _name(g, i, k))
+                    for k, v in self._entries(p)
+                    if _kind(v, p) == _HOST
+                }
+                for i, p in enumerate(group["params"])
+            ]
+            for g, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def extra(self) -> dict[str, Any]:
+        """State that belongs to no parameter: the entries whose key is a string."""
+        return {
+            k: _copied(v, f"optimizer.{k}") for k, v in self.optimizer.state.items() if isinstance(k, str)
+        }
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Hyper-parameters and counters of every group, without the parameters."""
+        return [
+            {k: _copied(v, f"param_groups[{g}][{k!r}]") for k, v in group.items() if k != "params"}
+            for g, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def materialise(self, layout: list[list[ParamLayout]], specs: Mapping[str, TensorSpec]) -> None:
+        """Give every parameter exactly the state entries of ``layout``, as the optimizer would have:
+        same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
+        found = [len(group["params"]) for group in self.optimizer.param_groups]
+        wanted = [len(group) for group in layout]
+        if found != wanted:
+            raise LayoutError(
+                f"the snapshot's optimizer has parameter groups of {wanted} parameters, the running one of "
+                f"{found}; start the job with the same model, optimizer and parallel degrees"
+            )
+        for g, i, p in self.params():
+            entries = layout[g][i]
+            if entries is None:
+                self.optimizer.state.pop(p, None)
+            else:
+                self._materialise(p, f"{self._prefix}optimizer.{g}.{i}", entries, specs)
+
+    def _materialise(
+        self, param: torch.Tensor, name: str, entries: list[list[str]], specs: Mapping[str, TensorSpec]
+    ) -> None:
+        live = self.optimizer.state[param]
+        made: dict[str, Any] = {}
+        for key, kind in entries:
+            if kind == _HOST:
+                made[key] = live.get(key)
+                continue
+            spec = specs.get(f"{name}.{key}")
+            if spec is None:
+                raise LayoutError(f"the snapshot's manifest lacks {name}.{key}, which its host state lists")
+            made[key] = _fitting(live.get(key), spec, param.device if kind == _PARAM else torch.device(kind))
+        live.clear()
+        live.update(made)
+
+    def restore_values(self, values: list[list[dict[str, Any]]], extra: Mapping[str, Any]) -> None:
+        """Put host values back; needs :meth:`materialise` first."""
+        for g, i, p in self.params():
+            if values[g][i]:
+                live = self.optimizer.state[p]
+                for key, value in values[g][i].items():
+                    live[key] = _put(live.get(key), value)
+        for key, value in extra.items():
+            self.optimizer.state[key] = _put(None, value)
+
+    def restore_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Put hyper-parameters back into the live group dicts (schedulers hold references to them)."""
+        for live, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                live[key] = _put(live.get(key), value)
+
+
+def _name(group: int, position: int, key: str) -> str:
+    return f"optimizer.{group}.{position}.{key}"
+
+
+def _kind(value: Any, param: torch.Tensor) -> str:
+    """``host``, ``param`` (a tensor beside its parameter) or the type of another device."""
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
+        return _HOST
+    return _PARAM if value.device == param.device else value.device.type
+
+
+def _copied(value: Any, path: str) -> Any:
+    """The value, without aliases of live tensors; refuses device tensors inside containers, whose
+    device and identity would be lost."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, _copied_inside(v, f"{path}[{k!r}]")) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_copied_inside(v, f"{path}[{i}]") for i, v in enumerate(value))
+    return value
+
+
+def _copied_inside(value: Any, path: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise UnsupportedStateError(
+            f"{path} is a tensor on {value.device} inside a list or dict of the optimizer's state; "
+            f"expected device tensors directly under their parameter: use an optimizer that keeps them so"
+        )
+    return _copied(value, path)
+
+
+def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """The live tensor if it fits ``spec``, else a new one (its bytes are written by the restore)."""
+    if isinstance(live, torch.Tensor) and live.device == device and (TensorSpec.of(spec.name, live) == spec):
+        return live
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device=device)
+    _advise_huge_pages(made)
+    return made
+
+
+def _put(live: Any, value: Any) -> Any:
+    """What to store for a restored value: the live tensor overwritten in place where it fits."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (value.dtype, value.shape):
+            with torch.no_grad():
+                return live.copy_(value)
+        return value.clone()
+    return value
+
+
+# -- huge pages --------------------------------------------------------------------------------------
+
+
+@cache
+def _madvise() -> Any:
+    """libc's ``madvise``, or None where the system has none."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
+
+
+def _advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the moments
+    of Adam are touched at a third of the speed of copying (trap 17). Never fails."""
+    storage, madvise = tensor.untyped_storage(), _madvise()
+    if tensor.device.type != "cpu" or storage.nbytes() < _LEAST_HUGE_BYTES or madvise is None:
+        return
+    # Outwards to whole pages: neighbours of one mapping are merged, so huge pages may span tensors.
+    begin = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
+    madvise(begin, stop - begin, mmap.MADV_HUGEPAGE)
+
+
+def replay(state: OptimizerState, class_path: str) -> None:
+    """Bring DeepSpeed's C++ optimizer to where the steps of ``state`` left it. Does nothing for others."""
+    if class_path not in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU):
+        return
+    groups = []
+    for group in state.optimizer.param_groups:
+        entries = [state.optimizer.state.get(p) for p in group["params"] if p.device.type == "cpu"]
+        # FusedAdam counts in the last parameter of the group only.
+        steps = [int(e["step"]) for e in entries if e and "step" in e]
+        groups.append((group, len(steps), max(steps, default=0)))
+    replay_powers(AdamKind(class_path), state.optimizer, groups)
+
 
 _LOSS_SCALE = (
     *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_loss_scale"),
@@ -350,171 +599,3 @@ def on_host(owner: Any, names: Iterable[str]) -> dict[str, Any]:
     the device is idle."""
     own = {name: vars(owner)[name] for name in names if name in vars(owner)}
     return {n: v for n, v in own.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"}
-
-
-# -- what is refused, at start and by name: state reft does not know is never a wrong snapshot -----
-
-
-_DEEPSPEED_OPTIMIZERS = frozenset(
-    {
-        "deepspeed.ops.adam.fused_adam.FusedAdam",
-        "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
-        "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
-        "deepspeed.ops.lamb.fused_lamb.FusedLamb",
-        "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
-        "deepspeed.ops.lion.fused_lion.FusedLion",
-    }
-)
-"""DeepSpeed's optimizers that keep everything in ``state`` and ``param_groups`` (and, for CPU Adam, in
-what :func:`reft.state.optimizer.replay` makes again)."""
-
-_ADVICE = {
-    "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
-    "deepspeed.runtime.zero.muon.": "use Adam or AdamW",
-    "deepspeed.runtime.zenflow.": "remove zero_optimization.zenflow",
-    "deepspeed.runtime.zero.stage3.": "use zero_optimization.stage 0 or 1",
-    "deepspeed.runtime.superoffload.": "use zero_optimization.stage 0 or 1 without offload",
-    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0 or 1, and an optimizer",
-    "deepspeed.runtime.utils.DummyOptim": "give deepspeed.initialize an optimizer",
-}
-
-APEX_FUSED_ADAM = "apex.optimizers.fused_adam.FusedAdam"
-# apex is told by module and attributes, and never imported; PyPI's package of that name is something else and
-# is not meant. Its two keep Adam's moments in ``state`` and one step count per group in ``param_groups``, so
-# that every adapter takes them as it takes torch's Adam.
-_APEX = {
-    APEX_FUSED_ADAM: ("adam_w_mode", "set_grad_none", "multi_tensor_adam"),
-    "apex.optimizers.fused_lamb.FusedLAMB": (
-        *("adam_w_mode", "set_grad_none", "use_nvlamb", "multi_tensor_lamb"),
-    ),
-}
-"""What NVIDIA's classes have, by their path."""
-_APEX_ELSEWHERE = {
-    "master_weights": "keeps fp32 masters in an attribute of its own",
-    "capturable": "keeps its step count and learning rate on the device",
-}
-
-
-def refuse(found: str, change: str) -> UnsupportedStateError:
-    return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stage 0 or 1 "
-        f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"
-    )
-
-
-def refuse_class(value: Any) -> UnsupportedStateError:
-    """The error for an optimizer of an unknown class, with what to use instead."""
-    path = class_path(value)
-    change = next((a for prefix, a in _ADVICE.items() if path.startswith(prefix)), None)
-    return refuse(f"the optimizer {path}", change or "use one of these, not a class derived from them")
-
-
-def check_engine(engine: Any) -> None:
-    # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer.
-    own = vars(engine)
-    hybrid = type(engine).__name__ == "DeepSpeedHybridEngine"
-    scaled = own.get("torch_autocast_z0_gradscaler") is not None
-    sharded = own.get("optimized_linear_base_weight_sharding")
-    parts = int(own.get("sequence_parallel_size", 1))
-    scheduler = own.get("compression_scheduler")
-    methods = getattr(scheduler, "different_compression_methods", {}).values()
-    compresses = getattr(scheduler, "compression_config", None) and any(
-        m.get("enabled", m.get("technique_enabled", False)) for m in methods
-    )
-    facts: tuple[tuple[Any, str, str], ...] = (
-        (hybrid, f"the engine {class_path(engine)}", "disable hybrid_engine"),
-        (engine.optimizer is None, "an engine without an optimizer", "give deepspeed.initialize one"),
-        (own.get("has_moe_layers"), "mixture-of-experts layers", "disable reft for this model"),
-        (parts > 1, f"sequence parallel groups of {parts}", "set the sequence parallel size to 1"),
-        (scaled, "torch.amp.GradScaler (torch_autocast in fp16)", "use bf16 autocast, or fp16.enabled"),
-        (_call(engine, "amp_enabled"), "apex amp", "use fp16 or bf16 instead of amp"),
-        (own.get("quantizer") is not None, "quantize_training (MoQ)", "remove quantize_training"),
-        (_call(engine, "is_deepcompile_enabled"), "DeepCompile", "set compile.deepcompile to false"),
-        (sharded, "OptimizedLinear with base weights over ranks", "set base_weight_sharding to 1"),
-        (compresses, "compression_training", "remove compression_training"),
-    )
-    for is_so, found, change in facts:
-        if is_so:
-            raise refuse(found, change)
-    rates = engine.lr_scheduler
-    if rates is not None and not all(
-        callable(getattr(rates, name, None)) for name in ("state_dict", "load_state_dict")
-    ):
-        raise UnsupportedStateError(
-            f"the learning-rate scheduler {class_path(rates)} has no state_dict and load_state_dict; add "
-            f"them, so that a snapshot holds its position"
-        )
-
-
-def _call(engine: Any, name: str) -> Any:
-    method = getattr(type(engine), name, None)
-    return method(engine) if method is not None else None
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse an innermost optimizer that keeps state outside ``state`` and ``param_groups``."""
-    check_apex(optimizer)
-    path = class_path(optimizer)
-    if path in _DEEPSPEED_OPTIMIZERS:
-        return
-    base = torch.optim.Optimizer
-    if not isinstance(optimizer, base) or path.startswith(("deepspeed.", "torch.distributed.")):
-        raise refuse_class(optimizer)
-    cls = type(optimizer)
-    if cls.state_dict is not base.state_dict or cls.load_state_dict is not base.load_state_dict:
-        raise refuse(
-            f"the optimizer {path} with a state_dict of its own",
-            "use an optimizer that keeps everything in state and param_groups",
-        )
-
-
-def check_apex(optimizer: Any) -> None:
-    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers."""
-    attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
-    if "_amp_stash" in attributes:
-        raise _refuse_apex(
-            f"{found}, which apex's amp.initialize has taken over",
-            'leave amp out, and write "fp16" or "bf16" into the DeepSpeed JSON',
-        )
-    paths = [f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__]
-    if not any(path.startswith("apex.") for path in paths):
-        return
-    known = next((path for path in paths if path in _APEX), None)
-    if known is None:
-        raise _refuse_apex(f"{found} of apex", "use apex's FusedAdam, or torch's AdamW")
-    if missing := [name for name in _APEX[known] if name not in attributes]:
-        raise _refuse_apex(
-            f"{found} without {', '.join(missing)}, which NVIDIA's has",
-            "use NVIDIA's or AMD's apex, which is not PyPI's package of that name, or torch's AdamW",
-        )
-    for name, what in _APEX_ELSEWHERE.items():
-        if attributes.get(name):
-            raise _refuse_apex(
-                f"{found} with {name}=True, which {what}",
-                f"write {name}=False: DeepSpeed keeps fp32 masters of 16-bit weights itself",
-            )
-
-
-def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
-    return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; of apex expected FusedAdam or FusedLAMB: {change}"
-    )
-
-
-def why_not_loadable(engine: Any) -> str | None:
-    """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
-    where it does not. A job should know when it starts (P12). Some releases load partitions for a wrapper
-    that has none (``AttributeError: dp_process_group``), others give ``BF16_Optimizer``, which expects a list
-    of partitions, one state dict (``KeyError: 0``); :mod:`reft.engine.checks.preflight` lists them."""
-    if not engine.bfloat16_enabled():
-        return None
-    load = inspect.unwrap(type(engine).load_checkpoint)
-    partitioned = engine.zero_optimization() or "bfloat16_enabled" in load.__code__.co_names
-    if partitioned == hasattr(engine.optimizer, "dp_process_group"):
-        return None
-    return (
-        f"this DeepSpeed cannot load a checkpoint of {type(engine.optimizer).__name__} in bf16 with ZeRO "
-        f"stage {engine.zero_optimization_stage()}: the job can resume only from memory, not from "
-        'DeepSpeed\'s or reft\'s checkpoints. To change that, write "zero_optimization": {"stage": 1} '
-        'into the DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "grad_accum_dtype": "fp32"'
-    )

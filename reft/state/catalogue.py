@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
-from reft.protect.blocks import aligned
+from reft.grid import aligned
 from reft.state import codec
 
 

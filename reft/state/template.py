@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from reft.errors import PersistError, UnsupportedStateError
-from reft.protect.blocks import Section
+from reft.grid import Section
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path

@@ -6,8 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 from reft.errors import PersistError
-from reft.grid import Coordinate
-from reft.protect.blocks import Section
+from reft.grid import Coordinate, Section
 from reft.state.blob import DecodedBlob
 from reft.state.deepspeed_format import (
     TRACKER_NAME,

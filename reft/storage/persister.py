@@ -22,7 +22,8 @@ from typing import Any
 from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.memory.arena import ArenaState, headers
+from reft.memory.arena import headers
+from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label

@@ -23,7 +23,7 @@ from typing import Any
 from reft.control.wire import is_same, mac
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
-from reft.grid import Coordinate
+from reft.grid import Coordinate, aligned
 from reft.memory.header import (
     ArenaHeader,
     ArenaState,
@@ -37,7 +37,6 @@ from reft.memory.header import (
     pack_entries,
 )
 from reft.naming import Label
-from reft.protect.blocks import aligned
 from reft.storage.fence import short_name
 from reft.storage.persisted import STORAGE_KEY, FileRecord, tag_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from reft.control.authenticated import AuthenticatedServer, connect_authenticated, listen_locally
-from reft.control.links import Endpoint, Reception
-from reft.control.overlay import Overlay
+from reft.control.control import Overlay
+from reft.control.transport import Endpoint, Reception
+from reft.control.wire import AuthenticatedServer, connect_authenticated, listen_locally
 from reft.errors import AuthenticationError
 
 from .ranks import DEADLINE_SECS, SECRET, failure_of, per_node
@@ -56,9 +56,9 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os._exit(0)
     try:
         os.close(told)
-        for link in (*overlays[1].tree.links, *overlays[1].peers.links):
+        for link in (*overlays[1].links, *overlays[1].pairs.values()):
             link.close()  # as the kernel does when a process is killed
-        assert failure_of(lambda: overlays[0].tree.reduce_min([1]))
+        assert failure_of(lambda: overlays[0].reduce_min([1]))
     finally:
         os.close(tell)
         os.waitpid(child, 0)

@@ -11,10 +11,9 @@ from contextlib import closing
 import msgpack
 import pytest
 
-from reft.control import links, overlay
-from reft.control.overlay import Overlay, shared_secret
-from reft.control.transport import Buffers, Limits
-from reft.control.tree import FANOUT, PART_BYTES, Tree, children_of, parent_of
+from reft.control import control, transport
+from reft.control.control import Overlay, shared_secret
+from reft.control.transport import FANOUT, PART_BYTES, Buffers, Limits, Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
@@ -47,14 +46,14 @@ def test_p6_who_does_not_come_is_waited_for_only_so_long() -> None:
 def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
     nodes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlay, "CONNECT_SECS", 2 * DEADLINE_SECS)
+    monkeypatch.setattr(control, "CONNECT_SECS", 2 * DEADLINE_SECS)
     store, world_size = Table(), len(nodes)
 
     def one(rank: int) -> BaseException | None:
         secret = b"other" * 6 if rank == world_size - 1 else SECRET
         try:
             with closing(join(store, rank, world_size, nodes[rank], secret=secret)) as made:
-                made.tree.reduce_min([rank])
+                made.reduce_min([rank])
         except Exception as error:
             return error
         return None
@@ -65,14 +64,14 @@ def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
 
 
 def test_p6_who_cannot_listen_is_heard_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, listens = Table(), links.listen_remotely
+    store, listens = Table(), transport.listen_remotely
 
     def listen_on_rank_1_only() -> socket.socket:
         if threading.current_thread().name != "rank 0":
             return listens()
         raise ConfigError("no address")
 
-    monkeypatch.setattr(links, "listen_remotely", listen_on_rank_1_only)
+    monkeypatch.setattr(transport, "listen_remotely", listen_on_rank_1_only)
 
     def come(rank: int) -> str:
         threading.current_thread().name = f"rank {rank}"
@@ -89,7 +88,7 @@ def test_p6_a_rank_that_came_and_does_not_connect_is_waited_for_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that is killed just then."""
-    monkeypatch.setattr(overlay, "CONNECT_SECS", 0.1)
+    monkeypatch.setattr(control, "CONNECT_SECS", 0.1)
     store = Table()
 
     def come(rank: int) -> str:
@@ -133,26 +132,26 @@ def test_every_place_but_the_first_is_a_child_of_one(size: int) -> None:
 @pytest.mark.parametrize("overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len)
 def test_collectives_give_every_rank_the_same(overlays: list[Overlay]) -> None:
     world_size = len(overlays)
-    found = on_all(lambda r: overlays[r].tree.reduce_min([r + 1, -r, 2**62]), world_size)
+    found = on_all(lambda r: overlays[r].reduce_min([r + 1, -r, 2**62]), world_size)
     assert found == [[1, 1 - world_size, 2**62]] * world_size
-    found = on_all(lambda r: overlays[r].tree.gather(bytes([r]) * r), world_size)
+    found = on_all(lambda r: overlays[r].gather(bytes([r]) * r), world_size)
     assert found == [[bytes([r]) * r for r in range(world_size)]] * world_size
-    assert max(len(overlay.tree.links) for overlay in overlays) <= 1 + 2 * FANOUT
+    assert max(len(overlay.links) for overlay in overlays) <= 1 + 2 * FANOUT
 
 
 @pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
 def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
     """Before it has connected, and after."""
     missing: queue.Queue[list[str]] = queue.Queue()
-    overlays[1].peers.limits.patience_secs = 0.1
-    overlays[1].peers.limits.on_silence = lambda names, secs: missing.put(names)
+    overlays[1].limits.patience_secs = 0.1
+    overlays[1].limits.on_silence = lambda names, secs: missing.put(names)
 
     def act(rank: int) -> None:
         if rank == 0:
             assert missing.get(timeout=DEADLINE_SECS) == ["rank 0 on node node0"]
-            overlays[0].peers.stream({1: [memoryview(b"x")]}, {})
+            overlays[0].stream({1: [memoryview(b"x")]}, {})
         else:
-            overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
+            overlays[1].stream({}, {0: Buffers([memoryview(bytearray(1))])})
 
     for _ in range(2):
         on_all(act, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reft.engine.data import DataPosition
-from reft.state.rng import restore_rng
+from reft.state.blob import restore_rng
 
 SAMPLES, BATCH = 24, 4
 BATCHES = SAMPLES // BATCH

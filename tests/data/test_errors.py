@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import reft
-from reft.state.rng import capture_rng
+from reft.state.blob import capture_rng
 from tests.data.life import Damaged, Life
 
 SIZE, BATCH = 24, 2

@@ -20,7 +20,7 @@ import reft
 from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, Order
 from reft.engine.data import DataPosition
-from reft.state.rng import capture_host_rng, capture_rng, same_host_rng
+from reft.state.blob import capture_host_rng, capture_rng, same_host_rng
 from tests.data.life import Engine, seed
 
 Key = tuple[int, int]

@@ -11,7 +11,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader
 
 import reft
-from reft.state.rng import capture_rng, restore_rng
+from reft.state.blob import capture_rng, restore_rng
 from tests.data.life import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
 
 KINDS = ["loader", "resumable"]

@@ -23,11 +23,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import reft
-from reft.data import loading, resumable
+from reft.data import loading
 from reft.data.passes import Pass, Position
-from reft.data.watch import Resuming, Watch
+from reft.data.watch import RESUMABLE, Resuming, Watch
+from reft.state.blob import capture_rng, restore_host_rng
 from reft.state.codec import decode, encode
-from reft.state.rng import capture_rng, restore_host_rng
 from tests.data.life import seed
 
 SAMPLES, BATCH = 22, 4
@@ -186,11 +186,11 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
     for batch in reft.resumable(LOADERS["shuffled"](), name="not kept"):
         found.append(numbers(batch))
         if len(found) == 2:
-            saved = resumable.LOADERS.positions().get("not kept")
+            saved = RESUMABLE.positions().get("not kept")
             assert saved is not None, "its position is in no version"
     assert found == wanted
-    assert "not kept" not in resumable.LOADERS.positions(), "it goes with its iterator"
-    resumable.LOADERS.restore({"not kept": saved})
+    assert "not kept" not in RESUMABLE.positions(), "it goes with its iterator"
+    RESUMABLE.restore({"not kept": saved})
     again = [x[0].tolist() for x in reft.resumable(LOADERS["shuffled"](), name="not kept")]
     assert again == [one[: len(one) // 4] for one in wanted[2:]], "goes on behind it"
 

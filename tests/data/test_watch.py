@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import reft
 from reft.data.passes import Skipping
-from reft.state.rng import capture_rng, restore_rng
+from reft.state.blob import capture_rng, restore_rng
 from tests.data.life import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
 from tests.megatron.samplers import Sampler
 

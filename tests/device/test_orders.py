@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reft.protect.placement import place_group
-from reft.snapshot.copying.chunks import ParityEncoder
+from reft.snapshot.copying.copier import ParityEncoder
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.engine import Part
 from reft.snapshot.plan import SectionSizes, make_shard_plan

@@ -8,23 +8,22 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from reft.config import Variant
+from reft.config import HasConfig, Variant
 from reft.device import Vendor
 from reft.memory.arena import scan
 from reft.naming import Label
 from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
-from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
-from reft.snapshot.copying.pacing import PaceOptions, Pacer
+from reft.snapshot.copying.gate import UNLIMITED, Pacer, Permit, StreamGate
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.schedule import Limits, Overflow
+from reft.snapshot.schedule import Overflow
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME
@@ -55,7 +54,7 @@ class ObservedGate(StreamGate):
 
 
 class Job:
-    def __init__(self, folder: Path, vendor: Vendor, limits: Limits) -> None:
+    def __init__(self, folder: Path, vendor: Vendor, has: dict[str, Any]) -> None:
         self.vendor, self.sim = vendor, vendor.module
         engine = copy_engine_for(vendor.type)
         assert isinstance(engine, DeviceCopyEngine)
@@ -63,11 +62,11 @@ class Job:
         self.gate = ObservedGate()
         self.staging = StagingArea(self.engine)
         self.pacer = Pacer(
-            self.gate,
-            PaceOptions("profiled", limits, 0, 2, 1),
-            self.engine.mark,
+            HasConfig.model_validate(has),
             self.engine,
-            self.staging.room,
+            **{"stage_id": 0, "stages": 2, "micro_batches": 1},
+            staging_room=self.staging.room,
+            gate=self.gate,
         )
         self.content: dict[int, set[float]] = {}  # what each version held when it was committed
         self.state = torch.zeros(ELEMENTS, device=vendor.type)
@@ -160,7 +159,7 @@ def job(
 ) -> Iterator[Job]:
     monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
     with group_of_one():
-        made = Job(tmp_path, at_hand, getattr(request, "param", Limits()))
+        made = Job(tmp_path, at_hand, getattr(request, "param", {"compute_share": 0.0}))
         yield made
         made.worker.close(WAIT_SECS)
     if at_hand.type == NAME:
@@ -239,7 +238,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
     assert job.content == {step: {float(step)} for step in range(1, STEPS + 1)}, job.stats.skipped
 
 
-STAGING = Limits(overflow=Overflow.STAGING, compute_share=0.0)
+STAGING = {"overflow": "staging", "compute_share": 0.0}
 
 
 def train(job: Job, steps: int) -> None:
@@ -372,7 +371,7 @@ def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> No
     job.check()
 
 
-BESIDE = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
+BESIDE = {"compute_share": 1.0, "overflow": "interval"}
 
 
 @pytest.mark.gpu
@@ -394,7 +393,7 @@ def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken
     assert job.worker.votes.interval_steps(100) > 1
 
 
-@pytest.mark.parametrize("job", [replace(BESIDE, overflow=Overflow.STAGING)], indirect=True)
+@pytest.mark.parametrize("job", [BESIDE | {"overflow": "staging"}], indirect=True)
 def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
     train_without_windows(job, 16, 6e6)
     assert not job.pacer.plan.fits

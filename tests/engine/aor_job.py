@@ -14,7 +14,7 @@ import torch
 import reft
 from reft.engine.deepspeed import session_of
 from reft.errors import UnsupportedStateError
-from reft.snapshot.committing.version import Cause
+from reft.snapshot.version import Cause
 from reft.state.catalogue import SectionImage
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import Mlp, Told, block_of, commit_every_version, groups

@@ -8,7 +8,7 @@ from typing import Any
 
 from reft.config import parse_block
 from reft.engine import session as session_module
-from reft.engine.checks.start import DeviceFindings
+from reft.engine.checks.choice import DeviceFindings
 from reft.engine.deepspeed import session_of
 from reft.errors import ConfigError
 from tests.engine.ranks import be_a_rank

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from reft.config import PersistConfig, ReftConfig
+from reft.grid import Section
 from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.storage.persist import persist_label
 from reft.storage.persisted import STORAGE_KEY
 from tests.attack import disk_job

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_patches.deepspeed import tell_of_attention
-from reft.engine.deepspeed_engine import Description, check_stages, same_on_stages, splits_of
+from reft.engine.deepspeed import DeepSpeedEngine
+from reft.engine.layouts import check_stages, same_on_stages, splits_of, told_of
 from reft.engine.load.relayout import Relayout, other_layout
-from reft.errors import LayoutError
+from reft.errors import LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.recover.relayout import Held, Layout, Parameter
 from reft.state.codec import encode
@@ -144,10 +145,16 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
     adapter: Any = Namespace(
         signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
     )
-    told = Description(Namespace(module=model), adapter).of_layout()
+    told = told_of(Namespace(module=model), adapter)
     assert isinstance(told, bytes if info == 3 else str)
     if info is None:
         assert told == "AttributeError: not initialized"
+
+
+def test_p12_what_deepspeeds_configuration_alone_tells_is_refused_at_the_start() -> None:
+    config = {"quantize_training": {"enabled": True}}
+    with pytest.raises(UnsupportedStateError, match="quantize_training"):
+        DeepSpeedEngine(Namespace(_config=Namespace(_param_dict=config)))
 
 
 def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.engine.rates import RateCache, TierRate, dividing
+from reft.engine.rates import RateCache, dividing
 from reft.naming import Label
-from reft.policy.rate import Costs, Due, Pairs
-from reft.snapshot.committing.request import SnapshotRequest
-from reft.snapshot.committing.version import Stage, Version
+from reft.policy.rate import Due, Pairs, TierRate
+from reft.snapshot.version import Stage, Version
+from reft.snapshot.worker import SnapshotRequest
 
 
 class SimulatedRanks:
@@ -68,13 +69,10 @@ class SimulatedRanks:
 
 
 def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
-    ranks = SimulatedRanks(copies=lambda: (0.4, 0.1))
+    ranks = SimulatedRanks()
     assert ranks.rates[0].to_json()["why"] == "the first steps are being measured"
     ranks.run(60)
-    costs = ranks.rates[0].costs
-    assert costs is not None
-    assert costs == Costs(1.0, 0.1, 0.4, costs.write_secs)
-    assert costs.write_secs == pytest.approx(0.0, abs=1e-6)
+    assert ranks.rates[0].costs == pytest.approx({"step_secs": 1.0, "cost_secs": 0.01, "arrival_secs": 0.4})
     assert ranks.wanted_interval == 1
     assert ranks.rates[0].to_json()["overhead"] == pytest.approx(0.01, abs=1e-6)
 
@@ -112,7 +110,7 @@ def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
     """It is written to a file by the thread that asks for the request; a step ends meanwhile."""
     ended = []
 
-    def keep(costs: Costs, interval_steps: int) -> None:
+    def keep(interval_steps: int) -> None:
         training = threading.Thread(target=ranks.rates[0].step, args=(ranks.step + 1, 1.0), daemon=True)
         training.start()
         training.join(30)
@@ -189,19 +187,18 @@ FACTS = {"shapes": "a model", "degrees": [2, 2, 1], "device": "cpu"}
 
 def test_the_next_start_of_the_same_needs_no_profile(tmp_path: Path) -> None:
     cache = RateCache(tmp_path, FACTS)
-    note: Callable[[Costs, int], None] = lambda costs, steps: cache.note("memory", costs, steps)  # noqa: E731
-    first = SimulatedRanks(ranks=1, on_change=note)
+    first = SimulatedRanks(ranks=1, on_change=partial(cache.note, "memory"))
     first.cost = 0.3
     first.run(300)
     assert first.wanted_interval == 10
-    again = RateCache(tmp_path, dict(reversed(FACTS.items()))).known("memory")
-    assert again == (first.rates[0].costs, 10)
+    again = RateCache(tmp_path, dict(reversed(FACTS.items()))).known.memory
+    assert again == 10
     second = SimulatedRanks(ranks=1, known=again)
     second.run(20)
     assert second.taken == [1, 2, 3, 4, 10, 20]  # before the first vote is heard, every step
     assert second.rates[0].to_json()["why"] == "measured by an earlier start"
-    assert RateCache(tmp_path, FACTS | {"device": "a faster one"}).known("memory") is None
-    assert cache.known("storage") is None
+    assert RateCache(tmp_path, FACTS | {"device": "a faster one"}).known.memory is None
+    assert cache.known.storage is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "half", "negative", "type"])
@@ -209,20 +206,20 @@ def test_a_cache_that_cannot_be_used_is_ignored_with_one_line(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = RateCache(tmp_path, FACTS)
-    cache.note("memory", Costs(1.0), 10)
+    cache.note("memory", 10)
     whole = json.loads(cache.path.read_text())
     changed: dict[str, Any] = {
-        "half": cache.path.read_text()[:100],
-        "negative": json.dumps(whole | {"memory": [whole["memory"][0], 0]}),
-        "type": json.dumps(whole | {"memory": [{"step_secs": "soon"}, 3]}),
+        "half": cache.path.read_text()[:10],
+        "negative": json.dumps(whole | {"memory": 0}),
+        "type": json.dumps(whole | {"memory": "soon"}),
     }
     cache.path.write_text(changed.get(content, content))
     again = RateCache(tmp_path, FACTS)
-    assert again.known("memory") is None
+    assert again.known.memory is None
     assert len(caplog.records) == 1
     assert "is ignored" in caplog.text
-    again.note("memory", Costs(1.0), 10)
-    assert RateCache(tmp_path, FACTS).known("memory") == (Costs(1.0), 10)
+    again.note("memory", 10)
+    assert RateCache(tmp_path, FACTS).known.memory == 10
     assert [path.name for path in tmp_path.iterdir()] == [cache.path.name]
 
 
@@ -231,5 +228,5 @@ def test_p6_a_directory_that_cannot_be_written_is_said_once(
 ) -> None:
     cache = RateCache(tmp_path / "gone", FACTS)
     for steps in (1, 2):
-        cache.note("memory", Costs(1.0), steps)
+        cache.note("memory", steps)
     assert len(caplog.records) == 1

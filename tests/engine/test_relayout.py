@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from reft.config import PersistConfig, ReftConfig
-from reft.grid import Degrees
+from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir, read_secret
-from reft.protect.blocks import BlockKey, Section
 from reft.recover.offline import persist_offline
 from reft.storage.persist import persist_label
 from reft.storage.persister import committed_labels

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from reft.engine.stopping import Stopping
+from reft.engine.session import Stopping
 from tests.attack.jobs import DEADLINE_SECS, ranks
 
 GRACE_SECS = 25.0

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from math import exp, inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reft.config import PersistConfig
-from reft.engine.rates import MemoryLosses, StorageRate
+from reft.engine.rates import learned_risk
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import Label
-from reft.node.history import STARTED, note
-from reft.policy.storage_interval import whole_interval
+from reft.node.report import STARTED, note
+from reft.policy.rate import StorageRate, whole_interval
 
 
 class SimulatedJob:
-    """Steps of a second, which are slower while a version is being written. ``config``: further keys of
-    ``persist``. ``mtbf_secs``: of memory. ``carried_secs``: by it, with a wanted probability. ``every``:
-    steps between two snapshots."""
+    """Steps of a second, which are slower while a version is being written. ``mtbf_secs``: of memory.
+    ``carried_secs``: by it, with a wanted probability. ``every``: steps between two snapshots."""
 
     def __init__(
         self,
         *,
         mtbf_secs: float = 600.0,
-        carried_secs: Callable[[float], float] = lambda wanted: inf,
+        carried_secs: float = inf,
         every: int = 1,
         **config: Any,
     ) -> None:
@@ -36,13 +34,12 @@ class SimulatedJob:
         self.wrote: list[int] = []
         self.slowdown, self.write_secs = 1.1, 4.0
         self.under_way: tuple[Label, float] | None = None
-        persist = PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto", **config})
         self.rate = StorageRate(
-            persist,
+            0.035,
             interval_steps=every,
-            memory_mtbf_secs=lambda: mtbf_secs,
-            carried_secs=carried_secs,
+            risk=lambda: (mtbf_secs, carried_secs),
             clock=lambda: self.now,
+            **config,
         )
         self.overheads: list[float] = []
 
@@ -77,7 +74,7 @@ def test_first_it_is_measured_without_checkpoints() -> None:
 
 def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> None:
     """And the rate comes back when that ends."""
-    job = SimulatedJob(max_overhead=0.035)
+    job = SimulatedJob()
     job.run(600)
     alone = job.rate.wanted_interval()
     job.slowdown, job.write_secs = 1.4, 30.0
@@ -95,15 +92,15 @@ def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> Non
 @pytest.mark.parametrize(
     ("goals", "interval", "why"),
     [
-        ({"max_lost_steps": 90}, 45, "bounded by max_lost_steps"),
-        # Memory alone carries the job with 0.999 for 70 steps of a second.
-        ({"survival": 0.999}, 70, "wanted probability"),
+        ({"most_lost_steps": 90}, 45, "bounded by max_lost_steps"),
+        # Memory alone carries the job with the wanted probability for 70 steps of a second.
+        ({"carried_secs": 70.0}, 70, "wanted probability"),
     ],
 )
 def test_where_memory_never_fails_nothing_but_the_goals_make_it_write(
     goals: dict[str, float], interval: int, why: str
 ) -> None:
-    job = SimulatedJob(mtbf_secs=inf, carried_secs=lambda wanted: 70.0 if wanted == 0.999 else inf, **goals)
+    job = SimulatedJob(mtbf_secs=inf, **goals)
     job.run(400)
     assert job.rate.wanted_interval() == interval
     assert job.rate.to_json()["most_lost_steps"] == 2 * interval
@@ -111,7 +108,7 @@ def test_where_memory_never_fails_nothing_but_the_goals_make_it_write(
 
 
 def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:
-    job = SimulatedJob(max_lost_steps=21, every=4)
+    job = SimulatedJob(most_lost_steps=21, every=4)
     job.slowdown = 3.0
     job.run(600)
     assert {b - a for a, b in zip(job.wrote, job.wrote[1:], strict=False)} | {job.wrote[0]} == {8}
@@ -132,7 +129,7 @@ def test_a_failing_storage_teaches_nothing() -> None:
 
 def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> None:
     """Storage was still busy when it was due, so no version of this rate would ever be written."""
-    job = SimulatedJob(max_lost_steps=300)
+    job = SimulatedJob(most_lost_steps=300)
     job.run(55)
     answer = {"persisted": None, "failing": True, "overtaken": [1, 50]}
     job.rate.answered(answer)
@@ -148,31 +145,30 @@ def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> No
 
 def test_a_version_that_storage_never_began_with_teaches_nothing() -> None:
     """The next one is measured from its own commit on."""
-    job = SimulatedJob(max_lost_steps=300)
+    job = SimulatedJob(most_lost_steps=300)
     job.write_secs = inf
     job.run(90)
     job.rate.answered({"persisted": None, "failing": False, "overtaken": [1, 50]})
     job.under_way, job.write_secs = None, 4.0
     job.run(60)
-    costs = job.rate.costs
-    assert costs is not None
-    assert costs.host_copy_secs + costs.write_secs < 10
+    assert job.rate.costs is not None
+    assert job.rate.costs["arrival_secs"] < 10
 
 
 def test_p6_training_does_not_wait_while_the_history_of_failures_is_read() -> None:
     ended = []
 
-    def read() -> float:
+    def read() -> tuple[float, float]:
         training = threading.Thread(target=job.rate.step, args=(1000, 1.0), daemon=True) if ready else None
         if training is not None:
             training.start()
             training.join(30)
             ended.append(not training.is_alive())
-        return 600.0
+        return 600.0, inf
 
     ready: list[bool] = []
     job = SimulatedJob()
-    job.rate._mtbf = read
+    job.rate._risk = read
     ready.append(True)
     job.run(200)
     assert ended
@@ -193,9 +189,11 @@ def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes(
 def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> None:
     coordinates = tuple(Coordinate(0, dp, 0) for dp in range(4))
     topology = Topology(Degrees(1, 4, 1), coordinates, ("a", "b", "c", "d"))
-    tolerance = [0]
-    losses = MemoryLosses(tmp_path, topology, lambda: tolerance[0], 100.0)
-    configured = losses.mtbf_secs()
+
+    def mtbf_secs(tolerance: int = 0) -> float:
+        return learned_risk(tmp_path, topology, tolerance, 100.0, None)[0]
+
+    configured = mtbf_secs()
     assert configured == pytest.approx(100 * 86400 / 4)
     for lost in ([], ["b"], ["c"], ["b"]):
         note(
@@ -204,19 +202,18 @@ def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> N
             lost=lost,
             newest_step=1,
         )
-    assert losses.mtbf_secs() == pytest.approx(configured / 4, rel=0.01)
-    tolerance[0] = 1
-    assert losses.mtbf_secs() > 100 * configured
+    assert mtbf_secs() == pytest.approx(configured / 4, rel=0.01)
+    assert mtbf_secs(1) > 100 * configured
 
 
 def test_for_how_long_memory_carries_a_job_is_what_reft_plan_says_of_it(tmp_path: Path) -> None:
     """Three nodes whose memory survives one; one fails in 100 days: 3 q^2 - 2 q^3 = 0.999."""
     coordinates = tuple(Coordinate(0, dp, 0) for dp in range(3))
     topology = Topology(Degrees(1, 3, 1), coordinates, ("a", "b", "c"))
-    carried = MemoryLosses(tmp_path, topology, lambda: 1, 100.0).carried_secs(0.999)
+    _, carried = learned_risk(tmp_path, topology, 1, 100.0, 0.999)
     q = exp(-carried / (100 * 86400))
     assert 3 * q**2 - 2 * q**3 == pytest.approx(0.999, abs=1e-9)
-    assert MemoryLosses(tmp_path, topology, lambda: 0, 100.0).carried_secs(0.999) < carried / 10
+    assert learned_risk(tmp_path, topology, 0, 100.0, 0.999)[1] < carried / 10
 
 
 def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> None:
@@ -230,6 +227,6 @@ def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> N
 
 def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with_another_interval() -> None:
     """The job has written step 100 and goes on from 131 in memory; it knows an interval of 64."""
-    rate = StorageRate(PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}), start_step=100)
+    rate = StorageRate(0.035, start_step=100)
     due = [step for step in range(132, 330) if rate.committed(Label(2, step), 64)]
     assert due == [164, 192, 256, 320]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe import schedule
+from pydantic import TypeAdapter
 
-from reft.engine.deepspeed import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.engine.weave import OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.schedule import StepTrace
 from tests.engine.ranks import run_ranks
 from tests.engine.weave_job import DUAL, SNAPSHOT_INSTRUCTIONS, STEPS, VARIANTS, GPipe
@@ -26,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 def traces(run: dict[str, Any]) -> list[StepTrace]:
-    return [StepTrace.from_json(t) for t in run["traces"]]
+    return TypeAdapter(list[StepTrace]).validate_python(run["traces"])
 
 
 def chunks_of(run: dict[str, Any], tier: int) -> list[Any]:

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot, session_of
+from reft.engine.deepspeed import session_of
+from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot
+from reft.grid import Section
 from reft.memory.arena import Arena, scan
-from reft.protect.blocks import Section
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import block_of
 
@@ -206,12 +208,12 @@ def staged(root: Path, name: str) -> dict[str, Any]:
     session.copying.pacer.model.window = 1e8  # what it would learn in some more steps
 
     def facts() -> dict[str, Any]:
-        chunks = [c for t in session.tracer.traces for c in t.to_json()["chunks"] if c["tier"] == 1]
+        chunks = [c for t in session.tracer.traces for c in t.chunks if c.tier == 1]
         compared = dict(witness.compared)
         handed_over = [witness.handed_over_secs[step] for step in compared]
         return {
             "compared": compared,
-            "drained_later": drained_later(updates, [c["begin_secs"] for c in chunks], handed_over),
+            "drained_later": drained_later(updates, [c.begin_secs for c in chunks], handed_over),
         }
 
     def all_seen() -> bool:
@@ -262,7 +264,7 @@ def traced(
     result = {
         "losses": losses,
         "evaluated": evaluated,
-        "traces": [t.to_json() for t in session.tracer.traces],
+        "traces": [asdict(t) for t in session.tracer.traces],
         "updates": updates,
         "fence_within": session.fence.is_within,
         "stats": stats,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, arena_name
+from reft.memory.arena import Arena, arena_name
+from reft.memory.header import ArenaHeader, ArenaState
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import request

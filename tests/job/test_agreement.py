@@ -9,8 +9,9 @@ import pytest
 
 import reft
 from reft.grid import Degrees, Topology
-from reft.job.agreement import Agreement, NodeInfo, agree, deal_ranks
-from reft.job.exits import Cause
+from reft.job.rendezvous.membership import Agreement, NodeInfo, agree
+from reft.job.script import Cause
+from reft.job.trainer_store import deal_ranks
 
 
 def info(name: str, **fields: object) -> NodeInfo:

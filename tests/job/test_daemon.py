@@ -21,11 +21,11 @@ from reft.config import parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
-from reft.memory.arena import ArenaState, arena_name
+from reft.memory.arena import arena_name
+from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.node.client import SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
-from reft.node.daemon import END_SIGNAL
+from reft.node.client import END_SIGNAL, SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 

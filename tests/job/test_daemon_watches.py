@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from reft.config import PersistConfig, ReftConfig
-from reft.job.node import DaemonKeeper
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.daemon import Daemon
 from reft.storage.persist import PersistProgress
-from tests.job.daemons import request_status, wait_for
 
 LOOK_SECS = 1.0
 STORAGE_SECS = 60  # After so many, what is being written is said to hang
-TRAINER = """
-import sys, time
-from pathlib import Path
-from reft.naming import Label
-from reft.node.progress import ProgressPage
-page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0, 600.0)
-print("watched", flush=True)
-time.sleep(600)
-"""
 
 
 def test_only_what_is_not_written_at_all_hangs(
@@ -55,25 +39,3 @@ def test_only_what_is_not_written_at_all_hangs(
     assert persist.stale_since_step == 2
     looked(1000)
     assert len(caplog.records) == 1
-
-
-@pytest.mark.process
-def test_the_word_of_a_daemon_that_has_died_accuses_nobody(
-    job_dir: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Sequence[object]] = []
-    keeper = DaemonKeeper(job_dir, told.append)
-    command = [sys.executable, "-c", TRAINER, str(job_dir.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
-        try:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == b"watched\n"
-            keeper.workers = (trainer.pid,)
-            keeper.start()
-            wait_for(lambda: told and told[-1], "what the trainer is at")
-            monkeypatch.setattr(sys, "executable", "/bin/false")  # the next ones end at once
-            os.kill(request_status(job_dir)["pid"], signal.SIGKILL)
-            wait_for(lambda: not told[-1], "nobody to be told of")
-        finally:
-            keeper.end(0.0)
-            trainer.kill()

@@ -16,7 +16,7 @@ from reft.errors import (
     TransferError,
     UnrecoverableError,
 )
-from reft.job.exits import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
+from reft.job.script import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
 
 PEER_ERRORS = [
     RuntimeError(

@@ -13,9 +13,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.agreement import NodeInfo, agree
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Looked, Node, Role, State, decode_state, step
+from reft.job.rendezvous.membership import Looked, Node, NodeInfo, Role, State, agree, decode_state, step
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 

@@ -20,7 +20,7 @@ from reft.errors import ConfigError
 from reft.job.agent import Trainers
 from reft.job.launch import Launcher, main
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
@@ -135,15 +135,14 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
     endpoint = server.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    rendezvous, late = (RendezvousClient(options, SECRET) for _ in range(2))
-    rendezvous.connect()
-    assert rendezvous.place.trainers_endpoint() == endpoint
-    rendezvous.close("node a gave up: local rank 0: ValueError")
-    late.connect()
-    assert late.outcome() == "node a gave up: local rank 0: ValueError"
+    place, late = (place_of(options, SECRET) for _ in range(2))
+    rendezvous = place.join()
+    assert place.trainers_endpoint() == endpoint
+    rendezvous.shutdown("node a gave up: local rank 0: ValueError")
+    assert late.join().outcome() == "node a gave up: local rank 0: ValueError"
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
-        rendezvous.reconnect()
+        place.reconnect()
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
@@ -154,7 +153,7 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
     with closing(RendezvousServer("127.0.0.1", 0, SECRET)) as server:
         where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
-        launcher.rendezvous.connect()
+        launcher.rendezvous = launcher.place.join()
         store = KeyValueStore(server.endpoint, SECRET)
         store.set("reft/job/committed", "1:7")
         agent: Any = SimpleNamespace(all_ended_well=True)

@@ -13,13 +13,14 @@ from enum import Enum, auto
 
 import pytest
 
-from reft.job.agreement import Agreement, NodeInfo
 from reft.job.rendezvous.membership import (
+    Agreement,
     Beat,
     Event,
     Exited,
     Joins,
     Looked,
+    NodeInfo,
     Ordered,
     Role,
     Rules,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reft.cli import main
-from reft.node.history import PARTS, note, read_history
+from reft.node.report import PARTS, note, read_history
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 

@@ -14,15 +14,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
-from reft.job.agreement import Agreement
 from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
-from reft.job.rendezvous.membership import Event, Role, Rules, Scaling, State, step
+from reft.job.rendezvous.membership import Agreement, Event, Role, Rules, Scaling, State, step
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
-from reft.node.history import read_history
+from reft.node.report import read_history
 from reft.protect.codes import Scheme
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
@@ -84,8 +83,8 @@ def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
 
 def board_says_spare(job: WatchedCluster, node: str) -> bool:
     path = job.job_dir(2) / "board.json"
-    rows: list[Any] = json.loads(path.read_text())["rows"] if path.exists() else []
-    return any(row["report"]["node"] == node and row["report"]["spare"] for row in rows)
+    nodes: list[Any] = json.loads(path.read_text())["nodes"] if path.exists() else []
+    return any(told["node"] == node and told["spare"] for told in nodes)
 
 
 NOW = Situation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1))

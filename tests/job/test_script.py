@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.engine.on_import import PostImportFinder
-from reft.job.exits import Cause, ExitNote
+from reft.job.script import Cause, ExitNote
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees
-from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
+from reft.grid import BlockKey, Coordinate, Degrees, Section
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.naming import Label
-from reft.protect.blocks import BlockKey, Section
 
 SECRET = bytes(range(32))
 BLOCK_BYTES = 1000

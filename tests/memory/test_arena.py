@@ -12,9 +12,9 @@ import pytest
 from arena_tools import SECRET, fill, header, make, write_version
 
 from reft.errors import ArenaError
-from reft.memory.arena import Arena, ArenaState, Entry
-from reft.memory.header import FORMAT_VERSION, MAGIC, TABLE, pack_entries
-from reft.protect.blocks import BlockKey, Section
+from reft.grid import BlockKey, Section
+from reft.memory.arena import Arena
+from reft.memory.header import FORMAT_VERSION, MAGIC, TABLE, ArenaState, Entry, pack_entries
 
 
 def test_p5_a_flipped_byte_in_any_block_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from arena_tools import SECRET, answer, fill, header, holder, make, write_versio
 
 from reft.errors import ArenaError
 from reft.memory import arena as arena_lock
-from reft.memory.arena import Arena, ArenaState
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaState
 
 pytestmark = pytest.mark.timeout(60)
 

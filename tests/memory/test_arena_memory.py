@@ -18,7 +18,9 @@ from arena_tools import SECRET, make, read_back, write_version
 from reft.errors import ArenaError, OutOfMemoryError
 from reft.memory import arena as arena_module
 from reft.memory import files
-from reft.memory.arena import Arena, ArenaState, free_bytes, reserved_bytes
+from reft.memory.arena import Arena, reserved_bytes
+from reft.memory.files import free_bytes
+from reft.memory.header import ArenaState
 from tests.faults.memory import small_file_system
 
 

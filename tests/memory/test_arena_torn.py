@@ -12,8 +12,8 @@ import pytest
 from arena_tools import SECRET, answer, fill, header, holder, make, read_back, write_version
 
 from reft.errors import ArenaError
-from reft.memory.arena import Arena, ArenaState
-from reft.memory.header import MAGIC
+from reft.memory.arena import Arena
+from reft.memory.header import MAGIC, ArenaState
 
 
 class PowerLossError(Exception):

@@ -10,7 +10,8 @@ import pytest
 
 from reft.errors import ArenaError
 from reft.grid import Degrees, Topology
-from reft.memory.arena import Arena, Entry
+from reft.memory.arena import Arena
+from reft.memory.header import Entry
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.recover.inspect import find_job_dirs, inspect_job

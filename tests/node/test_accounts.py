@@ -8,10 +8,9 @@ import pytest
 
 from reft.memory.jobdir import write_json
 from reft.node import observe
-from reft.node.history import RESUMED, STARTED, note
 from reft.node.observe import Accounts
 from reft.node.progress import ProgressPage
-from reft.node.report import Counts
+from reft.node.report import RESUMED, STARTED, Counts, note
 from tests.clock import Clock
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from reft.memory.arena import ArenaState
+from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.daemon import NodeStatus
-from reft.node.history import RESUMED, STARTED, note
-from reft.node.observe import Doing, NodeObserver, Speed
+from reft.node.observe import NodeObserver, Speed
 from reft.node.progress import Phase, ProgressPage, Seen
-from reft.node.report import Signal
+from reft.node.report import RESUMED, STARTED, NodeReport, Signal, note
 from reft.storage.persister import PersistStatus
 from tests.memory.arena_tools import SECRET, make, write_version
 
@@ -25,18 +24,24 @@ def job(tmp_path: Path) -> JobDir:
 
 
 def observer(job: JobDir) -> NodeObserver:
-    return NodeObserver(job.path, "node0", "node0", has_daemon=True)
+    return NodeObserver(job.path, has_daemon=True)
+
+
+def doing(words: str = "", *, since: float | None = None, why: str = "", round: int = 0) -> NodeReport:
+    """What the launcher says."""
+    times = {} if since is None else {Signal.HEALTHY: since}
+    return NodeReport(node="node0", domain="node0", doing=words, why=why, round=round, times=times)
 
 
 def test_signals_follow_the_arenas(job: JobDir) -> None:
     watch = observer(job)
-    began = Doing("running", round=1, since_unix_secs=time.time())
-    assert watch.look(Doing("waiting for nodes")).signal is Signal.HEALTHY
+    began = doing("running", round=1, since=time.time())
+    assert watch.look(doing("waiting for nodes")).signal is Signal.HEALTHY
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     with make(job.path / "rank0-slot0.arena") as one, make(job.path / "rank0-slot1.arena") as other:
         report = watch.look(began)
         assert (report.signal, report.shards, report.trainers) == (Signal.HEALTHY, (), 1)
-        assert report.times == {Signal.HEALTHY: began.since_unix_secs}
+        assert report.times == began.times
         write_version(one, 4, ArenaState.WRITING)
         before = time.time()
         report = watch.look(began)
@@ -55,7 +60,7 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
         # Begun and ended between two looks.
         assert report.times[Signal.SNAP] <= report.times[Signal.COMPLETED]
         # The trainers start again: what lies there is of their life before.
-        again = Doing("running", round=2, since_unix_secs=time.time())
+        again = doing("running", round=2, since=time.time())
         assert watch.look(again).signal is Signal.HEALTHY
         write_version(one, 6, ArenaState.WRITING)
         assert watch.look(again).signal is Signal.SNAP
@@ -66,9 +71,9 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     watch = observer(job)
     status = NodeStatus(job.path, {}, PersistStatus())
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
-    runs = Doing("running", round=1, since_unix_secs=time.time())
+    runs = doing("running", round=1, since=time.time())
     assert watch.look(runs).signal is Signal.HEALTHY
-    failed = watch.look(Doing("waiting for nodes", failed="rank 3 was killed by SIGKILL"))
+    failed = watch.look(doing("waiting for nodes", why="rank 3 was killed by SIGKILL"))
     assert (failed.signal, failed.why) == (Signal.UNHEALTHY, "rank 3 was killed by SIGKILL")
     assert watch.look(runs).signal is Signal.HEALTHY
 
@@ -94,12 +99,12 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
 
 def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
     watch = observer(job)
-    assert watch.look(Doing()).recovery is None
+    assert watch.look(doing()).recovery is None
     facts = {"nodes": ["a"] * 1000, "joined": [], "newest_step": 9}
     note(job.path, STARTED, round=1, lost=[], failures=[], **facts)
     note(job.path, STARTED, round=2, lost=["b"], gathering_secs=1.25, failures=["x1y2" * 999] * 99, **facts)
     note(job.path, RESUMED, source="memory, own", step=9, secs=0.5)
-    report = watch.look(Doing())
+    report = watch.look(doing())
     assert report.recovery is not None
     assert (report.restarts, report.recovery.lost, report.recovery.resumed_step) == (1, ["b"], 9)
     assert report.recovery.secs["gathering"] == 1.25
@@ -115,13 +120,13 @@ def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> No
         for path in job.path.iterdir():
             path.unlink()
         job.path.rmdir()
-    report = watch.look(Doing("running"))
+    report = watch.look(doing("running"))
     assert (report.signal, report.shards, report.step) == (Signal.HEALTHY, (), None)
 
 
 def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
     write_json(job.path / "daemon.json", {"pid": 2**22, "start_time": 1.0})
-    (said,) = observer(job).look(Doing()).warnings
+    (said,) = observer(job).look(doing()).warnings
     assert "daemon is not running" in said
 
 

@@ -12,30 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.policy.rate import Costs, Pairs, Rate, Why, adapt, frequency, most_lost_steps
+from reft.policy.rate import Pairs, Rate, Why, adapt, best_interval
 
 parts = st.floats(0.005, 1.0)
+steps_secs = st.floats(0.01, 100.0)
 times = st.floats(0.0, 1e4)
-
-
-def overhead_secs(costs: Costs) -> float:
-    """To: the copy to the host runs until the next weight update."""
-    return max(0.0, costs.host_copy_secs - (costs.step_secs - costs.update_secs))
-
-
-def lost_steps(costs: Costs, k: int, failed_secs: float) -> int:
-    """Steps that a failure rolls back, ``failed_secs`` after a checkpoint on storage was resumed from."""
-    cycle = k * costs.step_secs + overhead_secs(costs)
-    taken, within = divmod(failed_secs, cycle)
-    made = taken * k + min(k, within // costs.step_secs)
-    until_written = costs.host_copy_secs + costs.write_secs - overhead_secs(costs)
-    return int(made - max(0.0, (failed_secs - until_written) // cycle) * k)
-
-
-@st.composite
-def costs(draw: st.DrawFn) -> Costs:
-    step = draw(st.floats(0.01, 100.0))
-    return Costs(step, step * draw(st.floats(0.0, 1.0)), draw(times), draw(times))
 
 
 # -- the algorithm (REFERENCE, section 2) -----------------------------------------------------------------
@@ -43,14 +24,14 @@ def costs(draw: st.DrawFn) -> Costs:
 
 def test_published_example_of_an_interval() -> None:
     """To = Ti = 1, p = 5 %: k = 20."""
-    assert frequency(Costs(step_secs=1.0, update_secs=1.0, host_copy_secs=1.0), 0.05) == 20
+    assert best_interval(1.0, 1.0, 1.0, max_overhead=0.05) == (20, Why.OVERHEAD)
 
 
-@given(costs(), parts)
-def test_completed_algorithm_keeps_its_invariants(measured: Costs, p: float) -> None:
+@given(steps_secs, times, times, parts)
+def test_completed_algorithm_keeps_its_invariants(ti: float, to: float, after: float, p: float) -> None:
     """To <= p k Ti, k Ti + To >= Tc + Ts, and k at least 1; and no smaller k does."""
-    k, to, ti = frequency(measured, p), overhead_secs(measured), measured.step_secs
-    background = measured.host_copy_secs + measured.write_secs
+    background = to + after
+    k, _ = best_interval(ti, to, background, max_overhead=p)
     assert k >= 1
 
     def keeps(steps: float) -> bool:
@@ -61,18 +42,23 @@ def test_completed_algorithm_keeps_its_invariants(measured: Costs, p: float) -> 
     assert k == 1 or not keeps((k - 1) * (1 - 1e-6))
 
 
-@given(costs(), parts, st.floats(0.0, 50.0))
-def test_lost_work_is_at_most_two_intervals(measured: Costs, p: float, cycles: float) -> None:
-    """0 <= R <= 2 k Ti, wherever the failure falls."""
-    found = frequency(measured, p)
-    at = cycles * (found * measured.step_secs + overhead_secs(measured))
-    assert 0 <= lost_steps(measured, found, at) <= most_lost_steps(found)
+@given(steps_secs, times, times, parts, st.floats(0.0, 50.0))
+def test_lost_work_is_at_most_two_intervals(
+    ti: float, to: float, after: float, p: float, cycles: float
+) -> None:
+    """0 <= R <= 2 k Ti, wherever the failure falls, after a checkpoint was resumed from."""
+    k, _ = best_interval(ti, to, to + after, max_overhead=p)
+    cycle = k * ti + to
+    taken, within = divmod(cycles * cycle, cycle)
+    made = taken * k + min(k, within // ti)
+    lost = made - max(0.0, (cycles * cycle - after) // cycle) * k
+    assert 0 <= lost <= 2 * k
 
 
 @pytest.mark.parametrize("p", [0.0, -0.1, 1.5, math.nan])
 def test_an_impossible_overhead_is_refused(p: float) -> None:
     with pytest.raises(ConfigError, match=r"such as 0\.035"):
-        frequency(Costs(step_secs=1.0), p)
+        best_interval(1.0, 0.0, 0.0, max_overhead=p)
 
 
 # -- the adaptive rate ------------------------------------------------------------------------------------
@@ -122,7 +108,7 @@ def test_the_rate_stays_within_its_limits(
         if cost / k > p:
             assert rate.interval_steps >= k
             within = cost / rate.interval_steps <= p * (1 + 1e-6)
-            assert within or rate.why is Why.BOUND or rate.interval_steps == most
+            assert within or rate.why is Why.EXCLUDED or rate.interval_steps == most
 
 
 @given(limits, st.integers(1, 1000), st.floats(0.0, 20.0))
@@ -146,7 +132,7 @@ def test_under_a_constant_cost_the_rate_settles(
     ("rate", "cost", "limits", "steps", "why"),
     [
         pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, Why.WRITING, id="late on storage"),
-        pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, Why.BOUND, id="bound on lost steps"),
+        pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, Why.EXCLUDED, id="bound on lost steps"),
         pytest.param(Rate(20, calm=1), 0.1, {}, 20, Why.HELD, id="not calm for long enough"),
         # Half of an odd number of steps, rounded down, would cost more than p.
         pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, Why.CALM, id="shorter, but not too short"),

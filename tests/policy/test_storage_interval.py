@@ -10,27 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.node.history import Round
-from reft.policy.storage_interval import (
+from reft.node.report import Round
+from reft.policy.rate import (
     DAY_SECS,
-    Because,
-    Goals,
-    StorageCosts,
+    Why,
+    best_interval,
     best_interval_secs,
     effective_part,
     learned_losses_per_sec,
     memory_losses_per_sec,
-    storage_interval,
 )
 from reft.protect.placement import losses_within
 
 mtbfs = st.floats(600.0, 864_000.0)
-measured = st.builds(
-    StorageCosts,
-    step_secs=st.floats(0.05, 60.0),
-    cost_secs=st.floats(0.0, 60.0),
-    write_secs=st.floats(0.0, 2000.0),
-)
+measured = st.tuples(st.floats(0.05, 60.0), st.floats(0.0, 60.0), st.floats(0.0, 2000.0))
+"""Seconds of a step, by which a checkpoint makes training longer, and until it is on storage."""
 
 
 # -- the optimum ----------------------------------------------------------------------------------------
@@ -100,45 +94,50 @@ def test_the_rate_is_learned_from_the_jobs_own_losses() -> None:
 # -- the choice -----------------------------------------------------------------------------------------
 
 
-@given(measured, mtbfs, st.none() | st.floats(0.005, 0.5), st.none() | st.integers(2, 5000))
+@given(measured, mtbfs, st.none() | st.floats(0.005, 0.5), st.none() | st.integers(1, 2500))
 def test_wishes_are_kept_or_it_is_said(
-    costs: StorageCosts, mtbf: float, overhead: float | None, bound: int | None
+    costs: tuple[float, float, float], mtbf: float, overhead: float | None, most: int | None
 ) -> None:
-    found = storage_interval(costs, mtbf, Goals(overhead, most_lost_steps=bound))
-    assert found.steps >= 1
+    step, cost, write = costs
+    steps, why = best_interval(*costs, max_overhead=overhead, mtbf_secs=mtbf, most_steps=most)
+    assert steps >= 1
     # Never more often than storage can take it.
-    slack = 1e-9 * max(1.0, costs.write_secs)
-    assert found.steps * costs.step_secs + costs.cost_secs >= costs.write_secs - slack
-    if bound is not None and 2 * found.steps > bound:
-        assert found.because is Because.WRITING
-    if overhead is not None and found.overhead > overhead * (1 + 1e-9):
-        assert found.because in (Because.BOUND, Because.WRITING)
+    assert steps * step + cost >= write - 1e-9 * max(1.0, write)
+    if most is not None and steps > most:
+        assert why is Why.WRITING
+    if overhead is not None and cost / (steps * step) > overhead * (1 + 1e-9):
+        assert why in (Why.BOUND, Why.WRITING)
 
 
 @given(measured, mtbfs)
-def test_without_wishes_no_whole_number_of_steps_is_better(costs: StorageCosts, mtbf: float) -> None:
-    found = storage_interval(costs, mtbf)
+def test_without_wishes_no_whole_number_of_steps_is_better(
+    costs: tuple[float, float, float], mtbf: float
+) -> None:
+    step, cost, write = costs
+    found, _ = best_interval(*costs, mtbf_secs=mtbf)
 
     def effective(steps: int) -> float:
-        return effective_part(steps * costs.step_secs, costs.cost_secs, mtbf)
+        return effective_part(steps * step, cost, mtbf)
 
-    least = max(1, math.ceil((costs.write_secs - costs.cost_secs) / costs.step_secs - 1e-9))
-    near = {max(least, round(found.steps * f)) for f in (0.25, 0.5, 0.9, 1.1, 2, 4)}
-    near |= {found.steps + 1, max(least, found.steps - 1)}
-    assert max(map(effective, near)) <= effective(found.steps) * (1 + 1e-9)
+    least = max(1, math.ceil((write - cost) / step - 1e-9))
+    near = {max(least, round(found * f)) for f in (0.25, 0.5, 0.9, 1.1, 2, 4)}
+    near |= {found + 1, max(least, found - 1)}
+    assert max(map(effective, near)) <= effective(found) * (1 + 1e-9)
 
 
-def test_why_an_interval_is_what_it_is() -> None:
-    costs = StorageCosts(step_secs=1.0, cost_secs=2.0, write_secs=20.0)
-
-    def because(mtbf: float = 10_000.0, **goals: float) -> tuple[int, Because]:
-        found = storage_interval(costs, mtbf, Goals(**goals))
-        return found.steps, found.because
-
-    assert because() == (199, Because.FAILURES)
-    assert because(max_overhead=0.005) == (400, Because.OVERHEAD)
-    assert because(survival_secs=100.0) == (100, Because.SURVIVAL)
-    assert because(most_lost_steps=60) == (30, Because.BOUND)
-    assert because(most_lost_steps=60, max_overhead=0.035) == (30, Because.BOUND)
-    assert because(most_lost_steps=10) == (18, Because.WRITING)
-    assert because(math.inf, survival_secs=5000.0) == (5000, Because.SURVIVAL)
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        ({}, (199, Why.FAILURES)),
+        ({"max_overhead": 0.005}, (400, Why.OVERHEAD)),
+        ({"survival_secs": 100.0}, (100, Why.SURVIVAL)),
+        ({"most_steps": 30}, (30, Why.BOUND)),
+        ({"most_steps": 30, "max_overhead": 0.035}, (30, Why.BOUND)),
+        ({"most_steps": 5}, (18, Why.WRITING)),
+        ({"mtbf_secs": math.inf, "survival_secs": 5000.0}, (5000, Why.SURVIVAL)),
+        # As often as the costs allow, as for memory.
+        ({"mtbf_secs": 0.0, "max_overhead": 0.5}, (18, Why.WRITING)),
+    ],
+)
+def test_why_an_interval_is_what_it_is(wishes: dict[str, float], expected: tuple[int, Why]) -> None:
+    assert best_interval(1.0, 2.0, 20.0, **{"mtbf_secs": 10_000.0, **wishes}) == expected

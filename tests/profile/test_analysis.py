@@ -18,9 +18,9 @@ from benchmarks.simulator.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.profile.analysis import analyse
+from reft.profile.analysis import RankTraces, analyse, only_group_calls
+from reft.profile.profiler import decode, encode
 from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
-from reft.profile.traces import RankTraces, decode, encode, only_group_calls
 from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, StepTrace, WindowKind
 from tests.profile.simulated import (
     BACKWARD,
@@ -96,7 +96,7 @@ def test_queued_transfers_are_not_overstated():
     ranks, idle = run(dual_pipe_v(4, 10), unequal)
     result = analyse(ranks, *FACTS)
     found = found_idle(result)
-    segments = [s for t in result.timelines for rank in t.ranks for s in rank.segments]
+    segments = [s for rank in result.timelines for s in rank.segments]
     assert {s.name for s in segments if s.activity is Activity.WAIT} == {"CommitP2P"}
     assert sum(found.values()) > 0.4 * sum(idle.values())
     for place, secs in found.items():
@@ -160,7 +160,7 @@ def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
 
         ranks = [replace(rank, traces=tuple(shortened(rank, t) for t in rank.traces)) for rank in ranks]
     result = analyse(ranks, *FACTS)
-    segments = [(r.stage_id, s) for t in result.timelines for r in t.ranks for s in r.segments]
+    segments = [(r.stage_id, s) for r in result.timelines for s in r.segments]
     waits = [stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")]
     if not meets:
         assert not waits

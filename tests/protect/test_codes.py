@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError, UnrecoverableError
-from reft.grid import ring_order
-from reft.protect.blocks import BlockKey
+from reft.grid import BlockKey, ring_order
 from reft.protect.codes import (
     BlockCode,
     Code,
@@ -29,7 +28,7 @@ from reft.protect.codes import (
 from reft.protect.rs import parity_rows, rank
 from reft.recover.plan import find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
-from reft.snapshot.copying.chunks import ParityEncoder
+from reft.snapshot.copying.copier import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
 from tests.protect.reference import schemes_for

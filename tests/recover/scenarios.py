@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.memory.arena import Arena
 from reft.naming import Label
-from reft.protect.blocks import Section
 
 from .fleet import NEW, OLD, SECRET, Fleet, falsify_parities, place, without
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from reft.errors import ArenaError, LayoutError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.memory.header import ArenaState
-from reft.protect.blocks import Section
 from reft.protect.placement import place_group
 from reft.recover import rebuild as complete
 from reft.recover.decide import judge, plan_recovery

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.grid import Degrees
-from reft.protect.blocks import BlockKey, Section
+from reft.grid import BlockKey, Degrees, Section
 from reft.recover.decide import plan_recovery
 from reft.recover.plan import Fetch, SourceKind, stripes_of
 from reft.recover.transfer import Inbox, Move, make_moves

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from reft.errors import LayoutError
-from reft.grid import Degrees, Topology
+from reft.grid import STATE_SECTIONS, Degrees, Section, Topology
 from reft.memory.arena import Arena
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.decide import offline_topology, plan_verified
 from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable

@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from reft.grid import Degrees
-from reft.protect.blocks import STATE_SECTIONS, Section
+from reft.grid import STATE_SECTIONS, Degrees, Section
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_verified
 from reft.recover.inventory import Place

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from reft.control.control import ControlGroup
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import Entry, checksum
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome

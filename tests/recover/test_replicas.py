@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Degrees, Topology
-from reft.protect.blocks import Section
+from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.protect.placement import tolerance
 from reft.recover.decide import Piece, Verdict, decide, judge, plan_decided, plan_recovery
 from reft.recover.inventory import put_together, summarize

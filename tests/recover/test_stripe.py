@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.grid import BlockKey
 from reft.protect.backend import NumpyBackend, combine_ragged
-from reft.protect.blocks import BlockKey
 from reft.protect.codes import BlockCode, Scheme, make_code
 from reft.recover.plan import LostBlock, find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe

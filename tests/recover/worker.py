@@ -25,10 +25,9 @@ from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Degrees
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section
 from reft.memory.arena import Arena, checksum
 from reft.naming import Label
-from reft.protect.blocks import STATE_SECTIONS, Section
 from reft.recover.decide import Piece
 from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable, count_bytes

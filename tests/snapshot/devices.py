@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from reft.device import vendor_of
+from reft.grid import BlockKey
 from reft.protect.backend import NumpyBackend, combine_ragged
-from reft.protect.blocks import BlockKey
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.plan import MemberPlan, ShardPlan

@@ -24,14 +24,14 @@ from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_record
-from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
 from reft.state.catalogue import SectionImage
 from tests.machine import free_port
 from tests.spawn import spawn
@@ -80,13 +80,13 @@ def make_worker(
         topology=topology,
         arenas=ArenaSet(
             SlotFiles(folder, local_rank, keeping.versions, SECRET, ranks_here),
-            ArenaIdentity("job", topology.nodes[rank], topology.degrees, at),
+            *("job", topology, rank),
             frozen=frozen,
             limit_bytes=None,
             engine=copier.engine,
             remake=remake,
         ),
-        options=WorkerOptions(block_bytes=65536, host_bytes=4096, verify=verify),
+        **{"block_bytes": 65536, "host_bytes": 4096, "verify": verify},
         switch=SchemeSwitch(
             control,
             topology,

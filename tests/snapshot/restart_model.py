@@ -32,7 +32,7 @@ from itertools import combinations_with_replacement, product
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing.version import Slots
+from reft.snapshot.version import Slots
 from tests.snapshot.version_model import EMPTY, NOBODY, Choose, Held, describe
 from tests.snapshot.version_search import Explorer, Group, left_in, newest, restored
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from reft.snapshot.committing.request import may_lag, named_step
+from reft.snapshot.worker import may_lag, named_step
 
 Job = tuple["Rank", ...]
 

@@ -1,7 +1,7 @@
 """What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
 
 Which level is tried, and whether the ranks move to it, says the real
-:class:`~reft.snapshot.committing.switching.InForce`; which slots are given up, the real :meth:`Slots.given_up`; which
+:class:`~reft.snapshot.switching.InForce`; which slots are given up, the real :meth:`Slots.given_up`; which
 arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
 :class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
 the ranks tell each other whether they could. Whose memory is short, and when, is left open: any rank at any vote.
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from reft.protect.placement import Level
-from reft.snapshot.committing.switching import InForce
-from reft.snapshot.committing.version import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
+from reft.snapshot.switching import InForce
+from reft.snapshot.version import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
 from tests.snapshot.version_model import (
     EMPTY,
     SOME,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reft.memory.arena import scan
 from reft.memory.header import Geometry
 from reft.naming import Label
-from reft.snapshot.committing import arenas
+from reft.snapshot import arenas
 from tests.faults.memory import exchange
 from tests.snapshot.ranks import PAIR, SECRET, Rank, Results
 

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from reft.config import FaultPoint
 from reft.device import Vendor
-from reft.memory.arena import Arena, checksum
+from reft.grid import Section
+from reft.memory.arena import Arena
+from reft.memory.header import checksum
 from reft.naming import Label
 from reft.protect.backend import TorchBackend, _tried
-from reft.protect.blocks import Section
 from reft.protect.placement import place_group
+from reft.snapshot.arenas import Filling
 from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit, StreamGate
-from reft.snapshot.filling import Filling
 from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated

@@ -194,7 +194,6 @@ def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None
         engine.copy([(live, memory)])
     engine.mark()  # for what may be draining
     engine.begin()
-    old = engine.mark()
     with pytest.raises(CopyOrderError, match="was not fenced"):
         engine.begin()
     engine.fence()
@@ -202,8 +201,6 @@ def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None
     with pytest.raises(CopyOrderError, match="no version is open"):
         engine.copy([(live, memory)])
     engine.begin()
-    with pytest.raises(CopyOrderError, match="mark is of version 1, version 2 is open"):
-        engine.copy([(live, memory)], after=old)
     assert torch.all(memory == 0xEE)
     engine.copy([(live, memory)])
     engine.synchronize()  # before the fence: all was copied early
@@ -293,20 +290,6 @@ def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyE
     engine.fence()
     engine.synchronize()
     assert torch.equal(memory, expected)
-
-
-def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
-    assert engine.bytes_per_sec is None
-    memory = host_memory(engine, 2 * 2**20)
-    live = device.put(random_bytes(memory.numel()))
-    take(engine, [(live[:100], memory[:100])])
-    assert engine.bytes_per_sec is None, "a hundred bytes say nothing about bandwidth"
-    take(engine, [(live, memory)])
-    measured = engine.bytes_per_sec
-    assert measured is not None
-    assert measured > 0
-    take(engine, [(live[:100], memory[:100])])
-    assert engine.bytes_per_sec == measured
 
 
 def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pytest.LogCaptureFixture) -> None:

@@ -127,8 +127,8 @@ def far_apart(rank: int, root: Path) -> list[bool]:
     votes, heard = me.worker.votes, list[int]()
     cast, committed = votes.cast, list[bool]()
 
-    def deaf(label: Label, mine: Ballot) -> Ballot:
-        verdict = cast(label, mine)
+    def deaf(label: Label, *said: Any) -> Ballot:
+        verdict = cast(label, *said)
         heard.append(label.step)
         if rank == WRONG and heard.count(2 * TURNS) == 2 and label.step == 2 * TURNS:
             raise TransferError("a connection is gone")

@@ -14,10 +14,10 @@ from reft.config import Variant
 from reft.errors import TransferError
 from reft.memory.arena import Arena, scan
 from reft.naming import Label
-from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of_one, make_worker
 

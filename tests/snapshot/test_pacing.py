@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from reft.snapshot.copying.engine import ComputeClock, Mark
-from reft.snapshot.copying.gate import Gate, HostGate
-from reft.snapshot.copying.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter, waits, window_kind
-from reft.snapshot.schedule import ChunkRecord, Limits, Overflow, WindowKind, instructions
+from reft.config import HasConfig
+from reft.snapshot.copying.engine import Mark
+from reft.snapshot.copying.gate import (
+    Gate,
+    HostGate,
+    Observed,
+    Pacer,
+    Wait,
+    WindowMeter,
+    waits,
+    window_kind,
+)
+from reft.snapshot.schedule import ChunkRecord, WindowKind, instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
 
@@ -55,9 +64,14 @@ def test_windows_of_1f1b_are_told_apart(stage: int) -> None:
     assert kinds.count(WindowKind.COOL_DOWN) == STAGES - 1 - stage
 
 
-class Clock(ComputeClock):
-    def __init__(self) -> None:
-        self.now = 0.0
+class Clock:
+    """As much of a copy engine as tells the time."""
+
+    def __init__(self, *, asynchronous: bool = False) -> None:
+        self.now, self.asynchronous = 0.0, asynchronous
+
+    def mark(self) -> Mark:
+        return Mark()
 
     def stamp(self) -> float:
         return self.now
@@ -70,8 +84,9 @@ TRAINING = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "Reduce
 EVALUATION = ["RecvActivation", "ForwardPass"]
 
 
-def make_pacer(clock: Clock, **limits: Any) -> Pacer:
-    return Pacer(HostGate(), PaceOptions("profiled", Limits(**limits), 1, 2, 1), None, clock)
+def make_pacer(clock: Clock, gate: Gate | None = None, stages: int = 2, micro: int = 1, **has: Any) -> Pacer:
+    place = {"stage_id": 1, "stages": stages, "micro_batches": micro}
+    return Pacer(HasConfig.model_validate(has), clock, gate=gate, **place)
 
 
 def run_step(
@@ -131,7 +146,7 @@ def test_nothing_is_planned_beside_the_optimizer_step() -> None:
 
 def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidth() -> None:
     clock = Clock()
-    pacer = make_pacer(clock, overflow=Overflow.INTERVAL)
+    pacer = make_pacer(clock, overflow="interval")
     for _ in range(30):
         clock.now += 1.0
         pacer.begin_optimizer()
@@ -169,8 +184,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
     ]
     for names in (stream(1), other):
         clock = Clock()
-        options = PaceOptions("analytic", Limits(compute_share=0.0), 1, STAGES, MICRO_BATCHES)
-        pacer = Pacer(HostGate(), options, None, clock)
+        pacer = make_pacer(clock, None, STAGES, MICRO_BATCHES, windows="analytic", compute_share=0.0)
         for _ in range(4):
             pacer.begin_step("step")
             pacer.open(0, receives=True)
@@ -181,7 +195,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
             pacer.version_done({"replicated": 10**6}, ())
         positions = [w.position for w in pacer.plan.windows]
         assert (positions == [0]) == (names is other), positions
-    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.pacing"]
+    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.gate"]
     assert len(said) == 1
     assert "reft measures its windows instead" in said[0]
 
@@ -243,10 +257,9 @@ def test_on_a_device_plans_come_to_hold_what_the_windows_hold_whatever_was_guess
     gigabytes: float, first_guess: float, late: bool
 ) -> None:
     """Within 20 versions, at 25 GB/s, with two windows of 20 ms in a step of 200 ms, for which the link has 4 GB."""
-    rate, nbytes, clock = 25e9, int(gigabytes * 1e9), Clock()
+    rate, nbytes, clock = 25e9, int(gigabytes * 1e9), Clock(asynchronous=True)
     gate = Link(clock, rate)
-    limits = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
-    pacer = Pacer(gate, PaceOptions("profiled", limits, 1, 2, 2), lambda: Mark(0), clock)
+    pacer = make_pacer(clock, gate, micro=2, compute_share=1.0, overflow="interval")
     pacer.model.window = pacer.model.compute = first_guess * rate
     names = ["RecvActivation", "ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
     for _ in range(20):

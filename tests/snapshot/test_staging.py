@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
-from reft.protect.blocks import BlockKey, Section
-from reft.snapshot.copying.chunks import Chunk
-from reft.snapshot.copying.copier import StagingArea
+from reft.grid import BlockKey, Section
+from reft.snapshot.copying.copier import Chunk, StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
@@ -61,7 +60,6 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engi
     engine.synchronize()
     assert torch.equal(first, before)
     assert torch.all(second == 9)
-    assert one.nbytes + two.nbytes == 3000
     assert one.secs is not None
     assert two.secs is not None
 

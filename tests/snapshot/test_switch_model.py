@@ -13,8 +13,8 @@ import pytest
 from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
 from reft.protect.placement import Level
-from reft.snapshot.committing.switching import InForce
-from reft.snapshot.committing.version import Slots
+from reft.snapshot.switching import InForce
+from reft.snapshot.version import Slots
 from tests.snapshot import stop_model
 from tests.snapshot.test_version_model import explored, has_a_counterexample
 from tests.snapshot.version_model import Rules

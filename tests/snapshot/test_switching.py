@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from reft.cli.protect import describe
+from reft.cli.running import describe
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
@@ -32,7 +32,7 @@ from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import Place
 from reft.recover.plan import RecoveryPlan
-from reft.snapshot.committing.switching import Keeping, Room, agree_on_room
+from reft.snapshot.switching import Keeping, Room, agree_on_room
 from tests.snapshot.ranks import FOUR, SECRET, Rank, Results
 from tests.snapshot.test_worker import versions_in
 from tests.spawn import RankError

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing.version import (
+from reft.snapshot.version import (
     NOT_STARTED,
     OVERRUN,
     Abort,

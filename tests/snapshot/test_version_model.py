@@ -22,7 +22,7 @@ import pytest
 
 from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.snapshot.committing.version import (
+from reft.snapshot.version import (
     Broke,
     Copied,
     CopyFailed,

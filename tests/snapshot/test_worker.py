@@ -14,13 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint, Variant
-from reft.memory.arena import Arena, ArenaState, scan
+from reft.grid import STATE_SECTIONS, Section
+from reft.memory.arena import Arena, scan
+from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.protect.blocks import STATE_SECTIONS, Section
-from reft.snapshot.committing.version import Cause
 from reft.snapshot.copying.copier import StagingArea
 from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine, Mark, Piece
 from reft.snapshot.schedule import Overflow
+from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
 

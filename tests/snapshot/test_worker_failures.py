@@ -19,20 +19,18 @@ import torch
 import torch.distributed as dist
 
 from reft.errors import ArenaError
+from reft.grid import Section
 from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
 from reft.node.protection import write_order
-from reft.protect.blocks import Section
 from reft.snapshot import worker
-from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.request import Votes
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
-from reft.snapshot.committing.version import OVERRUN
+from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying import engine
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.filling import Filling, RingExchange
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.version import OVERRUN
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Votes
 from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results
 
 pytestmark = pytest.mark.integration

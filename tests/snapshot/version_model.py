@@ -1,6 +1,6 @@
 """An exhaustive model of snapshots over the production transition system.
 
-Every rank is a real :class:`~reft.snapshot.committing.version.State`, moved by the real ``step``; around it stand
+Every rank is a real :class:`~reft.snapshot.version.State`, moved by the real ``step``; around it stand
 its arena files, its training thread and a worker that does each task, in every order, with an error at
 every task and every effect. Where ranks go on after an interruption is the real :func:`resume_from`, who keeps
 whose bytes is the real :func:`place_group`, and the version to restore is chosen by the real
@@ -19,9 +19,9 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import Level
 from reft.recover.decide import preferred_label
-from reft.snapshot.committing import version
-from reft.snapshot.committing.switching import InForce
-from reft.snapshot.committing.version import (
+from reft.snapshot import version
+from reft.snapshot.switching import InForce
+from reft.snapshot.version import (
     Begin,
     Broke,
     Cause,

@@ -27,7 +27,7 @@ from itertools import combinations_with_replacement, product
 from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.protect.placement import place_group
-from reft.snapshot.committing.version import NONE_YET, Met, Standing, Task, Voted, resume_from
+from reft.snapshot.version import NONE_YET, Met, Standing, Task, Voted, resume_from
 from tests.snapshot.switch_model import SwitchingRank
 from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseError, Rank, Rules, say
 

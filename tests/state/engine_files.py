@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Section
 from reft.naming import Label
-from reft.protect.blocks import Section
 from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter

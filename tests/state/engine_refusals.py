@@ -58,8 +58,6 @@ def refusals() -> dict[str, str]:
     for name, value in (
         ("has_moe_layers", True),
         ("sequence_parallel_size", 2),
-        ("torch_autocast_z0_gradscaler", torch.amp.GradScaler("cpu")),
-        ("quantizer", object()),
         ("optimized_linear_base_weight_sharding", True),
         ("optimizer", None),
     ):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from reft.engine.checks.preflight import unloadable
-from reft.state.adapters import why_not_loadable
+from reft.state.supported import why_not_loadable
 from tests.engine.ranks import be_a_rank, mse
 
 BF16, ZERO1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reft.errors import UnsupportedStateError
-from reft.state.adapters import check_optimizer
+from reft.state.supported import check_optimizer
 from tests.apex_standin import FusedAdam, FusedLAMB
 
 AMP = "_amp_stash"  # What ``amp.initialize`` gives an optimizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reft.errors import LayoutError, UnsupportedStateError
-from reft.protect.blocks import ALIGNMENT_BYTES
+from reft.grid import ALIGNMENT_BYTES
 from reft.state.catalogue import Manifest, SectionImage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from reft.state.adapters import OptimizerState, replay
 from reft.state.codec import class_path
-from reft.state.optimizer import OptimizerState, replay
 
 needs_compiled_adam = pytest.mark.skipif(
     os.environ.get("REFT_TEST_CPU_ADAM") != "1" or sys.platform != "linux",

@@ -11,9 +11,9 @@ from torch import nn
 
 from reft.errors import UnsupportedStateError
 from reft.state import codec
-from reft.state.adapters import check_optimizer
+from reft.state.adapters import OptimizerState
 from reft.state.catalogue import SectionImage
-from reft.state.optimizer import OptimizerState
+from reft.state.supported import check_optimizer
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

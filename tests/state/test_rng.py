@@ -14,7 +14,7 @@ import torch
 from reft.device import Vendor
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state import codec
-from reft.state.rng import capture_rng, restore_rng
+from reft.state.blob import capture_rng, restore_rng
 from tests.device.conftest import sim, vendor
 
 __all__ = ["sim", "vendor"]

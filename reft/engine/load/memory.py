@@ -19,12 +19,11 @@ from reft.engine.identity import local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Section
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
-from reft.node import history
-from reft.protect.blocks import Section
+from reft.node import report
 from reft.protect.placement import place_group
 from reft.recover.decide import Piece
 from reft.recover.inventory import Place
@@ -33,10 +32,9 @@ from reft.recover.rebuild import Blueprint, Completing, Room
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome
 from reft.recover.relayout import only_replicas_differ
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.state.blob import DecodedBlob
+from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
-from reft.state.rng import capture_rng, restore_rng
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)
@@ -314,7 +312,7 @@ class MemoryRestorer:
                 logger.warning(
                     "the job starts from the beginning: nothing was committed and no checkpoint is on "
                     "storage%s",
-                    history.after_failure(session.memory.job_dir.path),
+                    report.after_failure(session.memory.job_dir.path),
                 )
             return
         where = session.config.persist.dir or "not configured (persist.dir)"
@@ -357,18 +355,18 @@ class MemoryRestorer:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(history.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
+        self.note(report.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
         if self._session.is_rank_zero:
-            after = history.after_failure(self._session.memory.job_dir.path)
+            after = report.after_failure(self._session.memory.job_dir.path)
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
         """The first step of this life has been made: the recovery, if it was one, is over."""
-        self.note(history.STEPPED)
+        self.note(report.STEPPED)
         job_dir, events = self._session.memory.job_dir.path, self._session.events
-        if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
+        if local_rank() == 0 and events.enabled and (rounds := report.read_history(job_dir)):
             events.write("recovered", **vars(rounds[-1]))
 
     def note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:
-            history.note(self._session.memory.job_dir.path, event, **facts)
+            report.note(self._session.memory.job_dir.path, event, **facts)

@@ -11,17 +11,16 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from reft.control.control import ControlGroup
-from reft.engine.deepspeed_engine import HELD, DeepSpeedEngine, check_stages, describe, live_tensors
+from reft.engine.layouts import HELD, check_stages, describe, live_tensors
 from reft.engine.load.disk import CheckpointParts, degrees_of, host_file, read_host_state
 from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
-from reft.grid import Coordinate, Degrees
-from reft.protect.blocks import Section
+from reft.grid import Coordinate, Degrees, Section
 from reft.recover.decide import Piece
 from reft.recover.plan import Fetch
 from reft.recover.relayout import (
@@ -35,10 +34,12 @@ from reft.recover.relayout import (
     plan_layout,
     plan_replica,
 )
-from reft.state.blob import DecodedBlob
+from reft.state.blob import DecodedBlob, capture_rng
 from reft.state.catalogue import Manifest, TensorSpec, end_to_end
 from reft.state.codec import decode, encode
-from reft.state.rng import capture_rng
+
+if TYPE_CHECKING:
+    from reft.engine.deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 

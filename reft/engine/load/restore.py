@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reft.config import Variant
 from reft.engine.checks.start import (
@@ -24,7 +24,6 @@ from reft.engine.checks.start import (
     warn,
     what_begins_anew,
 )
-from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.load.disk import (
     DamagedError,
     DiskCheckpoint,
@@ -43,6 +42,9 @@ from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.relayout import Resize, only_replicas_differ
 from reft.state.fingerprint import BY_LAYOUT
+
+if TYPE_CHECKING:
+    from reft.engine.deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 

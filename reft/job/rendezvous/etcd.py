@@ -25,9 +25,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reft.control.authenticated import format_endpoint, is_loopback, parse_endpoint, purpose_key
 from reft.control.keyvalue import RendezvousStore, StoreError
-from reft.control.wire import authenticate, check_authentic
+from reft.control.wire import (
+    authenticate,
+    check_authentic,
+    format_endpoint,
+    is_loopback,
+    parse_endpoint,
+    purpose_key,
+)
 from reft.env import (
     ENV_ETCD_CACERT,
     ENV_ETCD_CERT,
@@ -37,7 +43,7 @@ from reft.env import (
     ENV_ETCD_USER,
 )
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.usage import ETCD_BACKEND
+from reft.job.options import ETCD_BACKEND
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")

@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -22,8 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
-from reft.job.agreement import Agreement, NodeInfo
 from reft.job.rendezvous.membership import (
+    Agreement,
     Beat,
     Closes,
     Event,
@@ -33,6 +34,7 @@ from reft.job.rendezvous.membership import (
     Leaves,
     Looked,
     Node,
+    NodeInfo,
     Refused,
     Role,
     Rules,
@@ -176,10 +178,31 @@ class StoreRendezvous:
         with self._lock:
             return bool(self.view.look().closed)
 
+    def outcome(self) -> str:
+        """Why the job has ended; empty where it has not, as far as is known."""
+        with suppress(RendezvousError):
+            self.is_closed()
+        return self.state.closed
+
     def shutdown(self, why: str) -> None:
-        """Close the job for all nodes. Raises RendezvousError: the store does not answer."""
-        self._stop_heartbeats()
-        self.tell(Closes(why), self._close_secs)
+        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
+        without."""
+        mine, newest = self.incarnation, 0
+        with suppress(StoreError):
+            newest = self.incarnations.read()
+        if newest > mine > 0:
+            with suppress(RendezvousError):
+                self.is_closed()  # looks at the store: that start may not have come about
+            if not self.has_place:
+                logger.error(
+                    "the job continues as start %d without this node, which belongs to start %d", newest, mine
+                )
+                return
+        try:
+            self._stop_heartbeats()
+            self.tell(Closes(why), self._close_secs)
+        except (RuntimeError, RendezvousError) as error:
+            logger.debug("the rendezvous could not be closed: %s", error)
 
     @property
     def table(self) -> RendezvousStore:
@@ -199,7 +222,7 @@ class StoreRendezvous:
         self.tell(Exited(self.node), self._join_secs)
         members, leaving = self._members, self.state.leaving
         told_to_leave = self.node in leaving
-        if not told_to_leave:
+        if not told_to_leave and self.incarnation:
             self._refuse_if_replaced()
         agreement = self._join(told_to_leave)
         gone = leaving | self.state.those(Role.SPARE)
@@ -226,8 +249,6 @@ class StoreRendezvous:
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
-        if not self.incarnation:
-            return
         try:
             newest = self.incarnations.read()
         except StoreError as error:
@@ -264,7 +285,13 @@ class StoreRendezvous:
                 self._say_what_is_waited_for(state)
             self._was_spare = waits_on
             if after != state:
-                self._say_who_waits(state, after)
+                there, train = len(state.participants | {self.node}), len(after.participants)
+                if after.complete and not state.complete and train < there:
+                    logger.warning(
+                        "%d nodes have joined and %d of them train, as many as fit the job's layout and "
+                        "batch; the others wait",
+                        *(there, train),
+                    )
                 state = self.view.write(after)
             else:
                 time.sleep(self.view.look_secs)
@@ -307,15 +334,6 @@ class StoreRendezvous:
             "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
             *(here, least, self._join_secs),
         )
-
-    def _say_who_waits(self, before: State, after: State) -> None:
-        there, train = len(before.participants | {self.node}), len(after.participants)
-        if after.complete and not before.complete and train < there:
-            logger.warning(
-                "%d nodes have joined and %d of them train, as many as fit the job's layout and batch; the "
-                "others wait",
-                *(there, train),
-            )
 
     def _is_dispensable(self, state: State) -> bool:
         """Whether the others have committed without this node; until then they may need its memory."""
@@ -511,6 +529,11 @@ class IncarnationRecord:
         """The start that has committed the newest version; 0 if none is known of. Raises StoreError."""
         held = self._store.peek(self._committed_key)
         return 0 if held is None else _number(held.partition(b":")[0])
+
+    def forget_committed(self) -> None:
+        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
+        with suppress(StoreError):
+            self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
         """Have the store know of a start, as one that was lost and came back does not; returns the newest

@@ -10,15 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from reft.backoff import Backoff
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError, StagingMemoryError
-from reft.memory.stream import CutRanges, HashingCopier, hashing_copier, ranges_of
-from reft.protect.blocks import Section, aligned
-from reft.snapshot.copying.chunks import Chunk, ChunkCache
+from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
+from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, hashing_copier, ranges_of
+from reft.protect.backend import backend_for, combine_ragged
+from reft.protect.rs import CELL_BYTES, needs_packets
+from reft.snapshot.arenas import Filling
 from reft.snapshot.copying.engine import (
     CheckedPieces,
     CopyEngine,
@@ -28,14 +32,188 @@ from reft.snapshot.copying.engine import (
     Mark,
     Part,
     Piece,
+    host_bytes,
 )
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
-from reft.snapshot.filling import Filling
-from reft.snapshot.plan import LiveImages
+from reft.snapshot.plan import Block, LiveImages, PlacedBlock
 from reft.snapshot.schedule import ChunkRecord
-from reft.snapshot.stats import Kind
+from reft.snapshot.stats import Kind, kind_of
+from reft.state.catalogue import SectionImage
 
 logger = logging.getLogger(__name__)
+
+
+class ParityEncoder:
+    """Encodes the parity blocks of one rank. ``image``: the replicated section as it lies in the engine's
+    memory. ``blocks``: every replicated block of the group by key. ``chunk_bytes``: bytes to read for a
+    chunk, of all sources together."""
+
+    def __init__(self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int) -> None:
+        self._image = image
+        self._blocks = blocks
+        self._chunk_bytes = chunk_bytes
+        self._device = image.device
+        self._most_bytes = 0  # of a chunk of one source
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    def cut(
+        self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
+    ) -> Iterator[tuple[int, int, Encode]]:
+        """The chunks of one parity block. ``placed``: the block. ``terms``: replicated blocks and
+        coefficients. ``target``: its bytes in the arena, 1-D uint8. Yields ``(start, stop, encode)``
+        within the block; ``encode`` encodes, on the current stream of a device, and returns what is to be
+        copied to the host."""
+        row = tuple(coefficient for _, coefficient in terms)
+        unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
+        step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
+        total = placed.block.nbytes
+        self._most_bytes = max(self._most_bytes, min(step, total))
+        for at in range(0, total, step):
+            stop = min(at + step, total)
+            ranges = []
+            for key, _ in terms:
+                block = self._blocks[key]
+                begin, end = (block.start_bytes + min(x, block.nbytes) for x in (at, stop))
+                ranges.append((begin, end))
+            yield at, stop, partial(self._encode, row, ranges, target[at:stop])
+
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        """Where a source that does not lie together is gathered, and, at -1, what is computed; chunks share
+        it: they run one by one."""
+        scratch = self._scratch.get(number)
+        if scratch is None or len(scratch) < nbytes:
+            scratch = self._scratch[number] = self._memory(self._most_bytes)
+        return scratch[:nbytes]
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _source(self, number: int, begin: int, end: int) -> torch.Tensor:
+        """``image[begin:end]``: in place where it lies together, else gathered."""
+        out = self._room(number, end - begin)
+        pieces = self._image.pieces_into(begin, out)
+        if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
+            return pieces[0][0]
+        for live, part in pieces:
+            part.copy_(live)
+        return out
+
+    def _encode(
+        self, row: tuple[int, ...], ranges: Sequence[tuple[int, int]], target: torch.Tensor
+    ) -> Sequence[Piece]:
+        """Write the combination of those ranges of the image to ``target``, or queue it; shorter ones count
+        as padded with zeros."""
+        sources: list[Any] = [self._source(n, begin, end) for n, (begin, end) in enumerate(ranges)]
+        if self._device.type == "cpu":
+            out: Any = target.numpy()
+            combine_ragged(backend_for(out), [row], [np.asarray(host_bytes(s)) for s in sources], [out])
+            return ()
+        out = self._room(-1, len(target))
+        combine_ragged(backend_for(out), [row], sources, [out])
+        return [(out, target)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of one block."""
+
+    placed: PlacedBlock  # the block
+    kind: Kind  # what its bytes are to this rank
+    pieces: CheckedPieces  # sources and targets; several where small tensors lie side by side
+    stored: Range  # the chunk's place in the arena, padding included, as a range to be hashed only
+    last: bool  # whether it ends the block
+    # for a parity what to do instead of copying; returns what is then to be copied
+    encode: Encode | None = None
+    # for sources in host memory all chunks of the block, as ranges to be copied and hashed
+    cut: CutRanges | None = None
+    number: int = 0  # the chunk's own among them
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored[2]
+
+    @property
+    def section(self) -> Section:
+        return self.placed.key.section
+
+
+def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut everything that is copied from this rank's own device; padding in the arena is zeroed here.
+    ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most bytes of a
+    chunk, a multiple of 64."""
+    chunks: list[Chunk] = []
+    for placed in filling.local_blocks:
+        image = _image_of(images, placed)
+        if image is not None:
+            chunks += _cut_block(image, filling, placed, chunk_bytes)
+    return (*chunks, *_cut_parity(images, filling, chunk_bytes))
+
+
+def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Iterator[Chunk]:
+    mine, plan = filling.layout.mine, filling.layout.plan
+    blocks = {b.key: b.block for m in plan.members for b in m.own} if mine.parity else {}
+    encoder = ParityEncoder(images.replicated, blocks, chunk_bytes)
+    for placed in mine.parity:
+        total, target = placed.block.nbytes, filling.tensor(placed)
+        for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
+            stored = _hashed_only(target[at:stop])
+            yield Chunk(placed, Kind.PARITY, CheckedPieces(), stored, stop == total, encoding)
+
+
+def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
+    """What a block is copied from, as it is; None where it is made in another way."""
+    section = placed.key.section
+    if section is Section.GRADIENTS:
+        # Of a peer that this rank keeps since a moment only there are none yet.
+        return images.gradients.get(placed.key.member)
+    return {Section.REPLICATED: images.replicated, Section.OWNED: images.owned}.get(section)
+
+
+def _cut_block(
+    image: SectionImage, filling: Filling, placed: PlacedBlock, chunk_bytes: int
+) -> Iterator[Chunk]:
+    target = filling.tensor(placed)
+    total, begin = placed.block.nbytes, placed.block.start_bytes
+    kind = kind_of(placed.key, filling.layout.member)
+    parts = [target[at : at + chunk_bytes] for at in range(0, total, chunk_bytes)]
+    pieces = [
+        CheckedPieces.of(image.pieces_into(begin + at, part))
+        for at, part in zip(range(0, total, chunk_bytes), parts, strict=True)
+    ]
+    in_order = [
+        [*_in_order(image, begin + at, of_part, part)]
+        for at, of_part, part in zip(range(0, total, chunk_bytes), pieces, parts, strict=True)
+    ]
+    if all(p.elsewhere is None for p in pieces):
+        cut = CutRanges.of(in_order)
+    else:
+        cut = None
+        filling.scanned[placed] = ranges_of(
+            (0, row[0] or row[1], *row[2:]) for rows in in_order for row in rows
+        )
+    for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
+        yield Chunk(
+            placed, kind, of_part, _hashed_only(part), last=number == len(parts) - 1, cut=cut, number=number
+        )
+
+
+def _hashed_only(memory: torch.Tensor) -> Range:
+    return 0, memory.data_ptr(), memory.numel()
+
+
+def _in_order(image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
+    """The bytes of a chunk, ``image[at : at + len(part)]``, in order: its pieces, and the padding between
+    them, which is in the arena."""
+    end = 0
+    for target, source, nbytes in pieces.addresses:
+        begin = target - part.data_ptr()
+        if begin > end:
+            yield _hashed_only(part[end:begin])
+        (spec,) = image.tensors_at(at + begin, at + begin + nbytes)
+        yield target, source, nbytes, EXPONENTS.get(spec.dtype, 0)
+        end = begin + nbytes
+    if end < part.numel():
+        yield _hashed_only(part[end:])
 
 
 TURNS = 61
@@ -250,8 +428,9 @@ class Copier:
     ) -> None:
         self.engine = engine
         self.staging, self.peers = staging, peers
-        least = engine.least_chunk_bytes if engine.asynchronous else 0
-        self.cache = ChunkCache(max(chunk_bytes, least))
+        self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
+        self._cut: dict[int, tuple[Filling, LiveImages, tuple[Chunk, ...]]] = {}
+        """The chunks of each slot's arena, with the first version that was copied there."""
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
         """Of the newest versions; whoever traces takes them away."""
         self.staged: Sequence[StagedChunk] = ()
@@ -278,8 +457,23 @@ class Copier:
     def close(self) -> None:
         """Wait for copies in flight and let go of the arenas."""
         self.engine.close()
-        self.cache.clear()
+        self.forget()
         self.staged = ()
+
+    def forget(self) -> None:
+        """Let go of the arenas: what is replaced must not stay mapped (P9)."""
+        self._cut.clear()
+
+    def _chunks(self, images: LiveImages, filling: Filling) -> tuple[Chunk, ...]:
+        """Cut again when images, layout or arena have changed."""
+        if (known := self._cut.get(filling.slot)) is not None:
+            first, seen, chunks = known
+            if first.arena is filling.arena and first.layout is filling.layout and seen is images:
+                filling.scanned = first.scanned
+                return chunks
+        chunks = cut_chunks(images, filling, self._chunk_bytes)
+        self._cut[filling.slot] = filling, images, chunks
+        return chunks
 
     # -- worker thread -------------------------------------------------------------------------------
 
@@ -307,12 +501,14 @@ class Copier:
             What was copied when. Checksums of blocks that were hashed on the way are in ``filling``.
             What was staged is in :attr:`staged`; the version is whole after :meth:`drain`.
         """
-        chunks = self.cache.chunks(images, filling)
+        chunks = self._chunks(images, filling)
         self.staged, self._hasher = (), hashing_copier()
         self._fault, self._points = reach, _fault_points(chunks)
         if not chunks:
             reach(FaultPoint.DURING_COPY)
         stages = self._stages(chunks, may_stage)
+        queued: _Queued = []
+        records: list[ChunkRecord] = []
         if self.engine.asynchronous:
 
             def hand_over(batch: _Batch, mark: Mark | None) -> CopyTicket:
@@ -324,15 +520,12 @@ class Copier:
             queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
             if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
                 self._stage(chunks, count)
-            self._look(images, filling, gate)
-            handed_over()
-            self.engine.synchronize()
-            records = _settled(queued)
         else:
             records = self._copy(chunks, filling, gate, stages)
-            self._look(images, filling, gate)
-            handed_over()
-            self.engine.synchronize()
+        self._look(images, filling, gate)
+        handed_over()
+        self.engine.synchronize()
+        records += _settled(queued)
         self.records.extend(records)
         return records
 
@@ -345,7 +538,7 @@ class Copier:
                 self.engine.unregister(self.peers.memory)
             self.peers.memory = torch.zeros(count, dtype=torch.int64)
             self.engine.register(self.peers.memory)
-        for part in self.peers.parts(images, self.cache.chunk_bytes):
+        for part in self.peers.parts(images, self._chunk_bytes):
             if self.engine.asynchronous:
                 self.engine.copy((), encode=part)
                 continue
@@ -419,7 +612,7 @@ class Copier:
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
         """What is copied with one permit at most: chunks of one block, up to the next fault point."""
         stop, nbytes = first, 0
-        goes_on = permit.until is not None and self._at_once(chunks[first]) is not None
+        goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
         while nbytes < most:
             nbytes += chunks[stop].nbytes
@@ -439,7 +632,7 @@ class Copier:
         """Chunks of one block, hashed on the way; ``staged``: other sources of the one. Returns what was
         copied when, and how many of the chunks: fewer where training did not wait for them."""
         began = ended = time.perf_counter()
-        first, at_once = chunks[0], self._at_once(chunks[0])
+        first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
         try:
@@ -447,10 +640,10 @@ class Copier:
                 self.engine.drain(staged)
                 if hashes:
                     self._hasher.copy(ranges_of([first.stored]))
-            elif at_once is not None:
-                engine, cut = at_once
+            elif cut is not None:
+                assert isinstance(self.engine, CpuCopyEngine)
                 part = first.number, chunks[-1].number + 1
-                copied = engine.copy_hashed(cut, part, self._hasher, permit.until)
+                copied = self.engine.copy_hashed(cut, part, self._hasher, permit.until)
             else:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
@@ -465,13 +658,6 @@ class Copier:
         filling.traffic.to_host[first.kind] += nbytes
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
         return record, copied
-
-    def _at_once(self, chunk: Chunk) -> tuple[CpuCopyEngine, CutRanges] | None:
-        """What copies chunks of its block by one call, which may end between any two of them, if anything."""
-        engine, hashes = self.engine, chunk.section is not Section.GRADIENTS
-        if chunk.cut is None or not hashes or not isinstance(engine, CpuCopyEngine):
-            return None
-        return engine, chunk.cut
 
     def _queue(
         self,
@@ -514,6 +700,11 @@ class Copier:
         """Before a chunk, once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
+
+
+def _at_once(chunk: Chunk) -> CutRanges | None:
+    """Chunks of its block that are copied and hashed by one call, which may end between any two of them."""
+    return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:

@@ -39,7 +39,6 @@ from reft.snapshot.copying.engine import (
     Mark,
     Part,
     Piece,
-    bandwidth,
     byte_views,
     contiguous,
     copy_on_host,
@@ -166,19 +165,17 @@ class _DeviceTicket(CopyTicket):
     """One copy: the event at its end, what it waits for, and the tensors that it needs."""
 
     def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
-        super().__init__(sum(target.numel() for _, target in pieces))
+        super().__init__()
         self.drains = drains  # whether it belongs to a version that was fenced
         self.waits: list[Any] = []
         self.queued_secs = time.perf_counter()
         self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: list[Piece] = list(pieces)
-        self.staged = False  # whether it goes to a staging buffer, not over the link
 
     def keep(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Count further pieces and hold their tensors."""
+        """Hold the tensors of further pieces too."""
         for piece in pieces:
             for view in byte_views([piece]):
-                self.nbytes += view[1].numel()
                 self.keep_alive.append(view)
                 yield view
 
@@ -287,7 +284,8 @@ class DeviceCopyEngine(CopyEngine):
         self._begun = event
 
     def mark(self) -> Mark:
-        return _DeviceMark(self._order.mark(), self.stamp())
+        self._order.check_not_closed("mark")
+        return _DeviceMark(self.stamp())
 
     def stamp(self) -> Any:
         event: Any = self._module.Event(enable_timing=True, blocking=True)
@@ -321,7 +319,7 @@ class DeviceCopyEngine(CopyEngine):
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
-        with self._order.copying(after) as version:
+        with self._order.copying() as version:
             self._vendor.enter(self.device)
             ticket = _DeviceTicket(self._module, views)
             with self._lock:
@@ -368,7 +366,7 @@ class DeviceCopyEngine(CopyEngine):
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (ticket, handed_over):
-            ticket.staged, self._staged = True, ticket
+            self._staged = ticket
             return [
                 into_buffer(views, place, lambda source, at: at.copy_(source, non_blocking=True))
                 for views, (_, place, _) in zip(handed_over, parts, strict=True)
@@ -434,9 +432,6 @@ class DeviceCopyEngine(CopyEngine):
             free_secs[ticket.drains] = ticket.settle(
                 lambda event: anchor_secs - event.elapsed_time(anchor) * _MS, free_secs[ticket.drains]
             )
-        linked = [t for t in tickets if not t.staged]  # what was staged did not pass the link
-        busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
-        self.bytes_per_sec = bandwidth(sum(t.nbytes for t in linked), busy_secs, self.bytes_per_sec)
 
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
         self._vendor.enter(self.device)

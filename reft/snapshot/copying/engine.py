@@ -42,10 +42,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -72,15 +71,12 @@ STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
 
-MEASURED_BYTES = 2**20  # a version with fewer bytes says nothing about bandwidth
-
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in the compute stream's time line, of one version. Made by :meth:`CopyEngine.mark`."""
+    """A point in the compute stream's time line. Made by :meth:`CopyEngine.mark`."""
 
-    version: int
-    stamp: Any = None  # as of :meth:`ComputeClock.stamp`, where taking the mark took one
+    stamp: Any = None  # as of :meth:`CopyEngine.stamp`, where taking the mark took one
 
     def reached(self) -> bool:
         """Whether the device is there. Does not wait."""
@@ -88,12 +84,11 @@ class Mark:
 
 
 class CopyTicket:
-    """What became of one :meth:`CopyEngine.copy`. ``nbytes``: bytes of all pieces together. ``secs``: when
-    the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it within some ten
-    microseconds. None until the engine's ``synchronize`` has returned."""
+    """What became of one :meth:`CopyEngine.copy`. ``secs``: when the copying began and ended, by
+    ``time.perf_counter()``; device time is mapped onto it within some ten microseconds. None until the
+    engine's ``synchronize`` has returned."""
 
-    def __init__(self, nbytes: int, secs: tuple[float, float] | None = None) -> None:
-        self.nbytes = nbytes
+    def __init__(self, secs: tuple[float, float] | None = None) -> None:
         self.secs = secs
 
     def done(self) -> bool:
@@ -104,28 +99,14 @@ class CopyTicket:
         """Wait for that. Not on the training thread."""
 
 
-class ComputeClock(Protocol):
-    """Tells when the compute stream got to a point, without making anybody wait for it."""
-
-    def stamp(self) -> Any:
-        """This point of the training thread's work for the device. On the training thread, at any time."""
-
-    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
-        training thread."""
-
-
-class CopyEngine(ComputeClock, ABC):
+class CopyEngine(ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
     name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
     asynchronous: bool  # whether `copy` returns before the bytes have arrived (while memory is pinned)
     # handing over takes the host as long as the link takes for about so many bytes: with smaller pieces or
     # calls the link idles between them
-    least_chunk_bytes: int
-    # bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the engine did
-    # copy; None before. Taking it costs nothing.
-    bytes_per_sec: float | None = None
+    least_chunk_bytes = 0
 
     def __init__(self) -> None:
         self._order = CallOrder()
@@ -139,7 +120,7 @@ class CopyEngine(ComputeClock, ABC):
         False costs speed only, and was logged."""
         return True
 
-    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027 -- nothing to do
         """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
         Memory that is not registered is fine."""
 
@@ -148,9 +129,18 @@ class CopyEngine(ComputeClock, ABC):
         self._order.begin()
 
     def mark(self) -> Mark:
-        """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
-        open."""
-        return Mark(self._order.mark())
+        """This point of the compute stream, for ``after=...``."""
+        self._order.check_not_closed("mark")
+        return Mark()
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """This point of the training thread's work for the device. On the training thread, at any time."""
+
+    @abstractmethod
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
+        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
+        training thread."""
 
     @abstractmethod
     def copy(
@@ -167,8 +157,8 @@ class CopyEngine(ComputeClock, ABC):
         Raises:
             CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory, or
                 sizes that differ. Nothing was copied.
-            CopyOrderError: no version is open (not begun, fenced, closed meanwhile), or the mark is
-                of another one. Nothing was copied, or (closed) the version is not whole.
+            CopyOrderError: no version is open (not begun, fenced, closed meanwhile). Nothing was copied, or
+                (closed) the version is not whole.
             RuntimeError: the device failed.
         """
 
@@ -191,7 +181,7 @@ class CopyEngine(ComputeClock, ABC):
 
     @abstractmethod
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a mark of any version; also while
+        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while
         no version is open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises
         RuntimeError: the device failed."""
 
@@ -311,23 +301,16 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
     return source.detach().reshape(-1).view(torch.uint8)
 
 
-class _Phase(Enum):
-    IDLE = auto()
-    OPEN = auto()
-    CLOSED = auto()
-
-
 class _Copying(AbstractContextManager[int]):
     """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
 
-    __slots__ = ("_after", "_order")
+    __slots__ = ("_order",)
 
-    def __init__(self, order: CallOrder, after: Mark | None) -> None:
+    def __init__(self, order: CallOrder) -> None:
         self._order = order
-        self._after = after
 
     def __enter__(self) -> int:
-        return self._order.enter(self._after)
+        return self._order.enter()
 
     def __exit__(self, *_: object) -> None:
         self._order.leave()
@@ -337,45 +320,31 @@ class CallOrder:
     """Keeps the order of an engine's calls; knows which copies are inside :meth:`CopyEngine.copy`."""
 
     def __init__(self) -> None:
-        self._phase = _Phase.IDLE
+        self._open = self.closed = False
         self._version = 0
         self._active = 0
         self._draining = 0
         self._stuck = False  # whether a call was waited for in vain, and is still under way
         self._changed = threading.Condition()
 
-    @property
-    def closed(self) -> bool:
-        return self._phase is _Phase.CLOSED
-
     def begin(self) -> None:
         with self._changed:
-            if self._phase is not _Phase.IDLE:
+            if self._open or self.closed:
                 what = "the engine is closed" if self.closed else "the version before was not fenced"
                 raise CopyOrderError(f"begin: {what}; expected fence() before every optimizer step")
-            self._phase = _Phase.OPEN
+            self._open = True
             self._version += 1
 
-    def mark(self) -> int:
-        """The open version's number; 0 where none is open."""
-        self.check_not_closed("mark")
-        return self._version if self._phase is _Phase.OPEN else 0
-
-    def copying(self, after: Mark | None) -> AbstractContextManager[int]:
+    def copying(self) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
-        return _Copying(self, after)
+        return _Copying(self)
 
-    def enter(self, after: Mark | None) -> int:
+    def enter(self) -> int:
         """A copy begins. Returns the version's number."""
         with self._changed:
-            if self._phase is not _Phase.OPEN:
+            if not self._open:
                 state = "the engine is closed" if self.closed else "no version is open"
                 raise CopyOrderError(f"copy: {state}; expected it between begin() and fence()")
-            if after is not None and after.version != self._version:
-                raise CopyOrderError(
-                    f"copy: the mark is of version {after.version}, version {self._version} is open; "
-                    f"expected a mark taken since its begin()"
-                )
             self._active += 1
             return self._version
 
@@ -384,7 +353,7 @@ class CallOrder:
         with self._changed:
             self._active -= 1
             self._stuck = self._stuck and self._active > 0
-            if self._phase is not _Phase.OPEN:  # somebody waits
+            if not self._open:  # somebody waits
                 self._changed.notify_all()
 
     @contextmanager
@@ -404,9 +373,9 @@ class CallOrder:
         """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether a version
         was open."""
         with self._changed:
-            if self._phase is not _Phase.OPEN:
+            if not self._open:
                 return False
-            self._phase = _Phase.IDLE
+            self._open = False
             self._await(lambda: not self._active)
             return True
 
@@ -424,15 +393,10 @@ class CallOrder:
     def close(self) -> bool:
         """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is stuck."""
         with self._changed:
-            if self._phase is _Phase.CLOSED:
+            if self.closed:
                 return False
-            self._phase = _Phase.CLOSED
+            self._open, self.closed = False, True
             return self._await(lambda: not (self._active or self._draining))
-
-
-def bandwidth(nbytes: int, secs: float, before: float | None) -> float | None:
-    """Bytes per second of a version that took ``secs``; ``before`` where it says nothing."""
-    return nbytes / secs if nbytes >= MEASURED_BYTES and secs > 0 else before
 
 
 # -- copies between host memory, on the thread that calls ------------------------------------------
@@ -464,13 +428,6 @@ class CpuCopyEngine(CopyEngine):
 
     name = "cpu"
     asynchronous = False
-    least_chunk_bytes = 64 * 2**10
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._version = 0
-        self._bytes = 0
-        self._secs = 0.0
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -482,14 +439,12 @@ class CpuCopyEngine(CopyEngine):
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
         checked = _on_host(pieces)
-        with self._order.copying(after) as version:
+        with self._order.copying():
             began = time.perf_counter()
-            nbytes = self._copy(checked)
+            self._copy(checked)
             if encode is not None:
-                nbytes += self._copy(_on_host(encode()))
-            ended = time.perf_counter()
-        self._count(version, nbytes, ended - began)
-        return CopyTicket(nbytes, (began, ended))
+                self._copy(_on_host(encode()))
+            return CopyTicket((began, time.perf_counter()))
 
     def copy_hashed(
         self,
@@ -502,12 +457,8 @@ class CpuCopyEngine(CopyEngine):
         ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
         CopyOrderError: as in :meth:`copy`."""
         first, stop = chunks
-        with self._order.copying(None) as version:
-            began = time.perf_counter()
-            copied = hasher.copy_chunks(cut, first, stop, until)
-            ended = time.perf_counter()
-        self._count(version, cut.nbytes(first, first + copied), ended - began)
-        return copied
+        with self._order.copying():
+            return hasher.copy_chunks(cut, first, stop, until)
 
     @property
     def free_bytes(self) -> int:
@@ -526,7 +477,7 @@ class CpuCopyEngine(CopyEngine):
         staged = []
         for pieces, buffer, encode in parts:
             checked = _on_host(pieces)
-            with self._order.copying(None):
+            with self._order.copying():
                 encoded = _on_host(encode()) if encode is not None else ()
                 copy = partial(copy_on_host, closed=self._closed)
                 staged.append(into_buffer(chain(checked, encoded), buffer, copy))
@@ -537,25 +488,14 @@ class CpuCopyEngine(CopyEngine):
             began = time.perf_counter()
             for source, target in staged:
                 copy_on_host(source, target, self._closed)
-            return CopyTicket(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+            return CopyTicket((began, time.perf_counter()))
 
-    def _copy(self, pieces: CheckedPieces) -> int:
-        """Returns the bytes."""
-        total = 0
+    def _copy(self, pieces: CheckedPieces) -> None:
         for target, source, nbytes in pieces.addresses:
             _copy_range(target, source, nbytes, self._closed)
-            total += nbytes
-        return total
-
-    def _count(self, version: int, nbytes: int, secs: float) -> None:
-        if version != self._version:
-            self._version, self._bytes, self._secs = version, 0, 0.0
-        self._bytes += nbytes
-        self._secs += secs
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
-        self.bytes_per_sec = bandwidth(self._bytes, self._secs, self.bytes_per_sec)
 
 
 def _on_host(pieces: Iterable[Piece]) -> CheckedPieces:

@@ -13,9 +13,8 @@ from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
-from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.layout import AXES, Layout, choose_order, parse_order
-from reft.tools.planning.model import Training, load_shape, shape_of
+from reft.tools.planning.model import Cluster, Training, load_shape, shape_of
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
@@ -35,11 +34,9 @@ class Layouting:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    training: Training  # model, machine and degrees
-    cluster: Cluster  # what it runs on. block: the ``reft`` block.
+    training: Training  # model, machine and degrees; whether the optimizer is partitioned (``zero_1``)
     block: ReftConfig
     half: bool  # 16-bit weights beside fp32 masters
-    owned: bool  # the optimizer is partitioned over data-parallel peers
     layout: Layout  # order of the ranks
     parameters: float | None = None  # nominal, counted as if spread evenly; None counts those of each stage
     notes: tuple[str, ...] = ()  # what was assumed
@@ -47,7 +44,7 @@ class PlannedJob:
     @cached_property
     def topology(self) -> Topology:
         """Ranks fill nodes in order, as launchers number them."""
-        degrees, per_node = self.layout.degrees, self.cluster.devices_per_node
+        degrees, per_node = self.layout.degrees, self.training.machine.devices_per_node
         ranks = range(degrees.world_size)
         return Topology(
             degrees,
@@ -74,9 +71,9 @@ class PlannedJob:
     def _sections(self, stage_id: int) -> RankSections:
         here = self.stage_parameters(stage_id)
         model = MODEL_BYTES if self.half else 4
-        optimizer = OPTIMIZER_BYTES if self.half or self.owned else _MOMENT_BYTES
+        optimizer = OPTIMIZER_BYTES if self.half or self.training.zero_1 else _MOMENT_BYTES
         host = self.block.host_state_bytes
-        if self.owned:
+        if self.training.zero_1:
             partition = optimizer * round(here / self.training.data)
             return RankSections(round(model * here), partition, host)
         return RankSections(round((model + optimizer) * here), 0, host)
@@ -129,7 +126,7 @@ def plan_job(
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order == "auto"
     layout = Layout(degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order))
-    return PlannedJob(training, cluster, block, half, owned, layout, parameters, tuple(notes))
+    return PlannedJob(training, block, half, layout, parameters, tuple(notes))
 
 
 def _bytes_of(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
+import numpy as np
+
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees
 
@@ -34,20 +36,14 @@ class Layout:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Coordinate of a global rank (row-major over ``order``)."""
-        position = {}
-        for axis, size in zip(reversed(self.order), reversed(self.dims), strict=True):
-            rank, position[axis] = divmod(rank, size)
-        return Coordinate(position["pipe"], position["data"], position["model"])
+        at = dict(zip(self.order, map(int, np.unravel_index(rank, self.dims)), strict=True))
+        return Coordinate(at["pipe"], at["data"], at["model"])
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axis: str) -> list[list[int]]:
         """Global ranks of every group along ``axis``, members in the order of that axis."""
-        names = {"pipe": "pp", "data": "dp", "model": "tp"}
-        rest = [name for name in names if name != axis]
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.degrees.world_size):
-            at = self.coordinate(rank)
-            members.setdefault(tuple(getattr(at, names[name]) for name in rest), []).append(rank)
-        return tuple(tuple(ranks) for _, ranks in sorted(members.items()))
+        ranks = np.arange(self.degrees.world_size).reshape(self.dims)
+        last = np.moveaxis(ranks, self.order.index(axis), -1)
+        return [[int(rank) for rank in group] for group in last.reshape(-1, last.shape[-1])]
 
     def __str__(self) -> str:
         return f"{self.degrees}, rank order {'-'.join(self.order)}"

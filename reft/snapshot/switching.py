@@ -40,7 +40,7 @@ from reft.node.protection import (
     parse_order,
 )
 from reft.protect.placement import CALM_SECS, Level, MemoryWatch, ladder, tolerance
-from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.plan import GroupLayout, layout_under
 
 logger = logging.getLogger(__name__)

@@ -1,27 +1,20 @@
-"""A DeepSpeed engine as a session sees it."""
+"""What a rank of a DeepSpeed job holds, told so that another layout or degree can take it up."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from reft.engine.data import LEFT, DataPosition, move_data
-from reft.engine.engine import coordinate_of, flat_facts, shapes_of
-from reft.engine.on_import import ds_config_of
+from reft.engine.data import LEFT, move_data
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Degrees
-from reft.naming import own_program
+from reft.grid import Coordinate
 from reft.recover.relayout import MASTER, WEIGHT, WHOLE, Held, Layout, Parameter, Resize, tensor_name
-from reft.state.adapters import StateAdapter, adapter_for
-from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
-from reft.state.catalogue import SectionImage
-from reft.state.fingerprint import Fact, facts_of_arguments
-from reft.state.rng import capture_rng
+from reft.state.adapters import StateAdapter
+from reft.state.blob import capture_rng
 
 
 class Resizing:
@@ -69,25 +62,15 @@ def _why_not(config: Mapping[str, Any]) -> str:
 HELD = "held"  # key of a host state: `Held.encode`, or in words why there is none
 
 
-class Description:
-    def __init__(self, engine: Any, adapter: StateAdapter) -> None:
-        self._engine = engine
-        self._adapter = adapter
-        self._known: tuple[Any, bytes | str] = (None, "")
-
-    def of_layout(self) -> bytes | str:
-        """The part of a host state; made anew only when tensors have appeared or moved. Never raises: what a
-        model says of itself is its own code, and a version of the own layout is as good without."""
-        signature = self._adapter.signature()
-        if self._known[0] != signature:
-            try:
-                told: bytes | str = describe(self._engine, self._adapter).encode()
-            except LayoutError as error:
-                told = str(error)
-            except Exception as error:
-                told = f"{type(error).__name__}: {error}"
-            self._known = signature, told
-        return self._known[1]
+def told_of(engine: Any, adapter: StateAdapter) -> bytes | str:
+    """The part :data:`HELD` of a host state. Never raises: what a model says of itself is its own code, and a
+    version of the own layout is as good without."""
+    try:
+        return describe(engine, adapter).encode()
+    except LayoutError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def describe(engine: Any, adapter: StateAdapter) -> Held:
@@ -270,95 +253,3 @@ def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
         if not tensor.is_contiguous():
             raise LayoutError(f"{name} is not contiguous: make it so, or start in the layout that wrote it")
     return {name: tensor.detach().view(-1) for name, tensor in found.items()}
-
-
-_CONFIG = (
-    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "amp", "data_types", "communication_data_type"),
-    *("gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients"),
-    *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
-)
-"""Parts of DeepSpeed's configuration that change the numbers."""
-_ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
-"""Of ``zero_optimization``: the rest is about speed."""
-
-
-class DeepSpeedEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state reft does
-    not know."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.name = type(engine).__name__
-        self.adapter = adapter_for(engine)
-        self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
-        self.micro_batches = int(engine.gradient_accumulation_steps())
-        self.data = DataPosition(engine, self._replica)
-        self._description = Description(engine, self.adapter)
-        self.resizing = Resizing(self.micro_batches, ds_config_of(engine))
-
-    @property
-    def global_steps(self) -> int:
-        return int(self.engine.global_steps)
-
-    def place(self) -> tuple[Coordinate, Degrees]:
-        return coordinate_of(self.engine)
-
-    def _replica(self) -> tuple[int, int]:
-        coordinate, degrees = self.place()
-        return coordinate.dp, degrees.dp
-
-    def shapes(self) -> str:
-        return shapes_of(type(self.engine.module).__qualname__, self.engine.module.named_parameters())
-
-    def settings(self) -> dict[str, Fact]:
-        engine = self.engine
-        config = ds_config_of(engine)
-        facts: dict[str, Fact] = {
-            **facts_of_arguments(sys.argv[1:]),
-            "script": own_program()[0],
-            "seed": torch.initial_seed(),
-            "config.train_batch_size": int(engine.train_batch_size()),
-            "config.train_micro_batch_size_per_gpu": int(engine.train_micro_batch_size_per_gpu()),
-            "config.gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
-        }
-        for name in _CONFIG:
-            if name in config:
-                facts |= {f"config.{key}": fact for key, fact in flat_facts(name, config[name])}
-        zero = dict(flat_facts("zero_optimization", config.get("zero_optimization") or {}))
-        facts["config.zero_optimization.stage"] = 0
-        facts |= {f"config.{k}": v for k, v in zero.items() if k.removeprefix("zero_optimization.") in _ZERO}
-        if "optimizer" not in config:
-            facts |= dict(_hyperparameters(engine.optimizer))
-        if "scheduler" not in config and engine.lr_scheduler is not None:
-            facts["lr_scheduler"] = type(engine.lr_scheduler).__qualname__
-        return facts
-
-    def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
-        return {**state, HELD: self._description.of_layout()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        restore_host_state(self.engine, self.adapter, state)
-
-    def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
-        """Behind DeepSpeed's own ``load_checkpoint``: what its files do not hold."""
-        restore_data_free_state(self.engine, state, scheduler=scheduler)
-
-    def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        from reft.state.deepspeed_format import capture_template
-
-        return capture_template(self.engine, images, state)
-
-
-def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
-    """Of an optimizer that the script made itself, group by group."""
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    yield "optimizer.type", type(inner).__qualname__
-    for index, group in enumerate(getattr(inner, "param_groups", ())):
-        # A scheduler has moved "lr" already; "initial_lr" is what the script wrote.
-        settings = {**group, "lr": group.get("initial_lr", group.get("lr"))}
-        for key, value in sorted(settings.items()):
-            if key not in ("params", "initial_lr"):
-                yield from flat_facts(f"optimizer.group{index}.{key}", value)

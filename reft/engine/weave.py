@@ -1,0 +1,226 @@
+"""Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
+
+The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
+training instructions in the same order, with instructions of ours around those in which the device may
+wait, and behind the optimizer step. They are DeepSpeed's own kind of instruction and are looked up in a
+copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
+parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
+
+Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
+queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
+stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+from reft.config import Variant
+from reft.engine.on_import import wrap
+from reft.engine.session import Session
+from reft.snapshot.copying.gate import queues_transfers, waits
+from reft.snapshot.schedule import InstructionRecord
+
+
+class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device is about to wait: snapshot copies may run. ``window_id``: position of the waiting
+    instruction in the step's stream; ``receives``: whether it is a receive."""
+
+
+class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device goes on: no snapshot copy runs any more. ``window_id``: of the window."""
+
+
+class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
+    """The state after the optimizer step is final: a version begins here."""
+
+
+def _steps(names: list[str]) -> bool:
+    """Whether a schedule of these instructions ends with the optimizer step."""
+    return names[-1:] == ["OptimizerStep"]
+
+
+class WovenSchedule:
+    """A schedule with snapshot instructions; everything else is the schedule's own. ``take``: insert
+    :class:`TakeSnapshot` behind the optimizer step. ``seen``: takes the names of the training
+    instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV; else that
+    shows with the first."""
+
+    def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
+        self._schedule = schedule
+        self._take = take
+        self._seen = seen
+        self._queues = queues
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for commands in self._schedule:
+            yield list(self._weave(commands))
+
+    def _weave(self, commands: Any) -> Iterator[Any]:
+        for command in commands:
+            name = type(command).__name__
+            position = len(self._seen)
+            self._seen.append(name)
+            self._queues = self._queues or queues_transfers((name,))
+            may_wait, receives = waits(self._seen, self._queues)
+            if may_wait:
+                yield OpenSnapshotWindow(window_id=position, receives=receives)
+                yield command
+                yield CloseSnapshotWindow(window_id=position)
+            else:
+                yield command
+            if self._take and name == "OptimizerStep":
+                yield TakeSnapshot()
+
+
+class Weaver:
+    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether anything is to
+    be woven, and whether every instruction is timed, is asked before every schedule."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._session, self._tracer = session, session.tracer
+        self._tracer.woven = True
+        self._progress = session.progress
+        self._pacer = session.copying.pacer
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
+        self._streams: dict[Hashable, list[str]] = {}
+        """The instructions of every schedule, as they were executed."""
+        self._counts: Counter[str] = Counter()
+        self._position = 0
+        self._drains: Hashable = None
+        """The schedule that ended with the optimizer step, until its loss was added up."""
+        self._source: Mapping[type, Callable[..., Any]] = {}
+        self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
+        for name, around in (
+            ("_exec_schedule", self._exec_schedule),
+            ("_aggregate_total_loss", self._aggregate),
+        ):
+            if hasattr(engine, name):
+                wrap(engine, name, partial(around, engine))
+
+    # -- execution -----------------------------------------------------------------------------------
+
+    def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
+        self._tracer.began = time.perf_counter()
+        traced = self._tracer.active
+        for stamps in self._computing.values():
+            stamps.clear()
+        # P1: on the instance; the class, and every other engine, executes as before.
+        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
+        copying = self._session.copying
+        paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
+        if not (traced or (paced and self._session.worker is not None)):
+            return original(schedule)
+        key = _key_of(schedule)
+        known, names = self._streams.get(key, []), list[str]()
+        woven = WovenSchedule(schedule, take=_steps(known), seen=names, queues=queues_transfers(known))
+        self._position = 0
+        self._counts.clear()
+        self._pacer.begin_step(key)
+        try:
+            result = original(woven)
+        finally:
+            self._pacer.close()  # whatever happened, no window stays open
+        self._streams[key] = names
+        if _steps(names):
+            self._drains = key
+        else:
+            self._end_step(key)
+        return result
+
+    def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of the step: the first stages wait here for the last one, or all for all."""
+        self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
+        if (key := self._drains) is None:
+            return original(*args, **kwargs)
+        self._drains, position = None, len(self._streams[key])
+        self._pacer.open(position, receives=True)
+        mark = self._mark() if self._tracer.active else None
+        began = time.perf_counter()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            ended = time.perf_counter()
+            self._pacer.close()
+        if self._tracer.active:
+            self._tracer.records.append(InstructionRecord(position, "AggregateTotalLoss", None, began, ended))
+            self._mark_end(mark)
+        self._end_step(key)
+        return result
+
+    def _end_step(self, key: Hashable) -> None:
+        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
+        self._pacer.end_step(key, self._streams[key], forwards, backwards)
+
+    # -- timing --------------------------------------------------------------------------------------
+
+    def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
+        """This engine's map: what its class has now, with clocks (around everything if traced, else
+        around computation), and the snapshot instructions."""
+        source = type(engine)._INSTRUCTION_MAP
+        if source != self._source:
+            self._source = dict(source)
+            self._maps.clear()
+        if traced not in self._maps:
+            own: dict[type, Callable[..., Any]] = {
+                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
+                CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
+                TakeSnapshot: lambda engine: self._session.boundary(),
+            }
+            told = {kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()}
+            self._maps[traced] = {**told, **own}
+        return self._maps[traced]
+
+    def _told(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+        """``execute``, noted and, where that is wanted, with clocks around it."""
+        stamps, stamp = self._computing.get(name), self._pacer.stamp
+        number, note = self._progress.number_of(name), self._progress.instruction
+
+        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            return execute(engine, *args, **kwargs)
+
+        def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            mark = self._mark() if traced else None
+            came = stamp() if stamps is not None else None
+            began = time.perf_counter()
+            try:
+                return execute(engine, *args, **kwargs)
+            finally:
+                ended = time.perf_counter()
+                if stamps is not None:
+                    stamps.append((came, stamp()))
+                if traced:
+                    self._record(name, "buffer_id" in kwargs, began, ended)
+                    self._mark_end(mark)
+
+        return clocked if traced or stamps is not None else noted
+
+    def _mark(self) -> Any:
+        return None if self._tracer.mark is None else self._tracer.mark()
+
+    def _mark_end(self, began: Any) -> None:
+        if began is not None and self._tracer.mark is not None:
+            self._tracer.marks.append((began, self._tracer.mark()))
+
+    def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
+        micro_batch = self._counts[name] if of_micro_batch else None
+        self._counts[name] += 1
+        self._tracer.records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._position += 1
+
+
+def _key_of(schedule: Any) -> Hashable:
+    """Tells apart schedules whose streams differ."""
+    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
+    return (type(schedule).__module__, type(schedule).__qualname__, *facts)
