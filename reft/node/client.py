@@ -431,9 +431,8 @@ class DaemonKeeper:
         if time.monotonic() - self._asked_at < _ASK_SECS:
             return
         self._asked_at = time.monotonic()
-        answer = self.tell("ping")
-        if answer is not None:
-            self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
+        answer = self.tell("fenced", incarnation=self.incarnation)
+        self.fenced = self.fenced or str(answer or "")
         self._has_answered = self._has_answered or answer is not None
         self._unanswered = 0 if answer is not None else self._unanswered + 1
         process = self._process

@@ -529,7 +529,6 @@ class StatusBoard:
         board = Board(
             job_id=self.board.job_id,
             keeper=self._node,
-            number=self.board.number + 1,
             unix_secs=now,
             nodes=tuple(kept),
             slow=watch.slow() if watch else (),
