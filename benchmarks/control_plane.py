@@ -32,11 +32,10 @@ from typing import Any
 import msgpack
 import psutil
 
-from reft.control.authenticated import listen
+from reft.control.control import connect
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.control.overlay import connect
-from reft.control.transport import Buffers
-from reft.control.tree import FANOUT, children_of, parent_of
+from reft.control.transport import FANOUT, Buffers, children_of, parent_of
+from reft.control.wire import listen
 from reft.grid import Coordinate, Degrees
 from reft.memory.header import ArenaState
 from reft.naming import Label
@@ -110,21 +109,21 @@ def tree_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     store.close()
     ring = [(rank + 1) % ranks, (rank - 1) % ranks]
     # As ring peers that keep one copy: one connection to each neighbour.
-    overlay.peers.stream({ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])})
-    found["vote"] = timed(lambda: overlay.tree.reduce_min(range(BALLOT_INTS)), rounds)
+    overlay.stream({ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])})
+    found["vote"] = timed(lambda: overlay.reduce_min(range(BALLOT_INTS)), rounds)
     summary, verdict = said(ranks, per_node)[rank]
 
     def agree() -> None:
-        overlay.tree.gather(summary)
-        overlay.tree.gather(verdict)
+        overlay.gather(summary)
+        overlay.gather(verdict)
 
     found["agree"] = timed(agree, rounds)
     found["agree_bytes"] = len(summary) + len(verdict)
     after = usage()
-    found["connections"] = len(overlay.tree.links) + len(overlay.peers.links)
+    found["connections"] = len(overlay.links) + len(overlay.links)
     found["private_bytes"] = after["private_bytes"] - before["private_bytes"]
     found["threads"] = after["threads"] - before["threads"]
-    overlay.tree.gather(b"")  # nobody leaves before all have counted
+    overlay.gather(b"")  # nobody leaves before all have counted
     overlay.close()
     return found
 

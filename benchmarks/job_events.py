@@ -147,7 +147,7 @@ class History:
 def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
     """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
     ``detection`` (until its launcher saw that a trainer had failed) and those of
-    :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
+    :data:`reft.node.report.PARTS`. Empty: no node that saw the failure is left."""
     seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
     if not seen:
         return {}

@@ -19,11 +19,9 @@ from simulator.costs import Costs
 from simulator.pipeline import simulate
 from simulator.schedules import from_deepspeed
 
-from reft.profile.analysis import analyse
+from reft.profile.analysis import ClockOffset, RankTraces, analyse
 from reft.profile.result import ProfileResult
-from reft.profile.traces import ClockOffset, RankTraces
-from reft.tools.profile.display import show
-from reft.tools.profile.figure import draw
+from reft.tools.profile import draw, show
 
 STAGES, MICRO_BATCHES, STEPS = 4, 8, 8
 SNAPSHOT_BYTES = (1.1e9, 0.9e9, 1.2e9, 0.45e9)

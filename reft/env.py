@@ -24,7 +24,7 @@ ENV_INCARNATION = "REFT_INCARNATION"
 """Number of this start of the job, as the launchers agreed on it: greater than those of all starts before."""
 ENV_NODES = "REFT_NODES"  # MIN:MAX of the launcher's ``--nnodes``
 ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # the process whose end ends the trainers of this node
-ENV_EXIT_DIR = "REFT_EXIT_DIR"  # Directory where trainers of one round leave their `reft.job.exits.ExitNote`
+ENV_EXIT_DIR = "REFT_EXIT_DIR"  # Directory where trainers of one round leave their `reft.job.script.ExitNote`
 ENV_EVENTS = "REFT_EVENTS"  # Directory for `reft.log.EventLog`
 ENV_PROFILE = "REFT_PROFILE"  # set by ``reft profile``, which measures jobs with and without the block
 ENV_REPLAY = "REFT_REPLAY"  # set by ``reft replay``: the step after which the job ends

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.snapshot.schedule import Window
-from reft.tools.planning.display import numbers_table
+from reft.tools.planning.command import numbers_table
 
 from .copying import Tier
 from .published import comparisons

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
 
-from reft.tools.planning.cluster import CLUSTERS
-from reft.tools.planning.model import Training
+from reft.tools.planning.model import CLUSTERS, Training
 
 from .footprint import Footprint, footprint
 

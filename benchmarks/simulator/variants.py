@@ -5,7 +5,7 @@ shard and its redundancy; ``whole_stage`` asks for the same without sharding, as
 know nothing of data-parallel redundancy.
 
 How they disturb the step (see :mod:`.copying` and
-:class:`~reft.tools.planning.cluster.Machine`):
+:class:`~reft.tools.planning.model.Machine`):
 
 - ``blocking``: the step begins when the copy to pinned memory has ended.
 - ``host``: a thread copies to memory that is not pinned, on the stream that computes. While both have

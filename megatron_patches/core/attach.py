@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -320,35 +320,29 @@ class MegatronWeaver:
     # -- instructions --------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """The stage waits for a neighbour."""
-        position = len(self._names)
+    def executing(self, name: str) -> Iterator[None]:
+        """The stage computes; or it waits for a neighbour, which is a window."""
+        position, stamps = len(self._names), self._computing.get(name)
         self._names.append(name)
-        self._pacer.open(position, name.startswith("Recv"))
-        began = time.perf_counter()
+        if stamps is None:
+            self._pacer.open(position, name.startswith("Recv"))
+        came, began = None if stamps is None else self._pacer.stamp(), time.perf_counter()
         try:
             yield
         finally:
             ended = time.perf_counter()
-            self._pacer.close()
-            self._record(position, name, began, ended)
+            if stamps is None:
+                self._pacer.close()
+            else:
+                stamps.append((came, self._pacer.stamp()))
+            if self._is_traced:
+                micro_batch = self._names[:position].count(name)
+                self._tracer.records.append(InstructionRecord(position, name, micro_batch, began, ended))
 
-    @contextmanager
-    def computing(self, name: str) -> Iterator[None]:
-        """The stage computes."""
-        position, stamps = len(self._names), self._computing[name]
-        self._names.append(name)
-        came, began = self._pacer.stamp(), time.perf_counter()
-        try:
-            yield
-        finally:
-            stamps.append((came, self._pacer.stamp()))
-            self._record(position, name, began, time.perf_counter())
 
-    def _record(self, position: int, name: str, began: float, ended: float) -> None:
-        if self._is_traced:
-            micro_batch = self._names[:position].count(name)
-            self._tracer.records.append(InstructionRecord(position, name, micro_batch, began, ended))
+def _executing(name: str) -> AbstractContextManager[None]:
+    """What Megatron does here, for the training whose step is made, if there is one."""
+    return _running[0].executing(name) if _running else nullcontext()
 
 
 class _Awaited:
@@ -359,9 +353,7 @@ class _Awaited:
         self._name = name
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        if not _running:
-            return self._work.wait(*args, **kwargs)
-        with _running[0].waiting(self._name):
+        with _executing(self._name):
             return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -406,7 +398,7 @@ def _weave_schedules() -> None:
             if not _running or name is None:
                 return super()._communicate(**arguments)
             if arguments.get("wait_on_reqs", True):
-                with _running[0].waiting(name):
+                with _executing(name):
                     return super()._communicate(**arguments)
             *received, begun = super()._communicate(**arguments)
             if isinstance(begun, dict):
@@ -421,9 +413,7 @@ def _weave_schedules() -> None:
 def _told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def told(*args: Any, **kwargs: Any) -> Any:
-        if not _running:
-            return original(*args, **kwargs)
-        with _running[0].computing(name):
+        with _executing(name):
             return original(*args, **kwargs)
 
     return told

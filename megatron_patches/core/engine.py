@@ -103,67 +103,62 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
     for chunk in chunks:
         path = class_path(chunk)
         yield path != DDP, f"a model chunk of class {path}", f"wrap the model in {DDP}"
-        yield from _of_model(chunk.config)
-        yield from _of_buffers(chunk.ddp_config)
+        yield from _settings(chunk.config, _OF_MODEL)
+        yield from _settings(chunk.ddp_config, _OF_BUFFERS)
     for part in parts_of(optimizer):
-        yield from _of_optimizer(part)
+        path, inner = class_path(part), part.optimizer
+        yield from _settings(part.config, _OF_OPTIMIZER, path)
+        if class_path(inner) in _FUSED:
+            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam; the step
+            # is counted in its groups.
+            yield from _settings(inner, _OF_FUSED_ADAM, class_path(inner))
+            check_apex(inner)
+        else:
+            known = class_path(inner) in _INNER
+            yield not known, f"{path} over {class_path(inner)}", "set optimizer to adam or sgd"
+            check_optimizer(inner)
+        scaler = getattr(part, "grad_scaler", None)
+        known = scaler is None or class_path(scaler) in _SCALERS
+        yield not known, f"the loss scaler {class_path(scaler)}", "use one of Megatron's own"
 
 
-def _of_model(config: Any) -> Iterator[Refused]:
-    get = vars(config).get
-    yield get("fp8") is not None, f"FP8 ({get('fp8')})", "train in bf16, fp16 or fp32"
-    yield get("fp4") is not None, f"FP4 ({get('fp4')})", "train in bf16, fp16 or fp32"
-    degree = get("context_parallel_size") or 1
-    yield degree > 1, f"context parallel groups of {degree}", "set context_parallel_size to 1"
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since 0.19
-        shards = get(name) or 1
-        yield shards > 1, f"weights in {shards} shards ({name})", f"set {name} to 1"
-    graphs = get("cuda_graph_impl") or "none"
-    yield graphs != "none", f"CUDA graphs ({graphs})", "set cuda_graph_impl to none"
+def _settings(of: Any, refused: Mapping[str, tuple[str, str]], path: str = "") -> Iterator[Refused]:
+    """Of one of Megatron's objects those that change what its state is."""
+    for name, (found, change) in refused.items():
+        value = vars(of).get(name)
+        plain = False if isinstance(value, bool) else 1 if isinstance(value, int) else "none"
+        is_so = bool(value) and value not in (plain, torch.float32)
+        yield is_so, f"{path} {found.format(value)}".lstrip(), change or f"set {name} to {plain}"
 
 
-def _of_buffers(config: Any) -> Iterator[Refused]:
-    get = vars(config).get
-    yield bool(get("use_megatron_fsdp")), "Megatron-FSDP", "set use_megatron_fsdp to False"
-    instances = get("num_distributed_optimizer_instances") or 1
-    what = f"{instances} instances of the distributed optimizer"
-    yield instances > 1, what, "set num_distributed_optimizer_instances to 1"
-    shared = bool(get("reuse_grad_buf_for_mxfp8_param_ag"))
-    yield shared, "parameters gathered into the gradients' buffer", "train in bf16, fp16 or fp32"
-
-
-def _of_optimizer(part: Any) -> Iterator[Refused]:
-    path, inner, get = class_path(part), part.optimizer, vars(part.config).get
-    yield bool(get("use_precision_aware_optimizer")), f"{path} aware of precision", "switch it off"
-    yield bool(get("optimizer_cpu_offload")), f"{path} with CPU offload", "set optimizer_cpu_offload to False"
-    overlaps = bool(get("overlap_param_gather_with_optimizer_step"))
-    layers = bool(get("use_layer_wise_distributed_optimizer"))
-    what = f"{path} together with a layer-wise optimizer"
-    yield layers, what, "set use_layer_wise_distributed_optimizer to False"
-    yield bool(get("optimizer_cuda_graph")), f"{path} in a CUDA graph", "set optimizer_cuda_graph to False"
-    what = f"{path} that gathers parameters during its own step"
-    yield overlaps, what, "set overlap_param_gather_with_optimizer_step to False"
-    if class_path(inner) in _FUSED:
-        yield from _of_fused_adam(inner)
-    else:
-        known = class_path(inner) in _INNER
-        yield not known, f"{path} over {class_path(inner)}", "set optimizer to adam or sgd"
-        check_optimizer(inner)
-    scaler = getattr(part, "grad_scaler", None)
-    known = scaler is None or class_path(scaler) in _SCALERS
-    yield not known, f"the loss scaler {class_path(scaler)}", "use one of Megatron's own"
-
-
-def _of_fused_adam(inner: Any) -> Iterator[Refused]:
-    """With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam; the step is
-    counted in its groups."""
-    path, get = class_path(inner), vars(inner).get
-    yield bool(get("master_weights")), f"{path} with masters of its own", "let Megatron keep them"
-    yield bool(get("capturable")), f"{path} in a CUDA graph", "set capturable to False"
-    dtypes = {str(get(name, "torch.float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    what = f"{path} with moments in {', '.join(sorted(dtypes))}"
-    yield dtypes != {"torch.float32"}, what, "keep both moments in fp32"
-    check_apex(inner)
+_HALF, _FP32 = "train in bf16, fp16 or fp32", "keep both moments in fp32"
+_OF_MODEL = {
+    "fp8": ("FP8 ({})", _HALF),
+    "fp4": ("FP4 ({})", _HALF),
+    "context_parallel_size": ("context parallel groups of {}", ""),
+    "gtp_weight_remat_size": ("weights in {} shards", ""),  # since 0.19, as the next one
+    "expert_gtp_weight_remat_size": ("weights in {} shards", ""),
+    "cuda_graph_impl": ("CUDA graphs ({})", ""),
+}
+_OF_BUFFERS = {
+    "use_megatron_fsdp": ("Megatron-FSDP", ""),
+    "num_distributed_optimizer_instances": ("{} instances of the distributed optimizer", ""),
+    "reuse_grad_buf_for_mxfp8_param_ag": ("parameters gathered into the gradients' buffer", _HALF),
+}
+_OF_OPTIMIZER = {
+    "use_precision_aware_optimizer": ("aware of precision", ""),
+    "optimizer_cpu_offload": ("with CPU offload", ""),
+    "use_layer_wise_distributed_optimizer": ("together with a layer-wise optimizer", ""),
+    "optimizer_cuda_graph": ("in a CUDA graph", ""),
+    "overlap_param_gather_with_optimizer_step": ("that gathers parameters during its own step", ""),
+}
+_OF_FUSED_ADAM = {
+    "master_weights": ("with masters of its own", "let Megatron keep them"),
+    "capturable": ("in a CUDA graph", ""),
+    "exp_avg_dtype": ("with moments in {}", _FP32),
+    "exp_avg_sq_dtype": ("with moments in {}", _FP32),
+}
+"""What is refused: what was found, and what to change where that is not to leave the setting out."""
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -30,23 +30,25 @@ class Command:
 
 
 COMMANDS = {
-    "launch": Command("reft.cli.launch", "main", "torchrun with reft: start this node's trainers", True),
+    "launch": Command("reft.cli", "launch", "torchrun with reft: start this node's trainers", True),
     "mpi-run": Command("reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True),
     "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "use the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
-    "plan": Command("reft.cli.plan", "plan_command", "predict what a job's protection costs and survives"),
+    "plan": Command(
+        "reft.tools.planning.command", "plan_command", "predict what a job's protection costs and survives"
+    ),
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
-    "profile": Command("reft.cli.profile", "main", "measure where the devices of a job wait", True),
+    "profile": Command("reft.tools.profile", "main", "measure where the devices of a job wait", True),
     "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),
     "demo": Command(
         "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
     ),
     "status": Command("reft.cli.status", "status_command", "show the job from any node, once or live"),
-    "advise": Command("reft.cli.advise", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
+    "advise": Command("reft.cli.running", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
     "history": Command("reft.cli.status", "history_command", "show what failed, and from where it resumed"),
-    "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
-    "scale": Command("reft.cli.scale", "scale_command", "change the number of nodes of a running job"),
+    "protect": Command("reft.cli.running", "protect_command", "show or switch a running job's redundancy"),
+    "scale": Command("reft.cli.running", "scale_command", "change the number of nodes of a running job"),
     "inspect": Command("reft.cli.memory", "inspect_command", "show the versions in memory"),
     "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),
     "persist": Command("reft.cli.memory", "persist_command", "write the newest version in memory to disk"),
@@ -82,6 +84,21 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     """Declares what :func:`_dispatch` answers for every sub-command."""
+
+
+def launch(argv: Sequence[str]) -> int:
+    """``reft launch``: its help without torch, whose import takes seconds."""
+    if argv[:1] in (["-h"], ["--help"]):
+        from reft.job.options import DESCRIPTION, add_own_options
+        from reft.refusal import Parser
+
+        parser = Parser(prog="reft launch", words="SCRIPT [ARGUMENTS]...", description=DESCRIPTION)
+        add_own_options(parser)
+        parser.print_help()
+        return EXIT_WELL
+    from reft.job.launch import main as run
+
+    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # torchrun's too
 
 
 def _elsewhere() -> None:

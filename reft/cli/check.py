@@ -32,8 +32,8 @@ from rich.table import Table
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.control.wire import listen
 from reft.device import vendor_at_hand, vendor_of
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_
 from reft.storage.persist import PersistProgress
 
 EXIT_NOT_WELL = 1
+_REMOVED, _PLANNED, _FAILED = "removed", "would be removed", "failed"
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
 """AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to both."""
 
@@ -87,14 +87,13 @@ def clean_command(
         if job is None
         else [summarise(path) for path in find_memory_or_say(memory_dir, job, as_json=as_json)]
     )
-    results = [_clean(summary, force, dry_run) for summary in jobs]
+    done = [(summary, _clean(summary, force, dry_run)) for summary in jobs]
     if as_json:
-        told = [{**r.summary.to_json(), "action": r.action, "removed": r.removed} for r in results]
+        told = [{**s.to_json(), "action": action, "removed": action == _REMOVED} for s, action in done]
         typer.echo(json.dumps(told, indent=2))
     else:
-        _show_cleaning(results, dirs, dry_run)
-    left_alone = [r for r in results if r.failed or (job is not None and not (r.removed or r.planned))]
-    if left_alone:
+        _show_cleaning(done, dirs, dry_run)
+    if any(a.startswith(_FAILED) or (job is not None and a not in (_REMOVED, _PLANNED)) for _, a in done):
         raise typer.Exit(EXIT_NOT_WELL)
 
 
@@ -188,27 +187,19 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
     return dirs
 
 
-@dataclass(frozen=True)
-class _Cleaning:
-    summary: JobSummary
-    action: str
-    removed: bool = False
-    planned: bool = False
-    failed: bool = False
-
-
-def _clean(summary: JobSummary, force: bool, dry_run: bool) -> _Cleaning:
+def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
+    """What was done."""
     if summary.alive and not force:
-        return _Cleaning(summary, f"left alone: {'; '.join(summary.alive_because)}")
+        return f"left alone: {'; '.join(summary.alive_because)}"
     if summary.owner_uid != os.geteuid():
-        return _Cleaning(summary, f"left alone: belongs to uid {summary.owner_uid}")
+        return f"left alone: belongs to uid {summary.owner_uid}"
     if dry_run:
-        return _Cleaning(summary, "would be removed", planned=True)
+        return _PLANNED
     try:
         remove_job(summary.path, force)
     except (ReftError, OSError) as error:
-        return _Cleaning(summary, f"failed: {error}", failed=True)
-    return _Cleaning(summary, "removed", removed=True)
+        return f"{_FAILED}: {error}"
+    return _REMOVED
 
 
 # ---- for people ----
@@ -304,27 +295,18 @@ def _content(arena: ArenaReport) -> list[str]:
     ]
 
 
-def _show_cleaning(results: Sequence[_Cleaning], dirs: Sequence[Path], dry_run: bool) -> None:
+def _show_cleaning(done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path], dry_run: bool) -> None:
     console = _console()
-    if not results:
+    if not done:
         console.print(f"no job has memory in {', '.join(map(str, dirs))}", markup=False)
         return
     table = Table("job", "node", "owner", "incarnation", "arenas", "memory", "directory", "action")
-    for result in results:
-        s = result.summary
-        cells = (
-            s.job_id,
-            s.node,
-            s.owner_uid,
-            s.incarnation,
-            s.arenas,
-            say_size(s.nbytes),
-            s.path,
-            result.action,
-        )
+    for s, action in done:
+        size = say_size(s.nbytes)
+        cells = (s.job_id, s.node, s.owner_uid, s.incarnation, s.arenas, size, s.path, action)
         table.add_row(*map(str, cells))
     console.print(table, markup=False)
-    freed = sum(r.summary.nbytes for r in results if r.removed or r.planned)
+    freed = sum(s.nbytes for s, action in done if action in (_REMOVED, _PLANNED))
     console.print(f"{say_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
 
 

@@ -19,11 +19,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, find_memory_or_say, say_size
-from reft.cli.protect import describe
+from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.history import describe_parts, read_history, why
-from reft.node.report import Signal
+from reft.node.report import Signal, describe_parts, read_history, why
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 

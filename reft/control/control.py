@@ -5,32 +5,73 @@ It has connections of its own, which no training collective shares, so that a co
 never reorder or delay a training message. Every rank takes part in every vote in the same order; votes are
 the two phases of the global commit. The workers' connections can be made anew, when one worker has lost its
 place in the protocol: to leave the old ones is how its peers hear of it at once (P6).
+
+Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). A rank asks it
+a fixed number of questions, however many ranks there are. Places in the tree are taken in the order of
+arrival.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
+import select
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from reft.control.overlay import connect, shared_secret
-from reft.control.transport import Buffers, Inflow, OnSilence, Open, Transport
-from reft.control.wire import authenticate, check_authentic
+from reft.backoff import Backoff
+from reft.control.transport import (
+    CONNECT_SECS,
+    PEER_ENDED,
+    Buffers,
+    Endpoint,
+    GoOn,
+    Inflow,
+    Limits,
+    OnSilence,
+    Open,
+    Reception,
+    Silence,
+    Transport,
+    Tree,
+    advance,
+    children_of,
+    ended,
+    not_empty,
+    parent_of,
+    saying,
+)
+from reft.control.wire import Channel, authenticate, check_authentic
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.naming import Label
+
+if TYPE_CHECKING:
+    import torch
 
 SOCKETS, MPI = "sockets", "mpi"  # what can carry the control plane: ``transport`` of the block
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
+_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
+_HEAR_SECS = 1.0  # So often a rank that waits asks the store whether another one has given up
+_TREE, _PAIR = "tree", "pair"
+_MOST_VIEWS = 64  # Buffers of one call of ``sendmsg`` or ``recvmsg_into``
+_MOST_WAKES = 4096
+
+
+class Store(Protocol):
+    def set(self, key: str, value: str) -> object: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +125,8 @@ class ControlGroup:
         secret: bytes | None = None,
         transport: str = SOCKETS,
     ) -> None:
+        import torch.distributed as dist
+
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_secs = timeout_secs
@@ -197,13 +240,8 @@ class ControlGroup:
         wake: socket.socket | None = None,
     ) -> None:
         """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
-        with self._in_step():
-            self._connections.stream(sends, receives, wake)
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
         try:
-            yield
+            self._connections.stream(sends, receives, wake)
         except BaseException as error:
             # Some pairs have moved a part of their bytes: only new connections are in step again.
             self.leave()
@@ -259,7 +297,292 @@ class WorkerControl(ControlGroup):
 
 
 def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:
+    import torch
+
     return {
         rank: [t.view(-1).view(torch.uint8).numpy().data for t in of_rank]
         for rank, of_rank in tensors.items()
     }
+
+
+# -- over sockets -----------------------------------------------------------------------------------------
+
+
+class Overlay(Tree):
+    """One rank's connections to the others over sockets: its place in the tree, and for exchanges one
+    connection per pair, made when the two first have something for each other. Used by one thread.
+
+    The bytes go from memory to memory without frames, and are checked by the checksums that travel with a
+    version; the connection itself is authenticated. Who has no room for more does not read: what was sent
+    ahead is bounded by the connections' own buffers. Where a connection of the tree ends, so does the
+    exchange.
+    """
+
+    def __init__(
+        self,
+        reception: Reception,
+        parent: Channel | None,
+        children: Sequence[Channel],
+        limits: Limits,
+        *,
+        endpoint_of: Callable[[int], Endpoint],
+    ) -> None:
+        super().__init__(reception.endpoint.rank, parent, children, limits)
+        self._reception = reception
+        self._endpoint_of = endpoint_of
+        self.pairs: dict[int, Channel] = {}
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        deadline = time.monotonic() + self.limits.timeout_secs
+        peers = sorted(sends.keys() | receives.keys())
+        pairs = {peer: self._pair(peer, deadline) for peer in peers}
+        flows = [
+            _Flow(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
+            for peer in peers
+        ]
+        self._move(flows, wake)
+
+    def _pair(self, peer: int, deadline: float) -> Channel:
+        if peer not in self.pairs:
+            # The lower rank calls: a pair has one connection. Who is called answers in a thread of its
+            # own, so that a ring of ranks that all call does not stand still.
+            if self._rank < peer:
+                self.pairs[peer] = self._reception.call(self._endpoint_of(peer), _PAIR, deadline)
+            else:
+                self.pairs[peer] = self._await(peer, deadline)
+            self.pairs[peer].settimeout(0)
+        return self.pairs[peer]
+
+    def _await(self, peer: int, deadline: float) -> Channel:
+        silence = Silence(self.limits.patience_secs)
+
+        def go_on() -> bool:
+            if silence.says([str(peer)]):
+                self.limits.on_silence([str(self._endpoint_of(peer))], silence.secs)
+            return not ended(self.links)
+
+        return self._reception.await_call(_PAIR, peer, deadline, go_on)
+
+    def _move(self, flows: Sequence[_Flow], wake: socket.socket | None) -> None:
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``; EOFError: a
+        peer, or one that is watched, has closed its connection."""
+        poller = select.poll()
+        for channel in self.links:
+            poller.register(channel, PEER_ENDED)
+        busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
+        for fd, flow in busy.items():
+            poller.register(fd, flow.wants() | PEER_ENDED)
+        if wake is not None:
+            poller.register(wake, select.POLLIN)
+        silence = Silence(self.limits.patience_secs)
+        while busy:
+            self.limits.look_at(silence, [flow.peer for flow in busy.values()])
+            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
+                silence = Silence(self.limits.patience_secs)
+                if wake is not None and fd == wake.fileno():
+                    wake.recv(_MOST_WAKES)
+                    for each, flow in busy.items():
+                        poller.modify(each, flow.wants() | PEER_ENDED)
+                elif fd not in busy:
+                    raise EOFError("a rank left while others exchanged bytes")
+                else:
+                    flow = busy[fd]
+                    flow.go_on(event)
+                    poller.modify(fd, flow.wants() | PEER_ENDED)
+                    if flow.done:
+                        del busy[fd]
+                        poller.unregister(fd)
+
+    def end_pairs(self) -> None:
+        for channel in self.pairs.values():
+            channel.shutdown()
+            channel.close()
+        self.pairs.clear()
+
+    def close(self) -> None:
+        self._reception.close()
+        self.end_pairs()
+        super().close()
+
+
+class _Flow:
+    """What goes over one connection in one exchange."""
+
+    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: Inflow) -> None:
+        self.peer = channel.peer
+        self.connection = channel.detach()
+        self._out = deque(out)
+        self._inflow = inflow
+        self._into: deque[memoryview] = deque()
+
+    @property
+    def done(self) -> bool:
+        return not self._out and self._inflow.complete
+
+    def wants(self) -> int:
+        """The events that something can be moved at."""
+        self._into.extend(self._inflow.room())
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+
+    def go_on(self, event: int) -> None:
+        if self._into and event & select.POLLIN:
+            nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
+            if not nbytes:
+                raise EOFError("a peer closed its connection")
+            if full := advance(self._into, nbytes):
+                self._inflow.filled(full)
+        elif event & PEER_ENDED:
+            raise EOFError("a peer closed its connection")
+        if self._out and event & select.POLLOUT:
+            with suppress(BlockingIOError):
+                advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
+
+
+def connect(
+    store: Store,
+    prefix: str,
+    *,
+    rank: int,
+    world_size: int,
+    node: str,
+    secret: bytes,
+    timeout_secs: float,
+    go_on: GoOn = lambda: True,
+    on_silence: OnSilence = lambda missing, secs: None,
+) -> Overlay:
+    """Connect this rank with the others. Collective. ``node``: the node that this rank runs on; ranks of a
+    node meet over Unix sockets. ``timeout_secs``: to connect, and later for each collective and each
+    exchange. ``on_silence``: told, beside the log, whose answer is missing for long in a collective or an
+    exchange. Raises AuthenticationError: a rank has another secret."""
+    joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
+    links: list[Channel] = []
+    with joining.heard(rank):
+        reception = Reception(rank, node, secret)
+        try:
+            callers, called = joining.places(reception.endpoint, world_size, node)
+            parent = None
+            if called is not None:
+                parent = reception.call(called, _TREE, joining.deadline)
+                links.append(parent)
+            for caller in callers:
+                links.append(
+                    reception.await_call(
+                        _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                    )
+                )
+        except BaseException as error:
+            reception.close()
+            for link in links:
+                link.close()
+            if isinstance(error, AuthenticationError | TransferError):
+                raise
+            if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
+                raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
+            raise
+    limits = Limits(timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node))
+    children = links[parent is not None :]
+    return Overlay(reception, parent, children, limits, endpoint_of=joining.endpoint_of)
+
+
+class _Joining:
+    """What one rank writes to the store, and reads there."""
+
+    def __init__(self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._secret = secret
+        self.deadline = deadline
+        self._go_on = go_on
+        self.is_first_on_node = True
+        self._hear_at = time.monotonic() + _HEAR_SECS
+
+    @contextmanager
+    def heard(self, rank: int) -> Iterator[None]:
+        """Whoever fails in here is heard of by all who still wait."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, RuntimeError):
+                if self._take("failures") == 0:
+                    self._set("failed", str(rank))
+            raise
+
+    def go_on(self) -> bool:
+        """Whether to wait on. Raises TransferError: another rank has given up."""
+        if time.monotonic() > self._hear_at:
+            self._hear_at = time.monotonic() + _HEAR_SECS
+            if self._store.check([self._key("failed")]):
+                raise TransferError(
+                    f"rank {self._rank('failed')} could not connect with the others; its log says why"
+                )
+        return self._go_on()
+
+    def places(self, mine: Endpoint, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
+        """Take a place; the ranks that will call this one, and where this one calls. Waits for all ranks."""
+        if world_size == 1:
+            return (), None
+        index = self._take(f"node/{node}")
+        self.is_first_on_node = index == 0
+        leader = self._take("nodes") if index == 0 else None
+        self._set(f"rank/{mine.rank}", mine.pack(self._secret).hex())
+        self._set(f"at/{node}/{index}", str(mine.rank))
+        if leader is not None:
+            self._set(f"leader/{leader}", str(mine.rank))
+        came = self._take("came") + 1
+        if came > world_size:
+            raise TransferError(
+                f"{came} ranks wanted to connect, expected {world_size}: torch's store holds what earlier "
+                "processes of this job wrote. Start them with a new store (reft launch does)"
+            )
+        if came == world_size:
+            self._set("whole", "1")
+        self._await_all(world_size)
+        # All listen now: what is left takes no rank long, and one that has died meanwhile does not say so.
+        self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
+        callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]
+        if leader is None:
+            return callers, self.endpoint_of(self._rank(f"at/{node}/{parent_of(index)}"))
+        callers += [self._rank(f"leader/{i}") for i in children_of(leader, self._count("nodes"))]
+        return callers, self.endpoint_of(self._rank(f"leader/{parent_of(leader)}")) if leader else None
+
+    def endpoint_of(self, rank: int) -> Endpoint:
+        packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
+        return Endpoint.unpack(packed, self._secret)
+
+    def _await_all(self, world_size: int) -> None:
+        # Asked again and again: a blocking wait would keep the process's other threads from the store.
+        looks = Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
+        while not self._store.check([self._key("whole")]):
+            if not self.go_on() or time.monotonic() > self.deadline:
+                came = self._count("came")
+                raise TransferError(f"only {came} of {world_size} ranks tried to connect")
+            time.sleep(looks.failed())
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _set(self, name: str, value: str) -> None:
+        self._store.set(self._key(name), value)
+
+    def _rank(self, name: str) -> int:
+        return int(self._store.get(self._key(name)))
+
+    def _count(self, name: str) -> int:
+        return self._store.add(self._key(name), 0)
+
+    def _take(self, name: str) -> int:
+        """The next number under this name, from 0."""
+        return self._store.add(self._key(name), 1) - 1
+
+
+def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
+    """Bytes that the first who asks makes and the others read: whoever can read the store can take part, as
+    in torch's own groups."""
+    if store.add(f"{key}/first", 1) == 1:
+        store.set(key, make().hex())
+    return bytes.fromhex(store.get(key).decode())

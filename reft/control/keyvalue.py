@@ -8,28 +8,31 @@ result]`` or ``[False, why not]``.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import socket
-import struct
+import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
-
-import msgpack
+from typing import Any, Self
 
 from reft.backoff import Backoff
-from reft.control.authenticated import AuthenticatedServer, connect_authenticated
-from reft.control.wire import Channel, authenticate, check_authentic
-from reft.durable import whole_file
+from reft.control.wire import (
+    AuthenticatedServer,
+    Channel,
+    address_towards,
+    authenticate,
+    check_authentic,
+    connect_authenticated,
+    derive_key,
+    parse_endpoint,
+)
 from reft.errors import AuthenticationError, ConfigError
 
 
@@ -111,9 +114,12 @@ class RendezvousStore(ABC):
     def left(self, prefix: str) -> dict[str, float]:
         """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
 
-    @abstractmethod
     def local_address(self) -> str:
-        """The address of this host that the store's host sees."""
+        """The address of this host on its way to the store."""
+        found = address_towards(*parse_endpoint(self.endpoint))
+        if found is None:
+            raise StoreError(f"the rendezvous store at {self.endpoint} cannot be reached")
+        return found
 
     @abstractmethod
     def close(self) -> None:
@@ -129,11 +135,8 @@ _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0  # Whose connection has ended is known for so long
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
-_FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
+_FILE = "rendezvous.sqlite"
 _PURPOSE = b"rendezvous state"
-_LENGTH = struct.Struct(">I")
-_LEAST_COMPACTED_BYTES = 1 << 20
-_LEAST_ZEROS = 4
 
 
 class KeyValueServer:
@@ -153,7 +156,7 @@ class KeyValueServer:
         self._holders: dict[str, Channel] = {}
         self._left: dict[str, float] = {}
         self._operations: dict[str, Callable[..., Any]] = {
-            "get": self._get,
+            "get": self._table.get,
             "set": self._set,
             "add": self._add,
             "check": self._check,
@@ -175,92 +178,69 @@ class KeyValueServer:
             return set(self._holders)
 
     def _serve_until_it_ends(self, channel: Channel) -> None:
-        try:
-            _serve(channel, {**self._operations, "hold": partial(self._hold, channel)})
-        finally:
-            self._release(channel)
-
-    def _hold(self, channel: Channel, name: str) -> None:
-        with self._lock:
-            self._holders[_text(name)] = channel
+        def hold(name: str) -> None:
+            self._holders[name] = channel
             self._left.pop(name, None)
 
-    def _release(self, channel: Channel) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for name in [n for n, holder in self._holders.items() if holder is channel]:
-                del self._holders[name]
-                self._left[name] = now
-            self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+        try:
+            _serve(channel, {**self._operations, "hold": hold}, self._lock)
+        finally:
+            now = time.monotonic()
+            with self._lock:
+                for name in [n for n, holder in self._holders.items() if holder is channel]:
+                    del self._holders[name]
+                    self._left[name] = now
+                self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+
+    # -- what is asked for, by one client after the other -------------------------------------------
 
     def _left_for(self, prefix: str) -> dict[str, float]:
         now = time.monotonic()
-        with self._lock:
-            return {n: now - at for n, at in self._left.items() if n.startswith(_text(prefix))}
-
-    def _get(self, key: str) -> bytes | None:
-        with self._lock:
-            return self._table.get(key)
+        return {n: now - at for n, at in self._left.items() if n.startswith(prefix)}
 
     def _set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._put(_text(key), _bytes(value))
-
-    def _put(self, key: str, value: bytes) -> None:
+        if not isinstance(key, str) or not isinstance(value, bytes):
+            raise TypeError(
+                f"found {type(key).__name__} and {type(value).__name__}; expected a key of text and bytes"
+            )
         self._table[key] = value
         if self._journal is not None:
             self._journal.note(self._table, key)
 
     def _add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self._table.get(key, b"0")) + int(amount)
-            self._put(_text(key), str(total).encode())
-            return total
+        total = int(self._table.get(key, b"0")) + int(amount)
+        self._set(key, str(total).encode())
+        return total
 
     def _check(self, keys: list[str]) -> bool:
-        with self._lock:
-            return all(k in self._table for k in keys)
+        return all(k in self._table for k in keys)
 
     def _delete(self, key: str) -> bool:
-        with self._lock:
-            was_there = self._table.pop(key, None) is not None
-            if was_there and self._journal is not None:
-                self._journal.note(self._table, key)
-            return was_there
+        was_there = self._table.pop(key, None) is not None
+        if was_there and self._journal is not None:
+            self._journal.note(self._table, key)
+        return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
-        with self._lock:
-            held = self._table.get(_text(key))
-            if held != expected:
-                return [False, held]
-            self._put(key, _bytes(value))
-            return [True, value]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"key is {type(value).__name__}; expected text")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError(f"value is {type(value).__name__}; expected bytes")
-    return value
+        held = self._table.get(key)
+        if held != expected:
+            return [False, held]
+        self._set(key, value)
+        return [True, value]
 
 
 class StoreRelay:
     """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
 
     def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
-        self._operations: dict[str, Callable[..., Any]] = {
+        operations: dict[str, Callable[..., Any]] = {
             "get": store.peek,
             "set": store.set,
             "check": store.check,
             "delete": store.delete,
             "compare_set": store.compare_set,
         }
-        serve = partial(_serve, operations=self._operations)
+        serve = partial(_serve, operations=operations, lock=nullcontext())
         self._server = AuthenticatedServer(listener, secret, PURPOSE, serve)
         self.port = self._server.port
 
@@ -268,12 +248,15 @@ class StoreRelay:
         self._server.close()
 
 
-def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> None:
+def _serve(
+    channel: Channel, operations: Mapping[str, Callable[..., Any]], lock: AbstractContextManager[object]
+) -> None:
     while True:
         request = channel.receive()
         try:
             name, *arguments = request
-            answer = [True, operations[name](*arguments)]
+            with lock:
+                answer = [True, operations[name](*arguments)]
         except (KeyError, TypeError, ValueError, StoreError, AuthenticationError) as error:
             answer = [False, f"{type(error).__name__}: {error}"]
         channel.send(answer)
@@ -323,10 +306,6 @@ class KeyValueStore(RendezvousStore):
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
 
-    def local_address(self) -> str:
-        self.check([])
-        return self._line.local_address
-
     def close(self) -> None:
         self._line.close()
 
@@ -342,7 +321,6 @@ class _Line:
         self._channel: Channel | None = None
         self._refused_until = 0.0
         self._held_names: dict[str, _HeldName] = {}
-        self.local_address = ""
 
     def hold(self, name: str) -> None:
         """Once: it is said again with every new connection."""
@@ -392,7 +370,6 @@ class _Line:
     def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
         if self._channel is None:
             self._channel = self._dial()
-            self.local_address = self._channel.local_address
         self._channel.send([operation, *arguments])
         answer: list[Any] = self._channel.receive()
         return answer
@@ -463,100 +440,60 @@ class Journal:
     def __init__(self, directory: Path, secret: bytes) -> None:
         self._path = directory / _FILE
         self._secret = secret
-        self._file: BinaryIO | None = None
-        self._compact_at = 0
+        unusable = f"--state-dir {directory} cannot be used: {{}}; give a directory that you may write to"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                self.table = dict(self._read())
-                self._write(self.table)
-            except BaseException:
-                os.close(self._lock)
-                raise
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another `reft rendezvous` keeps its state in {directory}: end it, or give this one its own "
-                f"--state-dir"
-            ) from error
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            if isinstance(error, AuthenticationError):
-                raise
-            raise ConfigError(
-                f"--state-dir {directory} cannot be used: {error.strerror or error}; give a directory that "
-                f"you may write to"
+            raise ConfigError(unusable.format(error.strerror or error)) from error
+        base = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+        self._base: sqlite3.Connection | None = base
+        try:
+            # Locked for as long as it is open. A host that goes down may take the newest entries along.
+            for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+                base.execute(f"PRAGMA {setting}")
+            base.execute("CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB)")
+            found = base.execute("SELECT key, value FROM entries")
+            self.table = {k: check_authentic(v, self._key_of(k), _PURPOSE) for k, v in found}
+        except (sqlite3.Error, AuthenticationError) as error:
+            self.close()
+            if isinstance(error, sqlite3.OperationalError):
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise ConfigError(unusable.format(error)) from error
+                raise ConfigError(
+                    f"another `reft rendezvous` keeps its state in {directory}: end it, or give this one its "
+                    f"own --state-dir"
+                ) from error
+            raise AuthenticationError(
+                f"{self._path} was not written with this user's secret, or was changed: give back the secret "
+                f"that it was written with, or remove it and the job's state with it"
             ) from error
 
     def note(self, table: Mapping[str, bytes], key: str) -> None:
         """``key`` of ``table`` was changed, or deleted. A disk that fails is told once, and ends the journal:
         nothing that is out of date is read later."""
-        if self._file is None:
+        if self._base is None:
             return
         try:
-            if self._file.tell() > self._compact_at:
-                self._write(table)
+            if (value := table.get(key)) is None:
+                self._base.execute("DELETE FROM entries WHERE key = ?", (key,))
             else:
-                record = self._record(key, table.get(key))
-                if self._file.write(record) < len(record):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a disk that is full takes a part
-        except OSError as error:
+                sealed = authenticate(value, self._key_of(key), _PURPOSE)
+                self._base.execute("REPLACE INTO entries VALUES (?, ?)", (key, sealed))
+        except sqlite3.Error as error:
             logger.warning("the rendezvous state is no longer saved: %s", error)
-            self._file = None
-            with suppress(OSError):
-                self._path.unlink()
+            self.close()
+            for path in self._path.parent.glob(f"{_FILE}*"):
+                with suppress(OSError):
+                    path.unlink()
 
     def close(self) -> None:
         """Let another server have it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        os.close(self._lock)
+        base, self._base = self._base, None
+        if base is not None:
+            with suppress(sqlite3.Error):
+                base.close()
 
-    def _record(self, key: str, value: bytes | None) -> bytes:
-        sealed = authenticate(msgpack.packb([key, value]), self._secret, _PURPOSE)
-        return _LENGTH.pack(len(sealed)) + sealed
-
-    def _write(self, table: Mapping[str, bytes]) -> None:
-        """All of it, in the place of what is there."""
-        if self._file is not None:
-            self._file.close()
-        with whole_file(self._path, mode=0o600, sync=False) as file:
-            for key, value in table.items():
-                file.write(self._record(key, value))
-        self._file = self._path.open("ab", buffering=0)
-        self._compact_at = max(_LEAST_COMPACTED_BYTES, 4 * self._file.tell())
-
-    def _read(self) -> Iterator[tuple[str, bytes]]:
-        table: dict[str, bytes] = {}
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                if len(sealed := file.read(length)) < length:
-                    break  # the server was killed while it wrote
-                try:
-                    key, value = msgpack.unpackb(check_authentic(sealed, self._secret, _PURPOSE))
-                except AuthenticationError as error:
-                    if _ends_in_zeros(head + sealed, file.read()):
-                        logger.warning(
-                            "the end of %s is zeros, because this host went down while it was written; it "
-                            "is read up to there",
-                            self._path,
-                        )
-                        break
-                    raise AuthenticationError(
-                        f"{self._path} was not written with this user's secret, or was changed: give back "
-                        f"the secret that it was written with, or remove it and the job's state with it"
-                    ) from error
-                if value is None:
-                    table.pop(key, None)
-                else:
-                    table[key] = value
-        yield from table.items()
-
-
-def _ends_in_zeros(record: bytes, rest: bytes) -> bool:
-    """Whether ``record`` is the last one, and was not written to its end before the host went down: a file
-    system may have made the file longer first, and what it did not write then is zeros."""
-    written = len((record + rest).rstrip(b"\0"))
-    return written < len(record) and len(record) + len(rest) - written >= _LEAST_ZEROS
+    def _key_of(self, key: str) -> bytes:
+        """A code is good for one entry alone: values cannot be exchanged."""
+        return derive_key(self._secret, _PURPOSE, key.encode())

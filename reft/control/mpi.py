@@ -22,9 +22,20 @@ from typing import Any
 import numpy as np
 
 from reft.backoff import Backoff
-from reft.control.overlay import advance
-from reft.control.transport import Bytes, GoOn, Inflow, Limits, OnSilence, Open, Silence, not_empty, saying
-from reft.control.tree import children_of, parent_of
+from reft.control.transport import (
+    Bytes,
+    GoOn,
+    Inflow,
+    Limits,
+    OnSilence,
+    Open,
+    Silence,
+    advance,
+    children_of,
+    not_empty,
+    parent_of,
+    saying,
+)
 from reft.errors import ConfigError, TransferError
 
 _BYTES = 4  # the tag of these messages

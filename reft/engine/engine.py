@@ -10,17 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import AUTO, Variant
+from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
-from reft.engine.checks.choice import margin_bytes
 from reft.engine.identity import local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
+from reft.memory.files import default_margin_bytes
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
@@ -212,6 +213,11 @@ def kept_members(session: Session) -> tuple[int, ...]:
     return placement.kept_by(at.dp)[1:]
 
 
+def margin_bytes(config: ReftConfig, job_dir: Path) -> int:
+    margin = config.memory_margin_bytes
+    return default_margin_bytes(job_dir) if margin is None else margin
+
+
 class Protection:
     """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
     groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
@@ -350,8 +356,7 @@ class Tracer:
             name = session.engine.name
             logger.warning("%s cannot be profiled; only a pipeline engine can", name)
             return
-        from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler
+        from reft.profile.profiler import DeviceClock, Profiler
 
         # On a device calls return before their work is done; its own clock is read, without waiting.
         vendor = vendor_of(session.engine.device)
@@ -363,7 +368,7 @@ class Tracer:
             job_id=session.job_id,
             at=session.coordinate,
             degrees=session.topology.degrees,
-            secret=session.memory.job_dir.secret,
+            control=session.control,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
 

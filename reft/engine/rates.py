@@ -30,7 +30,7 @@ from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology
 from reft.naming import Label
-from reft.node.history import read_history
+from reft.node.report import read_history
 from reft.policy.rate import (
     Due,
     StorageRate,

@@ -39,9 +39,9 @@ from reft.memory.arena import SlotFiles
 from reft.memory.jobdir import secret_of_environment
 from reft.naming import Label
 from reft.node.client import DaemonClient
-from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.protection import write_order
+from reft.node.report import read_history, restarts_among
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import Complaints, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers

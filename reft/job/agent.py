@@ -2,8 +2,8 @@
 
 What differs from ``torchrun``'s agent:
 
-- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.job.exits`);
-  restarts are counted for the whole job (:mod:`reft.job.agreement`).
+- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.job.script`);
+  restarts are counted for the whole job (:mod:`reft.job.rendezvous.membership`).
 - Every round gets a store of its own for the trainers (:mod:`reft.job.trainer_store`). TorchElastic
   keeps the first one: a replacement waits for its address in vain when the old first node lives, and the
   survivors call the dead when not.
@@ -42,14 +42,14 @@ from torch.distributed.elastic.utils.api import macros
 
 from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
-from reft.errors import FencedError, ReftError
-from reft.job.agreement import Agreement, DuplicateNodeError
-from reft.job.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.errors import ConfigError, FencedError, ReftError
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous.client import JobEndedError, RendezvousClient
-from reft.job.rendezvous.handler import replaced
-from reft.job.rendezvous.membership import Ends
-from reft.job.trainer_store import TrainerStore, trainer_environ
+from reft.job.rendezvous.client import JobEndedError, ServedPlace
+from reft.job.rendezvous.handler import StoreRendezvous, replaced
+from reft.job.rendezvous.membership import Agreement, Ends
+from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge
+from reft.job.trainer_store import TrainerStore, deal_ranks, trainer_environ
+from reft.node.client import EXITS_PREFIX
 
 if TYPE_CHECKING:
     from reft.job.launch import Launcher
@@ -68,6 +68,16 @@ _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _CLOSE_SECS = 30
 
 
+class DuplicateNodeError(ConfigError):
+    """Several launchers claim to be the same node."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
+            f"--node-id, or a --memory-dir of its own to each launcher on one host"
+        )
+
+
 class Agent:
     """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit and end
     when the launcher was told to stop."""
@@ -76,16 +86,15 @@ class Agent:
         self,
         options: LaunchOptions,
         *,
-        client: RendezvousClient,
+        place: ServedPlace,
+        handler: StoreRendezvous,
         secret: bytes,
         launcher: Launcher,
         exits_dir: Path,
         grace_secs: Callable[[], float],
     ) -> None:
         self._options, self._config = options, options.config
-        self._client = client
-        assert client.handler is not None
-        self._handler = client.handler
+        self._place, self._handler = place, handler
         self._secret = secret
         self._launcher = launcher
         self._grace_secs = grace_secs
@@ -144,7 +153,11 @@ class Agent:
                 if not self._nodes_waiting():
                     self._launcher.trainers_run(self._group_rank)
                     continue
-                self._end_for_another_size()
+                size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
+                logger.warning("the trainers restart with %s", size)
+                if self._handler.is_whole:
+                    # Trainers that nothing is wrong with commit the step that they are in: none is lost.
+                    self._trainers.end(signal.SIGTERM, self._grace_secs())
                 self._launcher.round_over()
             elif not failures:
                 self._launcher.state_changed("ended, waiting for other nodes")
@@ -160,13 +173,6 @@ class Agent:
                     self._end_if_replaced(ask=True)
                     return failures
             self._start_round()
-
-    def _end_for_another_size(self) -> None:
-        """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
-        size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
-        logger.warning("the trainers restart with %s", size)
-        if self._handler.is_whole:
-            self._trainers.end(signal.SIGTERM, self._grace_secs())
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
         """Raises FencedError where the job goes on without this node, by the last heartbeat, or the store."""
@@ -195,8 +201,10 @@ class Agent:
                 reason=f"{failure.reason} (after {self._options.free_restarts} free restarts without "
                 "progress)",
             )
-        if failure.cause is Cause.SIZE and not self._may_be_resized():
-            failure = replace(failure, cause=Cause.REFUSED)
+        if failure.cause is Cause.SIZE:
+            with suppress(RendezvousError, StoreError):  # else it is refused once more
+                if not self._handler.refuse_size():
+                    failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
         rank = self._rank(failure.local_rank)
         info = self._handler.info = replace(
@@ -228,12 +236,6 @@ class Agent:
             Cause.SIZE: "another number of nodes may fit: uses no restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
-        return True
-
-    def _may_be_resized(self) -> bool:
-        """Whether another number of nodes may do than this round's, which was refused."""
-        with suppress(RendezvousError, StoreError):  # else it is refused once more
-            return self._handler.refuse_size()
         return True
 
     def _has_new_version(self) -> bool:
@@ -273,7 +275,7 @@ class Agent:
         self._launcher.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
-                self._client.reconnect()
+                self._place.reconnect()
                 self._note_store_is_back()
             try:
                 agreement = self._join()
@@ -356,16 +358,15 @@ class Agent:
 
     def _rank(self, local_rank: int) -> int:
         assert self.agreement is not None
-        return self.agreement.ranks[self._group_rank][local_rank]
+        return deal_ranks(self.agreement.workers, self.agreement.turn)[self._group_rank][local_rank]
 
     def _hang(self) -> Failure | None:
         """Why the trainers, none of which has failed, have to be ended."""
         if self.agreement is None or self.told_to_stop:
             return None
-        nodes, running = len(self.agreement.members), self._trainers.running()
-        silent = self._handler.is_left_by_silent
-        table = self._handler.table
-        return self._launcher.hangs.judge(table, self._group_rank, nodes, running, silent=silent)
+        hangs, nodes = self._launcher.hangs, len(self.agreement.members)
+        mine, silent = hangs.look(self._trainers.running()), self._handler.is_left_by_silent
+        return hangs.judge(mine, self._handler.table, self._group_rank, nodes, silent=silent)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -431,7 +432,7 @@ class Trainers:
         """Start those of a round as torchrun does, whose options count; ``port``: of their store here."""
         self._note_exits_of(agreement.round)
         config: Any = self._options.config
-        ranks = agreement.ranks[group_rank]
+        ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
         node, local_size, world_size = (group_rank, len(agreement.members)), len(ranks), agreement.world_size
         # The number of restarts is the same on all nodes: older versions of torch make it part of the keys
         # under which trainers find each other.
@@ -498,10 +499,10 @@ class Trainers:
 
     def failures(self) -> dict[int, WorkerExit]:
         """Those that have failed, or say that they do, by local rank."""
-        found = {}
+        found, noted = {}, os.listdir(self._notes) if self._notes.is_dir() else []
         for local_rank, process in self._processes().items():
             code = process.poll()
-            note = ExitNote.read(self._notes, local_rank)
+            note = ExitNote.read(self._notes, local_rank) if noted else None
             if code not in (None, 0) or (note is not None and code is None):
                 found[local_rank] = WorkerExit(code, note)
         return found

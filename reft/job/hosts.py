@@ -21,7 +21,7 @@ from itertools import takewhile
 import psutil
 import torch.distributed.run as torchrun
 
-from reft.control.authenticated import DEFAULT_PORT, format_endpoint
+from reft.control.wire import DEFAULT_PORT, format_endpoint
 from reft.errors import ConfigError
 from reft.naming import safe_name
 
@@ -41,9 +41,8 @@ _PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 def apply_hostfile(args: argparse.Namespace) -> None:
     """Write what the hostfile says, with ``--include``, ``--exclude`` and ``--num-gpus``, where torchrun's
-    options say it, and the devices that are left of this node's into ``args.devices`` (None: all). Raises
-    ConfigError: this host is not in it, or is left out, or it contradicts other options."""
-    args.devices = None
+    options say it, and the devices that are left of this node's into ``args.devices``. Raises ConfigError:
+    this host is not in it, or is left out, or it contradicts other options."""
     filtered = bool(args.include or args.exclude)
     if args.num_gpus is not None and args.num_gpus < 1:
         raise ConfigError(f"--num-gpus is {args.num_gpus}; write 1 or more")
@@ -128,8 +127,6 @@ def is_this_host(name: str) -> bool:
 def apply_slurm(args: argparse.Namespace) -> None:
     """Write what Slurm says where torchrun's options say it; what was given stands. Raises ConfigError: this
     is no step of Slurm's, it has several tasks on a node, or more nodes are asked for than it has."""
-    if not args.slurm:
-        return
     environ = os.environ
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")

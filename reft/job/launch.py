@@ -33,25 +33,23 @@ from reft.config import parse_block
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
-from reft.job.agreement import Agreement
-from reft.job.board import StatusBoard
-from reft.job.exits import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.hosts import show_devices
-from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import JobEndedError, RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
+from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
-from reft.node import history
+from reft.node.client import DaemonKeeper, NodeMemory
 from reft.node.daemon import CONFIG_FILE
-from reft.node.hangs import STOPPED, WAITING, Verdict, Waiting, name_culprit, step_limit_secs
-from reft.node.observe import CommitWatch, NodeObserver
-from reft.node.progress import STACKS_SUFFIX
-from reft.node.report import ENDED_WELL
+from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
+from reft.node.observe import CommitWatch, StatusBoard
+from reft.node.progress import STACKS_SUFFIX, read_pages
+from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.protect.builds import tell_of_abandoned_builds
 from reft.storage.persisted import job_directory
 
@@ -118,7 +116,8 @@ class Launcher:
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self.rendezvous = RendezvousClient(options, self._secret)
+        self.place = place_of(options, self._secret)
+        self.rendezvous: StoreRendezvous  # Once it has joined the place
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
@@ -129,13 +128,11 @@ class Launcher:
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = StatusBoard(
-            self.rendezvous.connect_for_status,
-            NodeObserver(self._memory.path, options.node, domain, has_daemon=options.daemon),
-            self.rendezvous.is_spare,
-            self.rendezvous.nodes,
+            self.place.connect_for_status,
+            NodeReport(node=options.node, domain=domain),
+            self._memory.path,
             job_id=options.job_id,
-            node=options.node,
-            path=self._memory.path,
+            has_daemon=options.daemon,
         )
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
@@ -149,7 +146,7 @@ class Launcher:
         self._memory.make_again(self._secret)
         os.environ.update(
             {
-                ENV_STORE: self.rendezvous.place.trainers_endpoint(),
+                ENV_STORE: self.place.trainers_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
                 ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
@@ -157,7 +154,7 @@ class Launcher:
         )
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir, self.hangs.take)
+            self._daemon = DaemonKeeper(self._memory.job_dir)
             self._daemon.start()
         if self._daemon is not None:
             self._daemon.incarnation = agreement.incarnation
@@ -184,13 +181,13 @@ class Launcher:
     def _note_start(self, agreement: Agreement) -> None:
         """Note in the history what this round follows, as far as this node has seen it."""
         before = self._before or agreement
-        ranks = self.rendezvous.handler.left if self.rendezvous.handler is not None else ()
+        ranks = self.rendezvous.left
         gone = before.nodes_without(agreement.members)
         left = tuple(n for rank, n in enumerate(before.nodes) if rank in ranks and n in gone)
         lost = tuple(n for n in gone if n not in left)
-        history.note(
+        note(
             self._memory.path,
-            history.STARTED,
+            STARTED,
             round=agreement.round,
             nodes=agreement.nodes,
             failures=agreement.failures,
@@ -212,7 +209,9 @@ class Launcher:
 
     def round_over(self) -> None:
         self._over_at = time.time()
-        self.rendezvous.wait_as_told(self._memory.path)
+        # So long the next round waits for others in the place of lost nodes, as the job's block says.
+        told = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
+        self.rendezvous.wait_secs = told.get("wait_secs")
 
     def workers_started(self, pids: list[int]) -> None:
         self.hangs.clear()
@@ -264,11 +263,11 @@ class Launcher:
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            self.rendezvous.place.wait_for_others()
+            self.place.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = End.REPLACED
-            history.note(self._memory.path, history.ENDED, reason=str(error))
+            note(self._memory.path, ENDED, reason=str(error))
             if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = End.WELL
                 return 0
@@ -276,13 +275,13 @@ class Launcher:
             return EX_FENCED
         except LeftError as left:
             self._end = End.LEFT
-            history.note(self._memory.path, history.ENDED, reason=str(left))
+            note(self._memory.path, ENDED, reason=str(left))
             logger.warning("%s (exit code 0)", left)
             if self._scaler is not None:
                 self._scaler.left()
             return 0
         except JobEndedError as error:
-            history.note(self._memory.path, history.ENDED, reason=str(error))
+            note(self._memory.path, ENDED, reason=str(error))
             raise
         finally:
             self._signals.quiet = True
@@ -301,13 +300,14 @@ class Launcher:
             # The last is what TorchElastic gives its trainers.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._warm = WarmTrainers(options.preload, shared)
-        handler = self.rendezvous.connect()
-        self._board.start()
+        handler = self.rendezvous = self.place.join()
+        self._board.start(lambda: handler.is_spare, lambda: handler.nodes)
         if hasattr(options.config, "signals_to_handle"):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
         agent = self._agent = Agent(
             options,
-            client=self.rendezvous,
+            place=self.place,
+            handler=handler,
             secret=self._secret,
             launcher=self,
             exits_dir=self._memory.path,
@@ -326,7 +326,7 @@ class Launcher:
                 "user, directory, program and arguments"
             )
             if handler.incarnation:  # it has taken part; else others may train, or wait longer
-                self.rendezvous.close(message)
+                self.rendezvous.shutdown(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
             outcome = self.rendezvous.outcome() or "the job ended on another node"
@@ -337,10 +337,10 @@ class Launcher:
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
-                f"{self.rendezvous.place.reopens}"
+                f"{self.place.reopens}"
             ) from error
         except JobEndedError as error:
-            self.rendezvous.close(str(error))
+            self.rendezvous.shutdown(str(error))
             raise
 
     def judge(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
@@ -353,10 +353,10 @@ class Launcher:
             if agent.all_ended_well:
                 self._end = End.WELL
                 if not self._options.keep_memory:
-                    self.rendezvous.forget_commits()
-            self.rendezvous.close(ENDED_WELL)
+                    self.rendezvous.incarnations.forget_committed()
+            self.rendezvous.shutdown(ENDED_WELL)
             if agent.all_ended_well:
-                self.rendezvous.place.wait_for_others()
+                self.place.wait_for_others()
             else:
                 logger.warning(
                     "this node's trainers ended well, but not all nodes reported so; memory is kept"
@@ -364,8 +364,8 @@ class Launcher:
             return 0
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
-        self.rendezvous.close(f"node {self._options.node} gave up: {reason}")
-        history.note(self._memory.path, history.ENDED, reason=reason)
+        self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
+        note(self._memory.path, ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
@@ -383,7 +383,7 @@ class Launcher:
         if self._agent is not None:
             self._agent.close()
         self._board.close(_WHY.get(self._end, "it was stopped, or the job has failed"))
-        self.rendezvous.leave()
+        self.place.close()
         if self._warm is not None:
             self._warm.close()
         if self._daemon is not None:
@@ -474,16 +474,14 @@ class Hangs:
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
         self._job_dir = job_dir
-        self._waiting: list[Waiting] = []
+        self._watch = Watch()
+        self._seen: list[Waiting] = []
+        self._looked_at = time.monotonic()
         self.clear()
 
-    def take(self, answer: Any) -> None:
-        """What the daemon says its trainers are at; called by another thread."""
-        with suppress(ValueError):
-            self._waiting = [replace(w, node=self._node) for w in WAITING.validate_python(answer)]
-
     def clear(self) -> None:
-        self._waiting = []
+        self._watch.clear()
+        self._seen = []
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
@@ -491,13 +489,21 @@ class Hangs:
         self._named_at: float | None = None
         self._silent_since: float | None = None
 
+    def look(self, pids: Collection[int]) -> list[Waiting]:
+        """What those of these processes are at that have a page, for how long."""
+        elapsed = time.monotonic() - self._looked_at
+        if elapsed >= _ASK_SECS:
+            self._looked_at += elapsed
+            seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
+            self._seen = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+        return [w for w in self._seen if w.seen.pid in pids]
+
     def judge(
-        self, table: Any, index: int, size: int, pids: Collection[int], *, silent: bool = False
+        self, mine: list[Waiting], table: Any, index: int, size: int, *, silent: bool = False
     ) -> Failure | None:
         """Why the trainers have to be restarted; None: go on. Looks at the table of the round in the store
-        only while one of them is quiet. ``silent``: a node of this round was struck out for its silence, and
-        the others may go on without it."""
-        mine = [w for w in self._waiting if w.seen.pid in pids]
+        only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of this round was
+        struck out for its silence, and the others may go on without it."""
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if silent else None
         # It waits for another node: it is quiet, and not at what may take its time alone.
@@ -528,7 +534,11 @@ class Hangs:
         own = [w for w in mine if w.seen.rank in verdict.ranks]
         if verdict.ranks and not own and now - self._named_at < _COURTESY_SECS:
             return None
-        return self._failure(verdict, own, mine)
+        logger.error("the job hangs: %s", verdict.reason)
+        for waiting in own or mine:
+            logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
+        cause, code = (Cause.OWN, 1) if own else (Cause.PEER, EX_PEER_FAILED)
+        return Failure(cause, (own or mine)[0].seen.local_rank, code, verdict.reason)
 
     def _exchange(self, table: Any, index: int, size: int, mine: list[Waiting]) -> dict[int, list[Waiting]]:
         """Tell what this node's trainers are at, and hear of the others'; by number of the node."""
@@ -547,55 +557,42 @@ class Hangs:
             self._cannot_ask = True
         return reports
 
-    def _failure(self, verdict: Verdict, own: Sequence[Waiting], mine: Sequence[Waiting]) -> Failure:
-        logger.error("the job hangs: %s", verdict.reason)
-        for waiting in own or mine:
-            logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
-        culprit = (own or mine)[0].seen
-        if own:
-            return Failure(Cause.OWN, culprit.local_rank, 1, verdict.reason)
-        return Failure(Cause.PEER, culprit.local_rank, EX_PEER_FAILED, verdict.reason)
-
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:
     """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
-    seen = waiting.seen
-    told = [_of_kernel(seen.pid)]
+    seen, told = waiting.seen, ""
     if seen.state == STOPPED:
-        told.append("a stopped process cannot write its stacks")
+        told = "a stopped process cannot write its stacks"
     elif seen.stack_signal:
-        told.append(_of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal))
-    return "\n".join(filter(None, told))
+        told = _of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal)
+    return "\n".join(filter(None, (_of_kernel(seen.pid), told)))
 
 
 def _of_trainer(path: Path, pid: int, number: int) -> str:
-    size = path.stat().st_size if path.exists() else 0
-    before, deadline = size, time.monotonic() + _STACKS_SECS
-    with suppress(OSError):
+    try:
+        before = told = path.read_bytes()
         os.kill(pid, number)
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        now = path.stat().st_size if path.exists() else 0
-        if now > size and now == before:
-            break
-        before = now
-    with suppress(OSError):
-        text = path.read_bytes()[size:].decode(errors="replace").strip()
-        return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
-    return "its stacks cannot be read"
+        deadline, written = time.monotonic() + _STACKS_SECS, False
+        while not written and time.monotonic() < deadline:
+            time.sleep(0.2)
+            so_far, told = told, path.read_bytes()
+            written = told == so_far != before
+    except OSError as error:
+        return f"its stacks cannot be read: {error}"
+    text = told[len(before) :].decode(errors="replace").strip()
+    return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
 
 
 def _of_kernel(pid: int) -> str:
     """Its state; where it waits in the kernel, as far as this user may see that."""
     told = []
-    for name in ("wchan", "stack"):
+    for name in ("status", "wchan", "stack"):
         with suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
-            if text not in ("", "0"):
+            if name == "status":
+                told += [" ".join(line.split()) for line in text.splitlines() if line.startswith("State:")]
+            elif text not in ("", "0"):
                 told.append(f"{name}: {text}")
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        told.insert(0, next((" ".join(line.split()) for line in lines if line.startswith("State:")), ""))
     return "\n".join(told)
 
 

@@ -26,19 +26,17 @@ import psutil
 
 from reft import log
 from reft.config import parse_block
-from reft.control.authenticated import format_endpoint
-from reft.control.links import listen_remotely
 from reft.control.mpi import load_mpi, mpi_carrier
-from reft.control.transport import Transport
-from reft.control.wire import mac
+from reft.control.transport import Transport, listen_remotely
+from reft.control.wire import format_endpoint, mac
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script
-from reft.job.node import NodeMemory, default_node_id
+from reft.job.options import default_node_id
 from reft.job.trainer_store import TrainerStore, trainer_environ
 from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, kernel_id, own_name
-from reft.node.client import request
+from reft.node.client import NodeMemory, request
 from reft.refusal import Parser
 
 logger = logging.getLogger("reft.job.mpi_run")
@@ -144,7 +142,13 @@ class Step:
         """Hold the node's memory, start its daemon, and say where torch's store is. Collective."""
         self._all_or_none(self._hold)
         endpoint = self._all_or_none(self._serve)[0].decode()
-        self._all_or_none(lambda: self._relay(endpoint))
+
+        def relay() -> bytes:
+            if self.place.leads and self.place.rank:
+                self._store = TrainerStore.relay(endpoint, self._secret)
+            return b""
+
+        self._all_or_none(relay)
         ports = self._transport.gather(str(self._store.port if self._store else 0).encode())
         environ = self.place.environ(int(ports[self.place.local[0]]))
         if OMPI_LOCAL_RANK in os.environ:
@@ -185,11 +189,6 @@ class Step:
         listener = listen_remotely()
         host = str(listener.getsockname()[0])
         return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
-
-    def _relay(self, endpoint: str) -> bytes:
-        if self.place.leads and self.place.rank:
-            self._store = TrainerStore.relay(endpoint, self._secret)
-        return b""
 
     def end(self, code: int) -> int:
         """Meet the others at the end; where all ended well, the memory goes. Returns the first exit code that

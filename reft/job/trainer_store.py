@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from reft.control.authenticated import (
+from reft.control.keyvalue import RendezvousStore
+from reft.control.wire import (
     AuthenticatedServer,
+    Channel,
     accept,
     connect_authenticated,
     format_endpoint,
@@ -22,8 +25,6 @@ from reft.control.authenticated import (
     listen,
     parse_endpoint,
 )
-from reft.control.keyvalue import RendezvousStore
-from reft.control.wire import Channel
 from reft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,28 @@ class TrainerStore:
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         self._store = None
+
+
+def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
+    """Number the trainers of a job: the global ranks of each node, by local rank.
+
+    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
+    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
+    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
+    peers are on different nodes, and a tensor-parallel group stays on one.
+
+    Args:
+        workers: trainers of each node, by group rank.
+        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
+    """
+    dealt: list[list[int]] = [[] for _ in workers]
+    rank = 0
+    while rank < sum(workers):
+        for ranks, count in zip(dealt, workers, strict=True):
+            given = min(turn or count, count - len(ranks))
+            ranks.extend(range(rank, rank + given))
+            rank += given
+    return tuple(map(tuple, dealt))
 
 
 def trainer_environ(

@@ -34,7 +34,7 @@ from reft.engine.on_import import PostImportFinder
 from reft.env import ENV_ROOM
 from reft.errors import ReftError
 from reft.job import script
-from reft.job.exits import WorkerExit
+from reft.job.script import WorkerExit
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
-from reft.node.history import Round, read_history
 from reft.node.memory_watch import MemoryUse, fullest
-from reft.node.report import Board, NodeReport, Signal
+from reft.node.report import Board, NodeReport, Round, Signal, read_history
 from reft.node.stragglers import Straggler
 
 WORTH = 0.2  # a worker more is worth it from here on, of what the others do on average (DLRover)
@@ -95,7 +94,8 @@ class Advice:
 
 def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
     rounds = max((read_history(path) for path in paths), key=len, default=[])
-    present = [r.report for r in (() if board is None else board.rows) if r.signal is not Signal.OFFLINE]
+    nodes = () if board is None else board.nodes
+    present = [node for node in nodes if node.seen is not Signal.OFFLINE]
     training = [report for report in present if not report.spare]
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:

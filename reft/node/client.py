@@ -1,4 +1,5 @@
-"""How trainers and tools talk to the node daemon.
+"""How trainers and tools talk to the node daemon; and what ``reft launch`` keeps on its node: the job's
+memory directory, and that daemon.
 
 The trainer's side never raises and never waits: notes go to a bounded queue that a thread sends, each over a
 connection of its own (a third of a millisecond). A dead daemon costs a log line, not a step (P6); the next
@@ -9,29 +10,50 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
-from reft.control.authenticated import purpose_key
-from reft.control.wire import Channel
-from reft.errors import ReftError
+from reft.control.wire import Channel, purpose_key
+from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
+from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.grid import Coordinate
+from reft.memory.arena import ARENA_SUFFIX, Arena, scan
+from reft.memory.files import LOCK_FILE, JobLock
+from reft.memory.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, remove_job
 from reft.naming import Label
+from reft.node.hangs import STOPPED, TRACED
+from reft.node.progress import process_state
 
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "daemon.sock"
 PURPOSE = "node daemon"
+END_SIGNAL = signal.SIGUSR1  # by which its launcher ends the daemon
+EXITS_PREFIX = "exits-"  # of the directories in the job's in which trainers may leave why they ended
 _QUEUE_NOTES = 64
 _ANSWER_SECS = 5.0
 _RECONNECT_SECS = 1.0
+_CHECK_SECS = 0.2
+_BACKOFF_SECS = (0.1, 30.0)
+_LOCK_SECS = 5.0  # a launcher that was just killed holds its lock until the kernel has taken it down
+_KILLED_SECS = 5.0
+_ASK_SECS = 1.0
+_MOST_STOPPED, _MOST_UNANSWERED, _MOST_AT_START = 2, 15, 100
+"""Questions, of 1 to 3 s, that a daemon may leave unanswered: one that is stopped, that runs, that has just
+started."""
+_STABLE_SECS = 60.0  # a daemon that lived so long was well; the next start is not delayed
 
 _UNREACHABLE = (OSError, EOFError, ReftError)
 """What talking to a daemon may fail with: it is dead, dying, busy or somebody else's."""
@@ -197,3 +219,232 @@ class DaemonClient:
         if cause != self._cause:
             self._cause = cause
             logger.warning("the node daemon cannot be reached (%s); training goes on", cause)
+
+
+# -- the launcher's part ----------------------------------------------------------------------------------
+
+
+class NodeMemory:
+    """The job's memory directory on this node, held by one launcher at a time."""
+
+    def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
+        self.memory_dir = memory_dir
+        self.job_id = job_id
+        self.node = node
+        self.path = memory_dir / job_id
+        self.job_dir: JobDir | None = None
+        self._lock: JobLock | None = None
+        self._made = False
+
+    def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
+        """What the node's trainers are told. ``declared``: somebody named the node."""
+        return {
+            ENV_NODE_ID: self.node,
+            ENV_NODE_DECLARED: str(int(declared)),
+            ENV_MEMORY_DIR: str(self.memory_dir),
+            ENV_JOB_ID: self.job_id,
+            ENV_LAUNCHER_PID: str(holder_pid),
+            ENV_SECRET: secret.hex(),
+        }
+
+    def prepare(self, secret: bytes) -> JobDir:
+        """Make the directory and hold it against other launchers, before any other node is met. Raises
+        JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
+        check_place(self.path)
+        self._made = not os.path.lexists(self.path)
+        make_job_directory(self.memory_dir, self.job_id)
+        self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+        # Of a launcher that was killed: this one holds the lock.
+        for left in self.path.glob(f"{EXITS_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if not self.holds_versions():
+            # A secret without memory under it protects nothing, and would bar the user's.
+            (self.path / SECRET_FILE).unlink(missing_ok=True)
+        elif not os.path.lexists(self.path / SECRET_FILE):
+            self._remove_unreadable(secret)
+        try:
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+        except AuthenticationError as error:
+            if not self.holds_versions():
+                raise
+            raise AuthenticationError(
+                f"{error}. The memory that an earlier run left in {self.path} is kept: repair its secret "
+                f"or give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another "
+                "--job-id"
+            ) from error
+        return self.job_dir
+
+    def _remove_unreadable(self, secret: bytes) -> None:
+        """The secret next to the memory is lost: what the user's does not open, nobody's does."""
+        for path, arena in scan(self.path, secret):
+            if isinstance(arena, Arena):
+                arena.close()
+                continue
+            logger.warning("%s: its secret is lost, so this memory cannot be read; it is removed", path)
+            path.unlink(missing_ok=True)
+
+    def make_again(self, secret: bytes) -> None:
+        """Somebody may have removed the directory under the running job: make it anew, and hold it. Raises
+        JobInUseError: another job has made it, and holds it; ReftError: that cannot be."""
+        if self._lock is None or self._lock.lies_in(self.path):
+            return
+        logger.error("%s was removed, with all versions on this node; it is made again", self.path)
+        try:
+            make_job_directory(self.memory_dir, self.job_id)
+            # First: what lies there may be another job's by now.
+            lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+            self._lock.close()
+            self._lock = lock
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+        except OSError as error:
+            raise ReftError(
+                f"{self.path}, the job's memory on this node, was removed and cannot be made again: {error}. "
+                f"Make {self.memory_dir} writable, or start the node with another --memory-dir"
+            ) from error
+
+    def discard_unused(self) -> None:
+        """No version was taken: what this launcher made goes again, what it found stays."""
+        if self._made and self._lock is not None and not self.holds_versions():
+            if self._is_ours():
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the directory is this launcher's still: somebody may have removed it, and another job
+        made it again (P7). One that nobody has locked was made again by our trainers."""
+        if self._lock is None or self._lock.lies_in(self.path):
+            return True
+        if not os.path.lexists(self.path / LOCK_FILE):
+            with suppress(OSError, JobInUseError):
+                self._lock = JobLock(self.path, self.job_id)
+                return True
+        if os.path.lexists(self.path):
+            logger.warning(
+                "%s was removed under this job and made again by another; it is left as it is", self.path
+            )
+        return False
+
+    def holds_versions(self) -> bool:
+        return any(self.path.glob(f"*{ARENA_SUFFIX}"))
+
+    def remove(self) -> None:
+        if self.job_dir is None:
+            return
+        try:
+            if self._is_ours():
+                remove_job(self.job_dir.path, force=True)
+        except (OSError, ReftError) as error:
+            logger.warning("%s could not be removed: %s", self.path, error)
+        if self._lock is not None:
+            self._lock.close()
+
+
+class DaemonKeeper:
+    """Starts the node daemon, and the next one when it dies."""
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self._job_dir = job_dir
+        self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.workers: tuple[int, ...] = ()
+        self.incarnation = 0  # of the trainers; the daemon refuses who is older
+        self.fenced = ""  # why this node has to end, as the daemon was told by shared storage
+        self._told: tuple[int, ...] = ()
+        self._ending = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="daemon-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the first daemon; does not wait for it."""
+        self._thread.start()
+        self._started.wait(10.0)
+
+    def tell(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
+        """Ask the daemon; None if it does not answer, which costs nothing else."""
+        try:
+            return request(
+                self._job_dir.path, self._job_dir.secret, operation, timeout_secs=timeout_secs, **fields
+            )
+        except _UNREACHABLE as error:
+            logger.debug("daemon, %s: %s", operation, error)
+            return None
+
+    def end(self, flush_secs: float) -> None:
+        """End the daemon for good, after the newest version is on storage if that is asked for."""
+        if flush_secs > 0 and self._process is not None and self._process.poll() is None:
+            written = self.tell("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
+            if written:
+                logger.info("the newest version is in %s", written)
+        self._ending.set()
+        self._thread.join(5.0)
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(END_SIGNAL)
+        try:
+            process.wait(8.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            # One that hangs in the kernel is not waited for: the launcher ends all the same.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_SECS)
+
+    def _keep(self) -> None:
+        backoff = Backoff(*_BACKOFF_SECS)
+        while not self._ending.is_set():
+            began = time.monotonic()
+            try:
+                # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
+                command = [sys.executable, "-m", "reft.node.daemon", str(self._job_dir.path)]
+                self._process = subprocess.Popen(
+                    [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
+                )
+            except OSError as error:
+                logger.warning("the node daemon cannot be started: %s", error)
+                self._process = None
+            self._told = ()
+            # Counted in questions: this process may stand still itself.
+            self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
+            self._started.set()
+            code = self._wait()
+            if self._ending.is_set():
+                return
+            if time.monotonic() - began > _STABLE_SECS:
+                backoff.reset()
+            delay = backoff.failed()
+            logger.warning(
+                "the node daemon ended (%s); training goes on, the next one starts in %.1f s", code, delay
+            )
+            self._ending.wait(delay)
+
+    def _wait(self) -> int | None:
+        while self._process is not None and not self._ending.wait(_CHECK_SECS):
+            code = self._process.poll()
+            if code is not None:
+                return code
+            workers = self.workers
+            if workers != self._told:
+                answer = self.tell("workers", pids=list(workers), incarnation=self.incarnation)
+                self._told = self._told if answer is None else workers
+            self._ask()
+        return None
+
+    def _ask(self) -> None:
+        """Whether it lives: one that does not answer for long is killed, and started anew."""
+        if time.monotonic() - self._asked_at < _ASK_SECS:
+            return
+        self._asked_at = time.monotonic()
+        answer = self.tell("ping")
+        if answer is not None:
+            self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
+        self._has_answered = self._has_answered or answer is not None
+        self._unanswered = 0 if answer is not None else self._unanswered + 1
+        process = self._process
+        if process is None or (state := process_state(process.pid)) == TRACED:
+            return
+        most = _MOST_UNANSWERED if self._has_answered else _MOST_AT_START
+        if self._unanswered > (_MOST_STOPPED if state == STOPPED else most):
+            logger.warning(
+                "the node daemon (process %d) does not answer: it is stopped or hangs", process.pid
+            )
+            process.kill()

@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,22 @@ import psutil
 
 from reft import log
 from reft.config import ReftConfig
-from reft.control.authenticated import AuthenticatedServer
-from reft.control.wire import Channel
+from reft.control.wire import AuthenticatedServer, Channel
 from reft.errors import FencedError, PersistError, ReftError
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
-from reft.node.client import PURPOSE, SOCKET_NAME, short_path
-from reft.node.hangs import STOPPED, Unchanged, Waiting, Watch
-from reft.node.metrics import MetricsServer
+from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
+from reft.node.hangs import STOPPED, Unchanged, Watch
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state, read_pages
+from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-END_SIGNAL = signal.SIGUSR1  # by which its launcher ends it
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2  # between two looks at what stands still, and two versions of the status
 _IDLE_CONNECTION_SECS = 3600.0
@@ -160,7 +157,7 @@ class Daemon:
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
-        self._waiting: list[Waiting] = []
+        self._unseen_secs = 0.0
         self._launcher_still, self._writes = Unchanged(), Unchanged()
         self._incarnation = 0
         self._ordered = 0
@@ -171,7 +168,6 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
-            "trainers": lambda _: [asdict(w) for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,
             "skipped": self._skipped,
@@ -305,9 +301,13 @@ class Daemon:
     # -- what stands still -------------------------------------------------------------------------
 
     def _look_at_trainers(self, elapsed_secs: float) -> None:
+        """For the status; its launcher looks itself, and judges."""
+        self._unseen_secs += elapsed_secs
+        if self._unseen_secs < _POLL_SECS:
+            return
+        elapsed_secs, self._unseen_secs = self._unseen_secs, 0.0
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
-        self._waiting = self._trainers.look(pages, elapsed_secs)
-        quiet = [w for w in self._waiting if w.quiet]
+        quiet = [w for w in self._trainers.look(pages, elapsed_secs) if w.quiet]
         self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
 
     def rouse_launcher(self, elapsed_secs: float) -> None:

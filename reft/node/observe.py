@@ -1,31 +1,61 @@
-"""What a node's files tell of it: the trainers' pages, the heads of the arenas, notes of daemon and trainers.
+"""What a node's files tell of it, and how every node of a job comes to know of it.
 
-Nobody is asked, so that nobody can fail to answer: trainers, daemon and launcher write them as they go.
+Nobody is asked, so that nobody can fail to answer: trainers, daemon and launcher write their pages, the heads
+of the arenas and notes as they go.
+
+Each launcher tells the others of its node: it writes a report into the rendezvous store and reads the board,
+on which the first of those that are there, the keeper, puts all reports together. A node whose report does
+not change is OFFLINE. A copy lies in the job's memory on every node, where ``reft status`` and the daemon's
+metrics read it. It all happens in a thread of the launcher, over a connection of its own: no trainer and no
+rendezvous waits for it, and nothing depends on it (P6). Its traffic is bounded: a period is longer where
+there are more nodes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ArenaError, ReftError
+from reft.grid import Coordinate, Degrees
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
-from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
+from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json, write_json
 from reft.naming import Label
-from reft.node.history import Round, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
-from reft.node.report import MOST_WARNINGS, Counts, NodeReport, Shard, Signal, cut
-from reft.node.stragglers import Straggler
+from reft.node.report import (
+    BOARD_FILE,
+    MOST_WARNINGS,
+    Board,
+    Counts,
+    NodeReport,
+    Round,
+    Shard,
+    Signal,
+    cut,
+    heard,
+    place,
+    read_board,
+    read_history,
+    restarts_among,
+    scheme_of,
+    tolerance_now,
+)
+from reft.node.stragglers import SpeedWatch, Straggler
+
+logger = logging.getLogger(__name__)
 
 _SPEED_STEPS = 64
 _MOST_STEPS = 32  # of a rank, in a report
@@ -82,19 +112,6 @@ def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
     """The file, and what every record of a header begins with: sequence number, hash and MAC."""
     info = os.fstat(fd)
     return info.st_dev, info.st_ino, info.st_size, *(os.pread(fd, PREFIX_BYTES, at) for at in offsets)
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What the launcher says of itself: what it does, and of which round of trainers; ``failed``: why they
-    ended by themselves, "" while they run and where a peer was lost."""
-
-    words: str = ""
-    round: int = 0
-    spare: bool = False
-    failed: str = ""
-    since_unix_secs: float = 0.0
-    warnings: tuple[str, ...] = ()
 
 
 class Speed:
@@ -170,21 +187,20 @@ class Accounts:
 class NodeObserver:
     """One node, looked at again and again by one thread."""
 
-    def __init__(self, path: Path, node: str, domain: str, *, has_daemon: bool) -> None:
+    def __init__(self, path: Path, *, has_daemon: bool) -> None:
         self._path = path
-        self._node = node
-        self._domain = domain
         self._has_daemon = has_daemon
         self._speed = Speed()
-        self._memory = MemoryWatch(path)
+        self._memory: MemoryWatch | None = None  # Once there are trainers
         self._step: int | None = None
         self._arenas: CommitWatch | None = None
         self._times: dict[Signal, float] = {}
         self._signal: Signal | None = None
         self._snapped = self._completed = (0, 0)
 
-    def look(self, doing: Doing) -> NodeReport:
-        """What can be told of the node now. ``number`` is left to whoever sends it."""
+    def look(self, mine: NodeReport) -> NodeReport:
+        """What can be told of the node now. ``mine``: what its launcher says of itself: what it does, the
+        round of its trainers and since when they run, why they ended by themselves."""
         pages = read_pages(self._path)
         heads: list[ArenaHeader] = []
         with suppress(OSError, ReftError):
@@ -197,34 +213,33 @@ class NodeObserver:
         self._step = step = max((p.step for p in pages), default=self._step)
         self._note_versions(heads)
         steps_per_sec = self._speed.look(pages[0]) if pages else None
-        self._memory.look(pages, steps_per_sec)
-        since, why = status.get("stale_since_step"), doing.failed
-        if not why and since is not None and step is not None and step - since >= _STALE_STEPS:
+        memory = self._memory = self._memory or (MemoryWatch(self._path) if pages else None)
+        if memory is not None:
+            memory.look(pages, steps_per_sec)
+        stale, why = status.get("stale_since_step"), mine.why
+        if not why and stale is not None and step is not None and step - stale >= _STALE_STEPS:
             why = _stale(status)
         why = why or next(iter(status.get("suspected") or ()), "")
-        self._times[Signal.HEALTHY] = doing.since_unix_secs or self._times.get(Signal.HEALTHY) or time.time()
-        self._signal = self._signal_now(doing, bool(pages), why)
-        return NodeReport(
-            node=self._node,
-            domain=self._domain,
-            round=doing.round,
-            spare=doing.spare,
-            signal=self._signal or Signal.HEALTHY,
-            times=dict(self._times),
-            doing=doing.words,
-            why=why,
-            step=step,
-            steps_per_sec=steps_per_sec,
-            shards=_shards(heads),
-            trainers=sum(p.state not in ("", "Z") for p in pages),
-            tolerance=None if record is None else record.tolerance,
-            restarts=len(restarts),
-            recovery=_recovery(restarts[-1]) if restarts else None,
-            warnings=tuple(self._warnings(doing, status, record)),
-            memory=self._memory.uses[:_MOST_MEMORIES],
-            runs_out=self._memory.runs_out[:_MOST_RUNNING_OUT],
-            ranks=tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
-        )
+        since = mine.times.get(Signal.HEALTHY, 0.0)
+        self._times[Signal.HEALTHY] = since or self._times.get(Signal.HEALTHY) or time.time()
+        self._signal = self._signal_now(since, bool(pages), why)
+        found: dict[str, Any] = {
+            "signal": self._signal,
+            "times": dict(self._times),
+            "why": why,
+            "step": step,
+            "steps_per_sec": steps_per_sec,
+            "shards": _shards(heads),
+            "trainers": sum(p.state not in ("", "Z") for p in pages),
+            "tolerance": None if record is None else record.tolerance,
+            "restarts": len(restarts),
+            "recovery": _recovery(restarts[-1]) if restarts else None,
+            "warnings": tuple(self._warnings(mine, status, record)),
+            "memory": memory.uses[:_MOST_MEMORIES] if memory else (),
+            "runs_out": memory.runs_out[:_MOST_RUNNING_OUT] if memory else (),
+            "ranks": tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
+        }
+        return NodeReport(**{**dict(mine), **found})
 
     def _note_versions(self, heads: list[ArenaHeader]) -> None:
         """When the newest version was begun, and when the newest one of all ranks here was whole."""
@@ -240,21 +255,21 @@ class NodeObserver:
             if began == whole:  # begun and ended between two looks
                 self._times[Signal.SNAP] = min(self._times.get(Signal.SNAP, sealed), sealed)
 
-    def _signal_now(self, doing: Doing, has_trainers: bool, why: str) -> Signal:
+    def _signal_now(self, since: float, has_trainers: bool, why: str) -> Signal:
         if why:
             if self._signal is not Signal.UNHEALTHY:
                 self._times[Signal.UNHEALTHY] = time.time()
             return Signal.UNHEALTHY
         # What an earlier start of the trainers has left is no news of this one.
         newest = max(self._times.get(s, 0.0) for s in (Signal.SNAP, Signal.COMPLETED))
-        if not has_trainers or newest <= doing.since_unix_secs:
+        if not has_trainers or newest <= since:
             return Signal.HEALTHY
         return Signal.SNAP if self._snapped > self._completed else Signal.COMPLETED
 
     def _warnings(
-        self, doing: Doing, status: dict[str, Any], record: ProtectionRecord | None
+        self, mine: NodeReport, status: dict[str, Any], record: ProtectionRecord | None
     ) -> Iterable[str]:
-        yield from doing.warnings
+        yield from mine.warnings
         yield from status.get("quiet") or ()
         if status.get("stale_since_step") is not None:
             yield _stale(status)
@@ -323,3 +338,250 @@ def _recovery(row: Round) -> Round:
 
 def _stale(status: dict[str, Any]) -> str:
     return f"no version since step {status['stale_since_step']}: {status.get('stale_cause')}"
+
+
+# -- every node of the job -------------------------------------------------------------------------------
+
+_PERIOD_SECS = 1.0
+_NODES_PER_SEC = 64
+_OFFLINE_PERIODS = 6
+_SHOWN_SECS = 600.0
+"""A node that is gone, and has been replaced, is shown for so long; and no more of them than so many:"""
+_MOST_GONE = 16
+_END_SECS = 3.0
+_CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
+
+
+class StatusBoard:
+    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
+
+    def __init__(
+        self,
+        connect: Callable[[], RendezvousStore],
+        mine: NodeReport,
+        path: Path,
+        *,
+        job_id: str,
+        has_daemon: bool,
+    ) -> None:
+        self._connect = connect
+        self._observer = NodeObserver(path, has_daemon=has_daemon)
+        self._is_spare: Callable[[], bool] = lambda: False
+        self._nodes: Callable[[], Sequence[str]] = lambda: ()
+        self._mine, self._node = mine, mine.node
+        self._path = path
+        self._store: RendezvousStore | None = None
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._left = ""
+        self._closed = False
+        self._number = time.time_ns()  # more than that of a launcher before it that had the same node
+        self.board = Board(job_id=job_id)  # as this launcher last saw it
+        self._looked_at = time.monotonic()
+        self._lost_since: float | None = None
+        self._watch: SpeedWatch | None = None  # Once there are steps
+        before = read_board(path)
+        known = before.node(self._node) if before is not None else None
+        self._accounts = Accounts(path, known.counts if known is not None else None)
+        self._memory_told: set[str] = set()
+        self._memory_round = 0
+        self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
+
+    def start(self, is_spare: Callable[[], bool], nodes: Callable[[], Sequence[str]]) -> None:
+        """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all; the first
+        keeps the board."""
+        self._is_spare, self._nodes = is_spare, nodes
+        self._thread.start()
+
+    def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:
+        """The launcher does something else now, in ``words``. ``round``: of the trainers that it has started,
+        if it has; ``failed``: why its trainers have ended by themselves."""
+        said: dict[str, Any] = {"doing": words, "why": failed}
+        if round is not None:
+            said |= {"round": round, "times": {Signal.HEALTHY: time.time()}}
+        self._mine = self._mine.model_copy(update=said)
+        self._wake.set()
+
+    def warn(self, *warnings: str) -> None:
+        """What the status says of this node from now on, in place of what it said; none: nothing."""
+        if warnings != self._mine.warnings:
+            self._mine = self._mine.model_copy(update={"warnings": warnings})
+            self._wake.set()
+
+    @property
+    def degrees(self) -> Degrees | None:
+        return place(self.board.nodes)[0]
+
+    @property
+    def holders(self) -> dict[Coordinate, tuple[str, str]]:
+        """Node and failure domain of whoever holds each rank's newest version."""
+        return {at: (n.node, n.domain) for at, n in place(self.board.nodes)[1].items()}
+
+    @property
+    def scheme(self) -> str:
+        """The protection of the newest version; "" where nobody said."""
+        return scheme_of(self.board.nodes)
+
+    def tolerance_left(self, incarnation: int) -> int | None:
+        """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this start."""
+        nodes = self.board.nodes
+        _, holders = place(nodes)
+        starts = [max(shard.label[0] for shard in node.shards) for node in holders.values()]
+        return tolerance_now(nodes) if starts and min(starts) >= incarnation else None
+
+    def close(self, why: str) -> None:
+        self._left = why or "ended"
+        self._ending.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECS)
+        self._closed = True
+        if self._store is not None:
+            self._store.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        told = ""
+        while True:
+            ending = self._ending.is_set()
+            try:
+                self._turn(ending)
+            except Exception as error:  # a status that fails is a status that fails
+                if (cause := f"{type(error).__name__}: {error}") != told:
+                    told = cause
+                    logger.warning("the status of this node cannot be reported now: %s", cause)
+            if ending:
+                return
+            self._wake.wait(self._period_secs())
+            self._wake.clear()
+
+    def _period_secs(self) -> float:
+        return _PERIOD_SECS * max(1.0, len(self.board.nodes) / _NODES_PER_SEC)
+
+    def _turn(self, ending: bool) -> None:
+        self._number += 1
+        said: dict[str, Any] = {"number": self._number, "spare": self._is_spare()}
+        said["counts"] = self._accounts.look(self.board.slow)
+        report = self._observer.look(self._mine.model_copy(update=said))
+        self._tell_memory(report)
+        if ending:
+            report = report.model_copy(update={"left": True, "why": self._left})
+            self._write(report)  # whatever becomes of the store
+        try:
+            self._exchange(report)
+            self._lost_since = None
+        except _CANNOT as error:
+            self._lost_since = self._lost_since or time.time()
+            logger.debug("the status board cannot be reached: %s", error)
+            self._drop()
+        self._write(report)
+
+    def _tell_memory(self, report: NodeReport) -> None:
+        """Log what is running out on this node: each memory once in a start of the trainers."""
+        if report.round != self._memory_round:
+            self._memory_round = report.round
+            self._memory_told.clear()
+        for found in report.runs_out:
+            if found.name not in self._memory_told:
+                self._memory_told.add(found.name)
+                logger.warning("%s", found)
+
+    def _exchange(self, report: NodeReport) -> None:
+        if self._store is None:
+            self._store = self._connect()
+        store = self._store
+        store.set(f"node/{self._node}", report.pack())
+        held, now = store.peek("board"), time.monotonic()
+        elapsed, self._looked_at = now - self._looked_at, now
+        board = Board(job_id=self.board.job_id)
+        with suppress(ValueError):  # another release's: it is put together anew
+            board = board if held is None else Board.unpack(held)
+        self.board = board
+        names = self._nodes() or [self._node]
+        if names[0] == self._node:
+            self._keep(store, names, report, elapsed)
+
+    def _keep(
+        self, store: RendezvousStore, names: Sequence[str], mine: NodeReport, elapsed_secs: float
+    ) -> None:
+        period, now = self._period_secs(), time.time()
+        # The keeper may have stood still itself: that is nobody else's silence.
+        elapsed = min(elapsed_secs, 2 * period)
+        before = {node.node: node for node in self.board.nodes}
+        there, told = [], []
+        for name in sorted({*before, *names}):
+            report = mine if name == self._node else _report(store, name)
+            known = before.get(name)
+            if report is None and known is None:
+                continue
+            node = heard(
+                known,
+                report or known,  # type: ignore[arg-type]
+                elapsed_secs=elapsed,
+                offline_after_secs=_OFFLINE_PERIODS * period,
+                now=now,
+            )
+            if node.seen is not Signal.OFFLINE and node.ranks:
+                told.append(node)
+            there.append(node.model_copy(update={"ranks": ()}))
+        kept, forgotten = sort_out(there, now)
+        newest = max((report.round for report in told), default=0)
+        watch = self._watch = self._watch or (SpeedWatch() if told else None)
+        if watch is not None:
+            watch.look((r.node, steps) for r in told if r.round == newest for steps in r.ranks)
+        board = Board(
+            job_id=self.board.job_id,
+            keeper=self._node,
+            number=self.board.number + 1,
+            unix_secs=now,
+            nodes=tuple(kept),
+            slow=watch.slow() if watch else (),
+            speeds=watch.speeds() if watch else (),
+        )
+        store.set("board", board.pack())
+        tell_changes(self.board.slow, board.slow)
+        self.board = board
+        for name in forgotten:
+            store.delete(f"node/{name}")
+
+    def _write(self, report: NodeReport) -> None:
+        """The copy on this node, with this node's own newest report."""
+        mine = report.model_copy(update={"ranks": ()})
+        others = [node for node in self.board.nodes if node.node != self._node]
+        times = {"written_unix_secs": time.time(), "store_lost_unix_secs": self._lost_since}
+        if self._path.is_dir() and not self._closed:
+            board = self.board.model_copy(update={"nodes": (*others, mine), **times})
+            write_json(self._path / BOARD_FILE, board.model_dump(mode="json"))
+
+    def _drop(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+
+def _report(store: RendezvousStore, node: str) -> NodeReport | None:
+    data = store.peek(f"node/{node}")
+    with suppress(ValueError):
+        return None if data is None else NodeReport.unpack(data)
+    return None
+
+
+def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:
+    """Log who has become slow, and who is no more: each once."""
+    was, now = {s.name: s for s in before}, {s.name: s for s in after}
+    for name, straggler in now.items():
+        if name not in was:
+            logger.warning("%s", straggler)
+    for name in was.keys() - now.keys():
+        logger.info("%s is no longer slower than its peers", name)
+
+
+def sort_out(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeReport], set[str]]:
+    """Those that are shown, and those that are forgotten: gone, and nobody needs what they held. Pure."""
+    needed = {node.node for node in place(nodes)[1].values()}
+    gone = [n for n in nodes if n.seen is Signal.OFFLINE and n.node not in needed]
+    newest = sorted(gone, key=lambda n: n.offline_unix_secs or 0.0)[-_MOST_GONE:]
+    shown = {n.node for n in newest if now - (n.offline_unix_secs or 0.0) < _SHOWN_SECS}
+    forgotten = {n.node for n in gone} - shown
+    return [n for n in nodes if n.node not in forgotten], forgotten

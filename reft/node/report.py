@@ -1,38 +1,86 @@
-"""What each node of a job tells all others of itself, and what that makes of the job. Pure.
+"""What each node of a job tells all others of itself, and what that makes of the job; and its restarts.
 
 The signals are those of the paper (REFERENCE 1.9): HEALTHY at the start, SNAP when a version is begun,
 COMPLETED when all shards of the node are whole, UNHEALTHY for software that fails, OFFLINE for a node of
 which nothing is heard. A node says the first four of itself; OFFLINE is what the others say of it.
+
+The restarts, as one node saw them, are lines of JSON in the job's memory, which outlasts them. The launcher
+notes when a round of trainers starts and why the one before ended, the first trainer of the node what it
+resumed from and when it had made a step.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
-from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 
-BOARD_FILE = "board.json"
+logger = logging.getLogger(__name__)
+
+BOARD_FILE, HISTORY_FILE = "board.json", "history.jsonl"
+STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # events of the history
 ENDED_WELL = "the job ended well"  # why a launcher has ended whose job has
 MOST_CHARACTERS = 200  # of a text in a report; longer ones are cut
 MOST_WARNINGS = 6
 _MOST_BYTES = 64 * 2**20  # of a report or board, once it is unpacked: 65,536 nodes
+
+
+PARTS = {
+    "ending": "until the launcher, which had seen a trainer fail, had ended the others",
+    "gathering": "until all nodes were there",
+    "starting": "until the script began: the trainer is forked, or started and imports what reft needs",
+    "script": "what the script does until it has an engine: imports, the model; without process groups",
+    "groups": "init_distributed: the process groups",
+    "engine": "deepspeed.initialize, without process groups",
+    "joining": "until memory is looked at: reft's own start, and what the script does before it loads",
+    "agreeing": "until all ranks agree on what is restored",
+    "transfer": "until the state is restored, and protected again",
+    "first_step": "until the first step was made",
+}
+"""Of an interruption, in their order."""
+
+
+@dataclass
+class Round:
+    round: int  # 1 for the first start under a launcher
+    unix_secs: float  # when all nodes were there
+    nodes: list[str] = field(default_factory=list)
+    # why trainers of the round before ended: node, rank, and signal, exit code or error
+    failures: list[str] = field(default_factory=list)
+    # lost, joined, left: nodes that vanished since the round before, are new, or have left as they were told
+    lost: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    newest_step: int = -1  # newest committed step that a node knew of; -1: none
+    resumed_from: str | None = None  # ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet
+    resumed_step: int | None = None  # step that it went on from
+    # parts of the interruption, one after the other, by the wall clock of this node; see `PARTS`. What nobody
+    # has seen is missing.
+    secs: dict[str, float] = field(default_factory=dict)
+    # when the launcher saw that a trainer of the round before had failed; None: none had
+    failed_unix_secs: float | None = None
+    ended: str | None = None  # what the launcher said when the job ended in this round
 
 
 class Signal(StrEnum):
@@ -188,22 +236,19 @@ class NodeReport(_Message):
     # the last steps of its trainers; for who keeps the board, on which they are not
     ranks: tuple[RankSteps, ...] = ()
     left: bool = False  # it has ended, and says so
-
-
-class Row(_Message):
-    """A node, as the keeper of the board sees it."""
-
-    report: NodeReport  # its newest
-    silent_secs: float = 0.0  # since then, by the keeper's clock
-    offline_unix_secs: float | None = None  # since when nothing is heard of it; None: it is heard of
+    # What the keeper of the board adds: how long the number has not changed, by its clock, and since when
+    # nothing is heard of the node; None: it is heard of
+    silent_secs: float = 0.0
+    offline_unix_secs: float | None = None
 
     @property
-    def signal(self) -> Signal:
-        return self.report.signal if self.offline_unix_secs is None else Signal.OFFLINE
+    def seen(self) -> Signal:
+        """Its signal, for the others."""
+        return self.signal if self.offline_unix_secs is None else Signal.OFFLINE
 
     def why_offline(self) -> str:
-        if self.report.left:
-            return f"its launcher has ended: {self.report.why or self.report.doing}"
+        if self.left:
+            return f"its launcher has ended: {self.why or self.doing}"
         return "its launcher does not report"
 
 
@@ -214,15 +259,15 @@ class Board(_Message):
     keeper: str = ""  # the node whose launcher puts it together
     number: int = 0  # one more with every change
     unix_secs: float = 0.0  # when it was put together, by the keeper's clock
-    rows: tuple[Row, ...] = ()
+    nodes: tuple[NodeReport, ...] = ()
     slow: tuple[Straggler, ...] = ()  # what is slower than its peers, the costliest first
     speeds: tuple[RankSpeed, ...] = ()  # of what the ranks' last steps consisted
     written_unix_secs: float = 0.0  # when a launcher wrote this copy into its node's memory
     # since when that launcher does not reach the others; None: it does
     store_lost_unix_secs: float | None = None
 
-    def row(self, node: str) -> Row | None:
-        return next((r for r in self.rows if r.report.node == node), None)
+    def node(self, name: str) -> NodeReport | None:
+        return next((n for n in self.nodes if n.node == name), None)
 
 
 def read_board(path: Path) -> Board | None:
@@ -239,56 +284,54 @@ def newest_board(paths: Iterable[Path]) -> Board | None:
     return max(boards, key=lambda board: board.written_unix_secs, default=None)
 
 
-def updated_row(
-    before: Row | None, report: NodeReport, *, elapsed_secs: float, offline_after_secs: float, now: float
-) -> Row:
-    """A node's row after another look at its report. ``elapsed_secs``: since the last look, as far as the
-    keeper itself did not stand still; when nothing was heard for longer than ``offline_after_secs`` it is
-    OFFLINE."""
-    heard = before is None or report.number != before.report.number
-    silent = 0.0 if before is None or heard else before.silent_secs + elapsed_secs
+def heard(
+    before: NodeReport | None,
+    report: NodeReport,
+    *,
+    elapsed_secs: float,
+    offline_after_secs: float,
+    now: float,
+) -> NodeReport:
+    """A node's report after another look at it. ``elapsed_secs``: since the last look, as far as the keeper
+    itself did not stand still; who is not heard for longer than ``offline_after_secs`` is OFFLINE."""
+    same = before is not None and report.number == before.number
+    silent = before.silent_secs + elapsed_secs if before is not None and same else 0.0
     offline = None
     if report.left or silent > offline_after_secs:
-        known = before.offline_unix_secs if before is not None else None
-        offline = known if known is not None and not heard else now - silent
-    return Row(report=report, silent_secs=silent, offline_unix_secs=offline)
+        known = before.offline_unix_secs if before is not None and same else None
+        offline = now - silent if known is None else known
+    return report.model_copy(update={"silent_secs": silent, "offline_unix_secs": offline})
 
 
 # -- the placement ---------------------------------------------------------------------------------------
 
 
-def place(rows: Iterable[Row]) -> tuple[Degrees | None, dict[Coordinate, Row]]:
+def place(nodes: Iterable[NodeReport]) -> tuple[Degrees | None, dict[Coordinate, NodeReport]]:
     """The placement by what is in memory: who held the newest version of each rank, gone or not."""
-    held = [(shard, row) for row in rows for shard in row.report.shards]
+    held = [(shard, node) for node in nodes for shard in node.shards]
     if not held:
         return None, {}
     degrees = Degrees(*max(held, key=lambda pair: pair[0].label)[0].degrees)
-    newest: dict[Coordinate, tuple[tuple[int, int], Row]] = {}
-    for shard, row in held:
+    newest: dict[Coordinate, tuple[tuple[int, int], NodeReport]] = {}
+    for shard, node in held:
         at = Coordinate(*shard.at)
         inside = at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
         if inside and (at not in newest or shard.label > newest[at][0]):
-            newest[at] = shard.label, row
-    return degrees, {at: row for at, (_, row) in newest.items()}
+            newest[at] = shard.label, node
+    return degrees, {at: node for at, (_, node) in newest.items()}
 
 
-def newest_start(row: Row) -> int:
-    """The start of the job that wrote the newest version in a node's memory; 0: it has none."""
-    return max((shard.label[0] for shard in row.report.shards), default=0)
-
-
-def scheme_of(rows: Iterable[Row]) -> str:
+def scheme_of(nodes: Iterable[NodeReport]) -> str:
     """The protection of the newest version that any node tells of; "" where nobody said."""
-    shards = [s for row in rows for s in row.report.shards]
+    shards = [s for node in nodes for s in node.shards]
     return max(shards, key=lambda s: s.label).scheme if shards else ""
 
 
-def tolerance_now(rows: Iterable[Row]) -> int | None:
+def tolerance_now(nodes: Sequence[NodeReport]) -> int | None:
     """Further node losses that every sharding group survives, from the real placement without the nodes that
     are gone (P4). -1: what is gone is more than that; None: no version, or its protection is not known."""
-    known = list(rows)
-    degrees, holders = place(known)
-    scheme = scheme_of(known)
+    degrees, holders = place(nodes)
+    scheme = scheme_of(nodes)
     if degrees is None or not scheme:
         return None
     groups = set()
@@ -296,11 +339,11 @@ def tolerance_now(rows: Iterable[Row]) -> int | None:
         for tp in range(degrees.tp):
             held = [holders.get(Coordinate(pp, dp, tp)) for dp in range(degrees.dp)]
             # P4: a rank that nobody has told of counts as lost, alone.
-            nodes = tuple(f"?{dp}" if r is None else r.report.domain for dp, r in enumerate(held))
-            lost = frozenset(dp for dp, r in enumerate(held) if r is None or r.signal is Signal.OFFLINE)
-            groups.add((nodes, lost))
+            domains = tuple(f"?{dp}" if n is None else n.domain for dp, n in enumerate(held))
+            lost = frozenset(dp for dp, n in enumerate(held) if n is None or n.seen is Signal.OFFLINE)
+            groups.add((domains, lost))
     try:
-        return min(losses_left(nodes, lost, scheme) for nodes, lost in groups)
+        return min(losses_left(domains, lost, scheme) for domains, lost in groups)
     except ReftError:  # another release's scheme
         return None
 
@@ -318,18 +361,18 @@ def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> in
 
 def summary(board: Board, now: float) -> dict[str, Any]:
     """The job, for people and programs; ages are counted to ``now``, in seconds since 1970."""
-    rows = sorted(board.rows, key=lambda r: r.report.node)
-    present = [r.report for r in rows if r.signal is not Signal.OFFLINE]
-    committed = [s for r in rows for s in r.report.shards if s.committed]
+    nodes = sorted(board.nodes, key=lambda n: n.node)
+    present = [n for n in nodes if n.seen is not Signal.OFFLINE]
+    committed = [s for n in nodes for s in n.shards if s.committed]
     newest = max(committed, key=lambda s: (s.label, s.sealed_unix_secs), default=None)
-    step = max((r.step for r in present if r.step is not None and r.step >= 0), default=None)
-    speeds = [r.steps_per_sec for r in present if r.steps_per_sec is not None]
-    recoveries = [r.report.recovery for r in rows if r.report.recovery is not None]
+    step = max((n.step for n in present if n.step is not None and n.step >= 0), default=None)
+    speeds = [n.steps_per_sec for n in present if n.steps_per_sec is not None]
+    recoveries = [n.recovery for n in nodes if n.recovery is not None]
     last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
-    needed = {row.report.node for row in place(rows)[1].values()}
-    left = tolerance_now(rows)
+    needed = {node.node for node in place(nodes)[1].values()}
+    left = tolerance_now(nodes)
     runs_out = [{"node": n.node, **asdict(r), "said": f"{n.node}: {r}"} for n in present for r in n.runs_out]
-    warnings = [*_warnings(rows, needed, left), *map(str, board.slow), *(r["said"] for r in runs_out)]
+    warnings = [*_warnings(nodes, needed, left), *map(str, board.slow), *(r["said"] for r in runs_out)]
     told: dict[str, Any] = {"newest_commit": None, "commit_age_secs": None, "commit_lag_steps": None}
     if newest is not None:
         incarnation, committed_step = newest.label
@@ -344,17 +387,17 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         }
     return {
         "job_id": board.job_id,
-        "round": max((r.round for r in present), default=0),
+        "round": max((n.round for n in present), default=0),
         "step": step,
         "steps_per_sec": median(speeds) if speeds else None,
         **told,
-        "protection": scheme_of(rows) or None,
-        "tolerance": max((r.tolerance for r in present if r.tolerance is not None), default=None),
+        "protection": scheme_of(nodes) or None,
+        "tolerance": max((n.tolerance for n in present if n.tolerance is not None), default=None),
         "tolerance_left": left,
-        "restarts": max((r.report.restarts for r in rows), default=0),
+        "restarts": max((n.restarts for n in nodes), default=0),
         "last_recovery": None if last is None else asdict(last),
-        "nodes": [_node(r, r.report.node in needed) for r in rows],
-        "since_start": _since_start(rows),
+        "nodes": [_node(n, n.node in needed) for n in nodes],
+        "since_start": _since_start(nodes),
         "slow": [asdict(s) for s in board.slow],
         "speeds": [asdict(s) for s in board.speeds],
         "memory": [{"node": n.node, **asdict(m)} for n in present for m in n.memory],
@@ -364,15 +407,15 @@ def summary(board: Board, now: float) -> dict[str, Any]:
     }
 
 
-def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
+def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
     """What the node that has counted for longest has counted; operations of the model per second of the job,
     losses included, and of a trainer, where some node knows its parameters and saw its tokens."""
-    told = [r.report.counts for r in rows if r.report.counts is not None]
+    told = [n.counts for n in nodes if n.counts is not None]
     counts = max(told, key=lambda c: c.elapsed_secs, default=None)
     if counts is None:
         return None
     per_sample = max((c.flops / c.samples for c in told if c.samples), default=0.0)
-    trainers = sum(r.report.trainers for r in rows if not r.report.spare)
+    trainers = sum(n.trainers for n in nodes if not n.spare)
     tflops = per_sample * (counts.samples_per_sec or 0.0) / 1e12
     known = tflops > 0 and trainers > 0
     derived = {key: getattr(counts, key) for key in ("effective_ratio", "samples_per_sec", "lost_secs")}
@@ -383,44 +426,147 @@ def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
 _OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers"}
 
 
-def _node(row: Row, needed: bool) -> dict[str, Any]:
-    report, offline = row.report, row.signal is Signal.OFFLINE
-    times = {str(s): at for s, at in sorted(report.times.items())}
-    if row.offline_unix_secs is not None:
-        times[Signal.OFFLINE] = row.offline_unix_secs
+def _node(node: NodeReport, needed: bool) -> dict[str, Any]:
+    offline = node.seen is Signal.OFFLINE
+    times = {str(s): at for s, at in sorted(node.times.items())}
+    if node.offline_unix_secs is not None:
+        times[Signal.OFFLINE] = node.offline_unix_secs
     return {
-        **report.model_dump(mode="json", include=_OF_NODE),
-        "signal": str(row.signal),
-        "since_unix_secs": times.get(row.signal),
+        **node.model_dump(mode="json", include=_OF_NODE),
+        "signal": str(node.seen),
+        "since_unix_secs": times.get(node.seen),
         "times": times,
         "holds_shards": needed,
-        "doing": "" if offline else report.doing,
-        "why": row.why_offline() if offline else report.why,
+        "doing": "" if offline else node.doing,
+        "why": node.why_offline() if offline else node.why,
         "shards": [
-            {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]}
-            for s in report.shards
+            {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]} for s in node.shards
         ],
     }
 
 
-def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> Iterable[str]:
+def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | None) -> Iterable[str]:
     told: dict[str, list[str]] = {}
-    for row in rows:
-        node = row.report.node
-        if row.signal is not Signal.OFFLINE:
-            for said in row.report.warnings:
-                told.setdefault(said, []).append(node)
-        elif node in needed:
-            yield f"{node} is gone: {row.why_offline()}"
+    for node in nodes:
+        if node.seen is not Signal.OFFLINE:
+            for said in node.warnings:
+                told.setdefault(said, []).append(node.node)
+        elif node.node in needed:
+            yield f"{node.node} is gone: {node.why_offline()}"
     if left is not None and left < 0:
         yield "the versions in memory are lost with the nodes that are gone, unless one of them comes back"
     elif left == 0:
         yield "the loss of one more node would lose the versions in memory"
-    for said, nodes in told.items():
-        yield f"{', '.join(nodes[:3])}{' and others' if len(nodes) > 3 else ''}: {said}"
+    for said, names in told.items():
+        yield f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: {said}"
 
 
 def is_well(told: Mapping[str, Any]) -> bool:
     needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
     bad = (Signal.UNHEALTHY, Signal.OFFLINE)
     return told["newest_commit"] is not None and not any(n["signal"] in bad for n in needed)
+
+
+# -- the restarts ----------------------------------------------------------------------------------------
+
+
+def note(job_dir: Path, event: str, **facts: Any) -> None:
+    """Append a line. One that cannot be written is lost, and nothing else happens (P6)."""
+    line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
+    try:
+        fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        logger.warning("the restart history in %s cannot be written: %s", job_dir, error)
+
+
+_ROUND = TypeAdapter(Round)
+
+
+def why(row: Round) -> str:
+    said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
+    if not said:
+        said = [f"node {node} joined" for node in row.joined]
+    return "; ".join(said) if said else "the job was started"
+
+
+def restarts_among(rounds: Iterable[Round]) -> list[Round]:
+    return [r for r in rounds if r.failures or r.lost]
+
+
+def describe_parts(secs: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())
+
+
+def after_failure(job_dir: Path) -> str:
+    """What the newest start followed, for the end of a sentence; "" where nothing had failed."""
+    for row in restarts_among(read_history(job_dir)[-1:]):
+        since = row.failed_unix_secs
+        secs = "" if since is None else f"{max(0.0, time.time() - since):.1f} s "
+        return f", {secs}after the failure ({why(row)})"
+    return ""
+
+
+def read_history(job_dir: Path) -> list[Round]:
+    """Every start of the trainers that the node has seen; lines that are no events are left out."""
+    try:
+        lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    rounds: list[Round] = []
+    resumed_at = 0.0
+    for line in lines:
+        # Another release, or a full disk, may have written what this one does not understand.
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            facts = json.loads(line)
+            event, at = facts.pop("event"), _secs(facts["unix_secs"])
+            if event == STARTED:
+                told = {part: facts.get(f"{part}_secs") for part in ("ending", "gathering")}
+                waits = {part: _secs(secs) for part, secs in told.items() if secs is not None}
+                rounds.append(_ROUND.validate_python({**facts, "secs": waits}))
+                resumed_at = 0.0
+            elif event == RESUMED and rounds:
+                times = {name: _secs(secs) for name, secs in facts.get("times", {}).items()}
+                source, step = _text(facts["source"]), int(facts["step"])
+                rounds[-1].resumed_from, rounds[-1].resumed_step = source, step
+                rounds[-1].secs |= _parts(rounds[-1].unix_secs, at, times)
+                resumed_at = at
+            elif event == STEPPED and rounds and resumed_at:
+                rounds[-1].secs["first_step"] = at - resumed_at
+            elif event == ENDED and rounds:
+                rounds[-1].ended = _text(facts["reason"])
+    return rounds
+
+
+def _secs(value: Any) -> float:
+    """Raises ValueError, TypeError: it is none, or none since 1970 that a calendar has."""
+    if not 0 <= (secs := float(value)) < 2**37:
+        raise ValueError(f"{value!r} is no time")
+    return secs
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _parts(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
+    """What lies between the moment in which all nodes were there and that in which the state was restored."""
+    ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
+    secs, since = {}, formed
+    for part, end in (*ends.items(), ("agreeing", "agreed")):
+        if end in times:
+            secs[part] = max(0.0, times[end] - since)
+            since = max(since, times[end])
+    secs["transfer"] = max(0.0, resumed - since)
+    if {"groups", "grouped"} <= times.keys():
+        groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
+        for part in ("script", "engine", "joining"):  # one of which they are made in
+            if part in secs and times["groups"] < times[ends[part]]:
+                secs[part] = max(0.0, secs[part] - groups)
+                break
+    return {part: secs[part] for part in PARTS if part in secs}

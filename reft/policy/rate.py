@@ -25,7 +25,7 @@ from typing import Any
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.naming import Label
-from reft.node.history import Round
+from reft.node.report import Round
 from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0

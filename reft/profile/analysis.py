@@ -12,7 +12,7 @@ when both sides are there, so of a call [b, e] whose partner began at r
 The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver is
 there), unless one of its kind ended before its receiver came: such sends are buffered and wait for
 nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the alignment of
-the clocks (:mod:`reft.profile.traces`); shorter waits count as transfer.
+the clocks (:mod:`reft.profile.profiler`); shorter waits count as transfer.
 
 **The fastest observation**, where no partner is known, or the clocks are aligned worse than a transfer
 lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
@@ -27,29 +27,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from reft.profile.result import (
     Activity,
     Beside,
-    ChunkSlice,
     MeasuredWindow,
-    Method,
     ProfileError,
     ProfileResult,
-    RankTimeline,
+    RankStep,
     Segment,
-    SnapshotUse,
     Spread,
     StageProfile,
-    StepTimeline,
     activity_of,
 )
-from reft.profile.traces import RankTraces
 from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
 
 _LEAST_STEPS = 5
@@ -63,16 +59,65 @@ LEAST_WINDOW_SHARE = 0.002
 Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
 
 
-class _Step(NamedTuple):
-    """One step of one rank, cut into segments: ``origin_secs`` is the begin of the first instruction."""
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the sum.
+    Ranks of equal ``clock`` read the same one; between them there is no error."""
 
-    trace: StepTrace
-    origin_secs: float
-    step_secs: float
-    segments: tuple[Segment, ...]
+    secs: float = 0.0
+    error_secs: float = 0.0
+    clock: int = 0
 
-    def secs_of(self, activity: Activity) -> float:
-        return sum(s.secs for s in self.segments if s.activity is activity)
+    def error_to(self, other: ClockOffset) -> float:
+        """Bound of the error when a time of this rank is compared with one of another's."""
+        return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
+
+    def until(self, after: ClockOffset) -> ClockOffset:
+        """The offset in the middle of two measurements, with the drift as part of the error."""
+        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
+        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraces:
+    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes that it
+    copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls` were kept."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    offset: ClockOffset
+    snapshot_bytes: int
+    complete: bool
+    traces: tuple[StepTrace, ...]
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Ranks of equal (dp, tp) pass activations to each other."""
+        return self.dp, self.tp
+
+    def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
+        """These steps alone, on the clock of rank 0, from ``origin_secs`` on."""
+        ahead = self.offset.secs - origin_secs
+
+        def moved(record: Any, **parts: Any) -> Any:
+            begin, end = (round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs))
+            return replace(record, begin_secs=begin, end_secs=end, **parts)
+
+        by_step = {trace.step: trace for trace in self.traces}
+        traces = tuple(
+            moved(t, instructions=tuple(map(moved, t.instructions)), chunks=tuple(map(moved, t.chunks)))
+            for t in (by_step[step] for step in steps)
+        )
+        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
+
+
+def only_group_calls(trace: StepTrace) -> StepTrace:
+    """What the ranks of one pipeline need to know of another one."""
+    group = (Activity.REDUCE, Activity.OPTIMIZER)
+    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
+    return replace(trace, instructions=kept, chunks=())
 
 
 def analyse(
@@ -95,7 +140,8 @@ def analyse(
             f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. Profile more "
             f"steps"
         )
-    aligned = [rank.aligned(steps) for rank in ranks]
+    origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
+    aligned = [rank.aligned(steps, origin) for rank in ranks]
     ready, matched_share = _find_waits(aligned)
     # Of copies that had the device to themselves, if there were any; else of all; else as measured.
     bandwidth = bandwidth_bytes_per_sec
@@ -122,23 +168,20 @@ def analyse(
         step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
-        method=Method(
-            clock=clock,
-            matched_share=matched_share,
-            clock_error_secs=max(r.offset.error_secs for r in aligned),
-        ),
+        clock=clock,
+        matched_share=matched_share,
+        clock_error_secs=max(r.offset.error_secs for r in aligned),
         stages=tuple(
             _stage(pp, by_stage[pp], [s for r in by_stage[pp] for s in cut[r.rank]], bandwidth)
             for pp in sorted(by_stage)
         ),
-        timelines=_timelines(complete, cut),
+        timelines=tuple(ranks[number] for number in range(len(steps)) for ranks in cut.values()),
     )
 
 
 # -- where the waits end ----------------------------------------------------------------------------------
 
 
-_Call = tuple[Place, int | None, InstructionRecord]  # place, micro batch, the call that carries it out
 Ready = dict[Place, float]  # when the partners of a call were there too
 
 
@@ -163,104 +206,97 @@ def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
 
 def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
     """The calls that move data between two ranks."""
-    calls = {
-        (r.rank, number, index): (record, kind)
-        for r in ranks
-        for number, trace in enumerate(r.traces)
-        for index, record, kind in _transfers(trace.instructions)
-    }
-    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # seconds of each kind on a rank, over all steps
-    for (rank, _, _), (record, kind) in calls.items():
-        secs = record.end_secs - record.begin_secs
-        fastest[rank, kind] = min(secs, fastest.get((rank, kind), secs))
-    met = _meetings(ranks, stages, fastest)
+    calls: dict[Place, InstructionRecord] = {}
+    moved: dict[Place, list[InstructionRecord]] = {}
+    for rank in ranks:
+        for number, trace in enumerate(rank.traces):
+            for index, record, sent in _transfers(trace.instructions):
+                place = rank.rank, number, index
+                calls[place], moved[place] = record, sent
+    secs = {place: record.end_secs - record.begin_secs for place, record in calls.items()}
+    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # of each kind on a rank, over all steps
+    kinds = {place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()}
+    for place, kind in kinds.items():
+        fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
+    least = {r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0) for r in ranks}
+    met = _meetings(ranks, stages, calls, moved, least)
     # Kinds of sends that wait for nobody: one of them was over before its receiver came.
     buffered = {
         (place[0], name)
-        for place, (record, _) in calls.items()
+        for place, record in calls.items()
         for name, partner, error in met.get(place, ())
         if name.startswith("Send") and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
     }
-    ready, matched_secs, all_secs = Ready(), 0.0, 0.0
-    for place, (record, kind) in calls.items():
-        secs, error = record.end_secs - record.begin_secs, 0.0
-        all_secs += secs
+    ready, matched_secs = Ready(), 0.0
+    for place, record in calls.items():
+        error = 0.0
         if meetings := met.get(place):
-            matched_secs += secs
+            matched_secs += secs[place]
             begins = [p.begin_secs for name, p, _ in meetings if (place[0], name) not in buffered]
             there, error = max(begins, default=record.begin_secs), max(m[2] for m in meetings)
         else:
-            there = record.end_secs - fastest[place[0], kind]
+            there = record.end_secs - fastest[kinds[place]]
         if there > record.begin_secs + error:
             ready[place] = min(there, record.end_secs)
+    all_secs = sum(secs.values())
     return ready, matched_secs / all_secs if all_secs else 1.0
 
 
 def _meetings(
-    ranks: Sequence[RankTraces], stages: int, fastest: Mapping[tuple[int, tuple[str, ...]], float]
+    ranks: Sequence[RankTraces],
+    stages: int,
+    calls: Mapping[Place, InstructionRecord],
+    moved: Mapping[Place, Sequence[InstructionRecord]],
+    least: Mapping[int, float],
 ) -> Mapping[Place, Sequence[tuple[str, InstructionRecord, float]]]:
     """Of every call the sends and receives that it carries out: name, the partner's call, and the error of
-    comparing the two."""
+    comparing the two. ``least``: seconds of the quickest call of each rank."""
     at = {(r.pp, r.pipeline): r for r in ranks}
-    least: dict[int, float] = {}
-    for (rank, _), secs in fastest.items():
-        least[rank] = min(secs, least.get(rank, secs))
+    named = defaultdict[tuple[int, int, str], list[tuple[Place, int | None]]](list)
+    for place, sent in moved.items():
+        for record in sent:
+            named[*place[:2], record.name].append((place, record.micro_batch))
     found = defaultdict[Place, list[tuple[str, InstructionRecord, float]]](list)
     for pipeline, (what, towards), number in product(
         {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
     ):
-        pairs: list[tuple[_Call, _Call, float]] = []
+        pairs: list[tuple[Place, Place, float]] = []
         for stage in range(stages):
             sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
             if sender is None or receiver is None or sender is receiver:
                 continue
-            sent, received = _named(f"Send{what}", sender, number), _named(f"Recv{what}", receiver, number)
-            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sent, received, strict=False))
-            if len(sent) != len(received) or not same:
+            sends = named[sender.rank, number, f"Send{what}"]
+            receives = named[receiver.rank, number, f"Recv{what}"]
+            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False))
+            if len(sends) != len(receives) or not same:
                 # The schedule sends both ways (DualPipeV): order does not tell who meets, on any stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
-            if error <= min(least.get(sender.rank, 0.0), least.get(receiver.rank, 0.0)):
-                pairs += [(s, r, error) for s, r in zip(sent, received, strict=True)]
-        for (send_at, _, sending), (receive_at, _, receiving), error in pairs:
-            found[send_at].append((f"Send{what}", receiving, error))
-            found[receive_at].append((f"Recv{what}", sending, error))
+            if error <= min(least[sender.rank], least[receiver.rank]):
+                pairs += [(s[0], r[0], error) for s, r in zip(sends, receives, strict=True)]
+        for send, receive, error in pairs:
+            found[send].append((f"Send{what}", calls[receive], error))
+            found[receive].append((f"Recv{what}", calls[send], error))
     return found
-
-
-def _named(name: str, rank: RankTraces, number: int) -> list[_Call]:
-    """Of all instructions of a name, in order. Where transfers are only queued, the call is the commit that
-    follows."""
-    found: list[_Call] = []
-    following: tuple[int, InstructionRecord] | None = None
-    instructions = rank.traces[number].instructions
-    commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    for index, record in reversed([*enumerate(instructions)]):
-        if record.name.startswith("CommitP2P"):
-            following = index, record
-        elif record.name == name and (following or not commits):
-            at, call = following or (index, record)
-            found.append(((rank.rank, number, at), record.micro_batch, call))
-    return found[::-1]
 
 
 def _transfers(
     instructions: Sequence[InstructionRecord],
-) -> Iterator[tuple[int, InstructionRecord, tuple[str, ...]]]:
-    """(index, call, kind) of the calls that move data; all calls of one kind move the same bytes. Where
-    transfers are only queued (DualPipeV), a commit moves what was queued since the last one."""
+) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
+    """The calls that move data, each with what it sends and receives; all that move the same kinds move the
+    same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued since the last."""
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    queued: list[str] = []
+    queued: list[InstructionRecord] = []
     for index, record in enumerate(instructions):
         if record.name.startswith("CommitP2P"):
-            yield index, record, (record.name, *sorted(queued))
+            yield index, record, queued
             queued = []
         elif record.name.startswith(("Recv", "Send")):
             if commits:
-                queued.append(record.name)
+                queued.append(record)
             else:
-                yield index, record, (record.name,)
+                yield index, record, [record]
 
 
 def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
@@ -313,14 +349,23 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
 # -- segments -----------------------------------------------------------------------------------------
 
 
-def _cut(rank: RankTraces, ready: Ready) -> Iterator[_Step]:
-    """A step lasts to the begin of the next; where that was not traced, to its end."""
+def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
         end = after.begin_secs if after is not None and after.step == trace.step + 1 else trace.end_secs
-        origin = trace.instructions[0].begin_secs if trace.instructions else trace.begin_secs
         waits = [ready.get((rank.rank, number, i)) for i in range(len(trace.instructions))]
-        yield _Step(trace, origin, end - trace.begin_secs, tuple(_segments(trace, waits)))
+        yield RankStep(
+            step=trace.step,
+            rank=rank.rank,
+            stage_id=rank.pp,
+            begin_secs=trace.begin_secs,
+            end_secs=trace.end_secs,
+            instructions=(),
+            chunks=trace.chunks,
+            fence_secs=trace.fence_secs,
+            step_secs=end - trace.begin_secs,
+            segments=tuple(_segments(trace, waits)),
+        )
 
 
 def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
@@ -379,13 +424,16 @@ def _is_usable(name: str) -> bool:
 
 
 def _windows(
-    stream: Sequence[InstructionRecord], steps: Sequence[_Step], bandwidth: float | None
+    stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
     """Idle intervals that recur in every step, in the order of the stage's instructions."""
     kind_of = _kinds(stream)
     least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
     waits = [{s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps]
-    first = [{s.position: s.begin_secs - step.origin_secs for s in step.segments[::-1]} for step in steps]
+    first = [
+        {s.position: s.begin_secs - step.segments[0].begin_secs for s in step.segments[::-1]}
+        for step in steps
+    ]
     for record in stream:
         lengths = [wait.get(record.position, 0.0) for wait in waits]
         length = Spread.of(lengths)
@@ -405,14 +453,15 @@ def _windows(
         )
 
 
-# -- stages and timelines ---------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------
 
 
 def _stage(
-    stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[_Step], bandwidth: float | None
+    stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[RankStep], bandwidth: float | None
 ) -> StageProfile:
     sums = {activity: [step.secs_of(activity) for step in steps] for activity in Activity}
     waits = [[s for s in step.segments if s.activity is Activity.WAIT] for step in steps]
+    copied, copying_secs = _copying(steps)
     return StageProfile(
         stage_id=stage_id,
         ranks=tuple(sorted(rank.rank for rank in ranks)),
@@ -421,7 +470,8 @@ def _stage(
         usable_secs=Spread.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
         snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
         windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
-        snapshots=_snapshots(steps),
+        copied=copied,
+        copying_secs=copying_secs,
     )
 
 
@@ -435,11 +485,11 @@ _PLACES = {
 }
 
 
-def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
+def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Beside, float]]:
     nbytes: dict[int, float] = defaultdict(float)
     beside = dict.fromkeys(Beside, 0.0)
     for step in steps:
-        for chunk in step.trace.chunks:
+        for chunk in step.chunks:
             nbytes[chunk.tier] += chunk.nbytes
             left = chunk.end_secs - chunk.begin_secs
             for segment in step.segments:
@@ -448,38 +498,5 @@ def _snapshots(steps: Sequence[_Step]) -> SnapshotUse:
                     beside[_PLACES.get(segment.activity, Beside.OTHER)] += both
                     left -= both
             beside[Beside.OTHER] += max(0.0, left)  # between instructions
-    return SnapshotUse(
-        bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
-        secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
-        fence_secs=Spread.of(step.trace.fence_secs for step in steps),
-        capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
-    )
-
-
-def _timelines(ranks: Sequence[RankTraces], cut: dict[int, list[_Step]]) -> tuple[StepTimeline, ...]:
-    origin = min(rank.traces[0].begin_secs for rank in ranks)
-
-    def at(secs: float) -> float:
-        return round(secs - origin, _DIGITS)
-
-    def timeline(rank: RankTraces, step: _Step) -> RankTimeline:
-        trace = step.trace
-        return RankTimeline(
-            rank=rank.rank,
-            stage_id=rank.pp,
-            begin_secs=at(trace.begin_secs),
-            end_secs=at(trace.end_secs),
-            fence_secs=trace.fence_secs,
-            segments=tuple(
-                s._replace(begin_secs=at(s.begin_secs), end_secs=at(s.end_secs)) for s in step.segments
-            ),
-            chunks=tuple(
-                ChunkSlice(at(c.begin_secs), at(c.end_secs), c.tier, c.nbytes, c.section)
-                for c in trace.chunks
-            ),
-        )
-
-    return tuple(
-        StepTimeline(step, tuple(timeline(rank, cut[rank.rank][number]) for rank in ranks))
-        for number, step in enumerate(t.step for t in ranks[0].traces)
-    )
+    secs_beside = {place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()}
+    return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, secs_beside

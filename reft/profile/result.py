@@ -18,9 +18,9 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
-from reft.snapshot.schedule import Window, WindowKind
+from reft.snapshot.schedule import StepTrace, Window, WindowKind
 
-FORMAT = "reft-profile-1"
+FORMAT = "reft-profile-2"
 PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in
 
 
@@ -108,41 +108,15 @@ class Segment(NamedTuple):
         return self.end_secs - self.begin_secs
 
 
-class ChunkSlice(NamedTuple):
-    """One snapshot chunk on the timeline; ``tier`` 0 was copied at the fence or was forced."""
-
-    begin_secs: float
-    end_secs: float
-    tier: int
-    nbytes: int
-    section: str
-
-
 @dataclass(frozen=True, slots=True)
-class RankTimeline:
-    rank: int
-    stage_id: int
-    begin_secs: float
-    end_secs: float
-    fence_secs: float
+class RankStep(StepTrace):
+    """A trace cut into segments, in the place of its instructions."""
+
+    step_secs: float  # to the begin of the next step; where that was not traced, to the end of this one
     segments: tuple[Segment, ...]
-    chunks: tuple[ChunkSlice, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class StepTimeline:
-    """One step of all ranks whose traces were gathered in full; ``step`` is the global step after it."""
-
-    step: int
-    ranks: tuple[RankTimeline, ...]
-
-    @property
-    def begin_secs(self) -> float:
-        return min(r.begin_secs for r in self.ranks)
-
-    @property
-    def end_secs(self) -> float:
-        return max(r.end_secs for r in self.ranks)
+    def secs_of(self, activity: Activity) -> float:
+        return sum(s.secs for s in self.segments if s.activity is activity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,31 +138,6 @@ class MeasuredWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotUse:
-    """What snapshots did in the profiled steps, per rank of a stage and per step: mean bytes by tier (0: at
-    the fence), mean seconds of copying by what the device did meanwhile, and what training spent on them:
-    before the optimizer step (fence), and after it, when the host begins a snapshot (capture)."""
-
-    bytes_by_tier: dict[int, float]
-    secs_beside: dict[Beside, float]
-    fence_secs: Spread
-    capture_secs: Spread
-
-    @property
-    def held_up_secs(self) -> float:
-        """Seconds of a step that training spends on its snapshots (medians)."""
-        return self.fence_secs.p50 + (self.capture_secs.p50 if self.nbytes else 0.0)
-
-    @property
-    def nbytes(self) -> float:
-        return sum(self.bytes_by_tier.values())
-
-    @property
-    def secs(self) -> float:
-        return sum(self.secs_beside.values())
-
-
-@dataclass(frozen=True, slots=True)
 class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
@@ -199,7 +148,20 @@ class StageProfile:
     usable_secs: Spread  # of them, those in which snapshots may be copied: not within the optimizer step
     snapshot_bytes: int  # bytes one rank copies per snapshot; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
-    snapshots: SnapshotUse
+    # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds of copying
+    # by what the device did meanwhile.
+    copied: dict[int, float]
+    copying_secs: dict[Beside, float]
+
+    @property
+    def copied_bytes(self) -> float:
+        return sum(self.copied.values())
+
+    @property
+    def held_up_secs(self) -> float:
+        """Seconds of a step that training spends on its snapshots (medians)."""
+        spent = (Activity.FENCE, Activity.CAPTURE) if self.copied_bytes else (Activity.FENCE,)
+        return sum(self.secs[activity].p50 for activity in spent if activity in self.secs)
 
     @property
     def idle_share(self) -> float:
@@ -215,17 +177,6 @@ class StageProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
-    point-to-point time with the partner's own record (the rest by the fastest observation of the same
-    transfer), and with which worst error of the alignment of two processes' clocks."""
-
-    clock: str
-    matched_share: float
-    clock_error_secs: float
-
-
-@dataclass(frozen=True, slots=True)
 class ProfileResult:
     """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of one rank
     into host memory, None if it is not known."""
@@ -238,9 +189,14 @@ class ProfileResult:
     step_secs: Spread
     bandwidth_bytes_per_sec: float | None
     bandwidth_source: str
-    method: Method
+    # How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
+    # point-to-point time with the partner's own record (the rest by the fastest observation of the same
+    # transfer), and with which worst error of the alignment of two processes' clocks.
+    clock: str
+    matched_share: float
+    clock_error_secs: float
     stages: tuple[StageProfile, ...]
-    timelines: tuple[StepTimeline, ...]
+    timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
         """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of medians that
@@ -259,9 +215,17 @@ class ProfileResult:
             found.append(Window(w.kind, start, ended, w.position))
         return tuple(found)
 
-    def median_timeline(self) -> StepTimeline:
-        """The step whose length is nearest to the median: the one to look at."""
-        return min(self.timelines, key=lambda t: abs(t.end_secs - t.begin_secs - self.step_secs.p50))
+    def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
+        """A step on all ranks; without ``step`` the one to look at, whose length is nearest to the median.
+        Empty where it was not profiled."""
+
+        def unlike(step: int) -> float:
+            ranks = self.timeline(step)
+            secs = max(r.end_secs for r in ranks) - min(r.begin_secs for r in ranks)
+            return abs(secs - self.step_secs.p50)
+
+        wanted = min(self.steps, key=unlike) if step is None else step
+        return tuple(rank for rank in self.timelines if rank.step == wanted)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **_adapter().dump_python(self, mode="json")}

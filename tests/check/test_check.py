@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
+from reft.control.wire import listen
 from reft.memory.jobdir import user_secret
 from tests.commands import command
 from tests.prefork import Popen

@@ -11,8 +11,7 @@ import pytest
 from reft.cli import EXIT_WELL
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.advice import Speed, situation
-from reft.node.history import RESUMED, STARTED, note
-from reft.node.report import BOARD_FILE, Board, NodeReport, Row, read_board
+from reft.node.report import BOARD_FILE, RESUMED, STARTED, Board, NodeReport, note, read_board
 from tests.commands import Answer, command
 
 
@@ -35,9 +34,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         note(path, RESUMED, source="memory", step=max(newest, 0), secs=20.0, times={})
         now[0] += 100.0
     monkeypatch.undo()
-    rows = [Row(report=NodeReport(node=n, domain=n, steps_per_sec=1.9)) for n in "abc"]
-    rows.append(Row(report=NodeReport(node="s", domain="s", spare=True)))
-    board = Board(job_id="job", rows=tuple(rows), written_unix_secs=time.time())
+    nodes = [NodeReport(node=n, domain=n, steps_per_sec=1.9) for n in "abc"]
+    nodes.append(NodeReport(node="s", domain="s", spare=True))
+    board = Board(job_id="job", nodes=tuple(nodes), written_unix_secs=time.time())
     write_json(path / BOARD_FILE, board.model_dump(mode="json"))
     return path
 

@@ -16,8 +16,18 @@ from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.naming import Label
 from reft.node.daemon import NodeStatus
-from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
-from reft.node.report import BOARD_FILE, ENDED_WELL, Board, NodeReport, Row
+from reft.node.report import (
+    BOARD_FILE,
+    ENDED,
+    ENDED_WELL,
+    HISTORY_FILE,
+    RESUMED,
+    STARTED,
+    STEPPED,
+    Board,
+    NodeReport,
+    note,
+)
 from reft.storage.persister import PersistStatus
 from tests.commands import Answer, command
 from tests.machine import can_give_away
@@ -43,8 +53,8 @@ def ended(tmp_path: Path, *, reason: str | None = None) -> JobDir:
 def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
     job = ended(tmp_path)
     write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
-    rows = tuple(Row(report=NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5)) for n in nodes)
-    board = Board(job_id="job", rows=rows, written_unix_secs=time.time()).model_copy(update=facts)
+    reports = tuple(NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5) for n in nodes)
+    board = Board(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(update=facts)
     write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     return job
 
@@ -178,7 +188,7 @@ def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(tmp_path: Path) -> No
     assert "has not reached the rendezvous store" in asked(tmp_path, "--json").json["warnings"][0]
 
 
-@pytest.mark.parametrize("board", [b"", b"{}", b'{"job_id": 5, "rows": [{}]}', b"[" * 100_000])
+@pytest.mark.parametrize("board", [b"", b"{}", b'{"job_id": 5, "nodes": [{}]}', b"[" * 100_000])
 def test_p6_a_board_that_is_none_is_left_out(tmp_path: Path, board: bytes) -> None:
     job = running(tmp_path, "a")
     (job.path / BOARD_FILE).write_bytes(board)
@@ -236,7 +246,7 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
 def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(tmp_path: Path) -> None:
     job = ended(tmp_path)
     report = NodeReport(node=job.node, domain="a", left=True, why=ENDED_WELL)
-    board = Board(job_id="job", rows=(Row(report=report),))
+    board = Board(job_id="job", nodes=(report,))
     write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     answer = asked(tmp_path, "--watch", "--json")
     assert (answer.code, answer.json["ended"]) == (EXIT_WELL, "it ended well")

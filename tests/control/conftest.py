@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from reft.control.overlay import Overlay
+from reft.control.control import Overlay
 
 from .ranks import connected
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from reft.control.overlay import Overlay, connect
+from reft.control.control import Overlay, connect
 from reft.errors import TransferError
 
 DEADLINE_SECS = 120.0

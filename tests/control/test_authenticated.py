@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from reft.control import wire
-from reft.control.authenticated import AuthenticatedServer, listen, purpose_key
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
-from reft.control.wire import Channel
+from reft.control.wire import AuthenticatedServer, Channel, listen, purpose_key
 from reft.errors import AuthenticationError
 
 SECRET = b"k" * 32
@@ -123,7 +122,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
     server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for whoever knows the secret, on a machine that has other things to do.
-    monkeypatch.setattr("reft.control.authenticated.HANDSHAKE_SECS", 2.0)
+    monkeypatch.setattr("reft.control.wire.HANDSHAKE_SECS", 2.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
         assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
@@ -136,7 +135,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
 
 def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte in time, all of them never: the handshake as a whole is bounded."""
-    monkeypatch.setattr("reft.control.authenticated.HANDSHAKE_SECS", 0.5)
+    monkeypatch.setattr("reft.control.wire.HANDSHAKE_SECS", 0.5)
     door = AuthenticatedServer(listen("127.0.0.1", 0), SECRET, "test", lambda channel: None)
     with contextlib.closing(door), socket.create_connection(("127.0.0.1", door.port)) as stranger:
         stranger.settimeout(0.1)

@@ -9,9 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
-from reft.control.wire import Channel
+from reft.control.wire import Channel, connect_authenticated, listen
 from tests.job.daemons import wait_for
 from tests.machine import free_port
 

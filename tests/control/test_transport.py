@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from reft.control.control import Overlay
 from reft.control.mpi import require_threads
-from reft.control.overlay import Overlay
 from reft.errors import ConfigError
 from tests import mpi
 

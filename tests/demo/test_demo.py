@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.node.history import PARTS
+from reft.node.report import PARTS
 
 REPORT = "report.json"
 _MARK = "REFT_TEST_DEMO"
@@ -95,10 +95,6 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert recovery["source"] == "memory"
     assert recovery["lost_steps"] <= 2, "the step under way, and the commit that lagged behind it"
     assert recovery["version"] >= 3
-    origin = recovery["bytes_from"]
-    assert origin["copy"] > 0, "the lost node's own shards come from redundant copies"
-    assert origin.get("disk", 0) == 0
-    assert 0 < recovery["load_secs"] < recovery["failure_to_step_secs"]
     parts = recovery["failure_to_step"]
     assert list(parts) == ["detection", *PARTS]
     # Parts of the same time, on one host:

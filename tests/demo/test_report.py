@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.job_events import EventReader
-from reft.tools.demo.command import Failure, Job, loss_difference, parse
+from reft.errors import ConfigError
+from reft.tools.demo.command import Failure, Job, Kill, deepspeed_config, loss_difference, parse
 
 STEPS = 6
 
@@ -29,18 +30,8 @@ class Recorder:
         with (self._events / f"{prefix}-{rank}-{pid}.jsonl").open("a") as file:
             file.write(line + "\n")
 
-    def life(self, number: int, first_pid: int, began: float) -> None:
-        for rank in (0, 1):
-            self.write("reft", rank, first_pid + rank, "attached", began, incarnation=number, tolerance=1)
-
-    def step(self, rank: int, pid: int, step: int, time: float, loss: float | None = None) -> None:
-        fields = {} if loss is None else {"loss": loss, "loss_hex": loss.hex()}
-        self.write("rank", rank, pid, "step", time, step=step, **({"loss": 0.0} | fields))
-
-    def commit(self, rank: int, pid: int, step: int, time: float, *, taken: int, stall: float) -> None:
-        traffic = {"to_host": {"shard": 400, "copies": 300 + rank}, "sent": {"host_state": 20 * rank}}
-        counters = dict(taken=taken, bytes_per_rank=1000 + rank, stall_secs_median=stall, traffic=traffic)
-        self.write("reft", rank, pid, "commit", time, step=step, copy_secs=0.1, **counters)
+    def step(self, rank: int, pid: int, step: int, time: float, loss: float) -> None:
+        self.write("rank", rank, pid, "step", time, step=step, loss=loss, loss_hex=loss.hex())
 
     def read(self) -> Job:
         self.job.take_in()
@@ -55,8 +46,8 @@ def loss_at(step: int) -> float:
 def reference(tmp_path: Path) -> Job:
     recorder = Recorder(tmp_path / "reference", "reference")
     for step in range(1, STEPS + 1):
-        recorder.step(0, 100, step, 1000.0 + step, loss_at(step))
-        recorder.step(1, 101, step, 1000.0 + step)
+        for rank in (0, 1):
+            recorder.step(rank, 100 + rank, step, 1000.0 + step, loss_at(step))
     return recorder.read()
 
 
@@ -66,45 +57,47 @@ def disturbed(tmp_path: Path) -> Recorder:
     then to the end."""
     recorder = Recorder(tmp_path / "training", "training")
     recorder.job.failures.append(Failure(step=4, node=1, time=104.5))
-    recorder.life(1, 10, 100.0)
-    for step in range(1, 5):
+    for start, first_pid, steps in ((1, 10, range(1, 5)), (2, 20, range(4, STEPS + 1))):
         for rank in (0, 1):
-            recorder.step(rank, 10 + rank, step, 100.0 + step + rank / 10, None if rank else loss_at(step))
-            if step < 4:
-                recorder.commit(rank, 10 + rank, step, 100.4 + step, taken=step, stall=0.010 + rank / 100)
-    recorder.life(2, 20, 110.0)
-    origin = {"version": 3, "incarnation": 1, "source": "memory"}
-    for rank, secs, came in ((0, 0.5, {"local": 700}), (1, 0.8, {"local": 0, "copy": 300, "peer": 200})):
-        recorder.write("reft", rank, 20 + rank, "restored", 111.0, secs=secs, bytes_from=came, **origin)
-    for rank, (failed, time) in enumerate([(104.9, 114.0), (105.0, 114.1)]):
-        parts = {"ending": 1.0, "first_step": time - failed - 1.0}
-        recorder.write("reft", rank, 20 + rank, "recovered", time, failed_unix_secs=failed, secs=parts)
-    for rank in (0, 1):
-        recorder.commit(rank, 20 + rank, 3, 111.5, taken=1, stall=0.030)
-        for step in range(4, STEPS + 1):
-            recorder.step(rank, 20 + rank, step, 110.0 + step + rank / 10, None if rank else loss_at(step))
-            recorder.commit(rank, 20 + rank, step, 110.4 + step, taken=step - 2, stall=0.030)
-    recorder.write("reft", 1, 21, "skip", 115.0, step=5, cause="busy")
+            began = 100.0 * start
+            attached = {"incarnation": start, "tolerance": 1}
+            recorder.write("reft", rank, first_pid + rank, "attached", began, **attached)
+            for step in steps:
+                recorder.step(rank, first_pid + rank, step, began + step, loss_at(step))
+                if step != 4 or start == 2:
+                    recorder.write("reft", rank, first_pid + rank, "commit", began + step, step=step)
+    for rank, (failed, time) in enumerate([(104.9, 204.2), (105.0, 204.1), (None, 204.3)]):
+        told = {"round": 2, "failures": ["node b"], "lost": [], "newest_step": 4, "failed_unix_secs": failed}
+        parts = {"ending": 1.0, "first_step": 98.0}
+        resumed = {"resumed_from": "memory, step 3", "resumed_step": 3, "secs": parts}
+        recorder.write("reft", rank, 30 + rank, "recovered", time, **told, **resumed)
+    started = {
+        "round": 1,
+        "failures": [],
+        "lost": [],
+        "newest_step": -1,
+        "failed_unix_secs": None,
+        "secs": {},
+    }
+    recorder.write("reft", 0, 30, "recovered", 101.0, resumed_from=None, resumed_step=None, **started)
+    recorder.write("reft", 0, 21, "skip", 205.0, step=5, cause="busy")
     return recorder
 
 
 def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed: Recorder, reference: Job):
     (recovery,) = disturbed.read().report(reference.losses, None)["recoveries"]
     assert (recovery["source"], recovery["version"]) == ("memory", 3)
-    assert recovery["lost_steps"] == 1, "step 4 had been done, but only step 3 was committed"
-    assert recovery["load_secs"] == 0.8, "the slowest rank"
-    assert recovery["failure_to_step_secs"] == pytest.approx(114.1 - 104.5), "done on all ranks"
-    parts = {"detection": 0.5, "ending": 1.0, "first_step": 8.1}
-    assert recovery["failure_to_step"] == pytest.approx(parts), "of the node that took longest"
-    assert recovery["bytes_from"] == {"local": 700, "copy": 300, "peer": 200}
+    assert recovery["lost_steps"] == 1, "step 4 was committed, and not found"
+    assert recovery["failure_to_step_secs"] == pytest.approx(204.2 - 104.5)
+    parts = {"detection": 0.4, "ending": 1.0, "first_step": 98.0}
+    assert recovery["failure_to_step"] == pytest.approx(parts), (
+        "of the node that took longest, and saw it fail"
+    )
 
 
 def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(disturbed: Recorder, reference: Job):
     report = disturbed.read().report(reference.losses, None)
-    versions = report["snapshots"]
-    assert (versions["committed"], versions["skipped"]) == (3 + 4, 1)
-    assert (versions["bytes_per_rank"], versions["sent_bytes"]) == (1001, 20)
-    assert versions["stall_secs_median"] == pytest.approx(0.025), "median of all ranks of all lives"
+    assert report["snapshots"] == {"committed": 3 + 3, "skipped": 1}
     assert (report["good"], report["max_abs_loss_difference"], report["tolerance"]) == (True, 0.0, 1)
     assert report["losses"] == report["reference_losses"] == [loss_at(s) for s in range(1, STEPS + 1)]
     assert report["failures"] == [{"step": 4, "node": 1, "time": 104.5}]
@@ -130,20 +123,6 @@ def test_one_bit_is_a_difference(disturbed: Recorder, reference: Job, rank_pid_s
     assert (loss_difference({1: [(0.0).hex()]}, {1: [(-0.0).hex()]}, 1) or 0.0) > 0, "signed zero"
 
 
-def test_a_failure_during_a_recovery_counts_from_the_first(disturbed: Recorder):
-    """A third incarnation was killed before any step: the recovery is one, and took all the time."""
-    disturbed.life(3, 30, 116.3)
-    disturbed.life(4, 40, 120.0)
-    restored = {"version": 6, "source": "memory", "bytes_from": {"peer": 5}, "secs": 0.3}
-    disturbed.write("reft", 0, 40, "restored", 121.0, **restored)
-    disturbed.step(0, 40, 7, 122.0, loss_at(7))
-    disturbed.job.failures += [Failure(6, 0, 116.2), Failure(6, 0, 117.0)]
-    first, second = disturbed.read().report({}, None)["recoveries"]
-    assert first["failure_to_step_secs"] == pytest.approx(9.6)
-    assert second["failure_to_step_secs"] == pytest.approx(122.0 - 116.2)
-    assert second["lost_steps"] == 0
-
-
 def test_a_torn_line_waits_for_its_end(tmp_path: Path):
     """A process that is killed while it writes leaves half a line, which is never read."""
     recorder = Recorder(tmp_path / "run", "training")
@@ -158,3 +137,38 @@ def test_a_torn_line_waits_for_its_end(tmp_path: Path):
     assert recorder.read().losses == {1: ["0x1p0"]}
     assert [event.fields["step"] for event in reader.poll()] == [1]
     assert recorder.read().losses == {1: ["0x1p0"]}
+
+
+def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():
+    options = parse([])
+    assert (options.pp, options.dp, options.kills) == (2, 2, (Kill(9, 1),))
+    assert parse(["--steps", "1"]).kills == parse(["--kill", "none"]).kills == ()
+    assert parse(["--kill", "14:0,9:1,9:3"]).kills == (Kill(9, 1), Kill(9, 3), Kill(14, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--kill x:1", ("'x:1'", "STEP:NODE")),
+        ("--kill 24:1", ("from 1 to 23",)),
+        ("--kill 3:4", ("nodes 0 to 3",)),
+        ("--kill 3:1,3:1", ("once in a step", "repetition")),
+        ("--steps 0", ("--steps is 0",)),
+        ("--protection aec --dp 1 --pp 1", ("protection aec", "at least 2", "found 1")),
+        ("--protection arc+aec", ("protection arc+aec", "at least 3", "found 2")),
+        ("--pp 8 --dp 1", ("layers", "--pp 8")),
+        ("--memory-dir /no/such/dir", ("/no/such/dir", "another directory")),
+    ],
+)
+def test_the_impossible_is_refused_before_anything_starts(arguments, said):
+    with pytest.raises(ConfigError) as refusal:
+        parse(arguments.split())
+    for words in said:
+        assert words in str(refusal.value)
+
+
+def test_both_runs_train_the_same_and_only_one_has_the_block():
+    options = parse(["--protection", "arc:2"])
+    quiet, protected = (deepspeed_config(options, protected=which) for which in (False, True))
+    assert protected.pop("reft")["protection"] == "arc:2"
+    assert quiet == protected

@@ -20,7 +20,7 @@ from reft.engine.checks.start import group_timeout_secs, timeout_is_short, what_
 from reft.engine.load.memory import MemoryRestorer
 from reft.grid import Degrees
 from reft.naming import Label
-from reft.node import history
+from reft.node import report
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.codec import encode
@@ -82,8 +82,8 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
 def restarted(job_dir: Path) -> Any:
     """A session on rank 0 whose launcher has seen a trainer fail."""
     failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
-    history.note(
-        job_dir, history.STARTED, round=2, nodes=["a", "b"], lost=[], joined=[], newest_step=7, **failed
+    report.note(
+        job_dir, report.STARTED, round=2, nodes=["a", "b"], lost=[], joined=[], newest_step=7, **failed
     )
     return SimpleNamespace(
         is_rank_zero=True,

@@ -16,7 +16,7 @@ import pytest
 from reft.engine.rates import RateCache, dividing, learned_risk
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import Label
-from reft.node.history import STARTED, note
+from reft.node.report import STARTED, note
 from reft.policy.rate import Due, Pairs, StorageRate, TierRate, whole_interval
 from reft.snapshot.version import Stage, Version
 from reft.snapshot.worker import SnapshotRequest

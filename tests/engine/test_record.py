@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.control.wire import listen
 from reft.engine.identity import JobRecord, noted_commit
 from reft.engine.session import Session
 from reft.errors import TransferError

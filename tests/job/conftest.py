@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
+from reft.control.wire import listen
 from reft.memory.jobdir import JobDir
 from reft.node.daemon import Daemon
 from tests.job.daemons import answers, request_status, spawn, wait_for

@@ -24,10 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import StoreError
 from reft.errors import FencedError
-from reft.job.agreement import NodeInfo
 from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.membership import Ordered, Told, decode_state
+from reft.job.rendezvous.membership import NodeInfo, Ordered, Told, decode_state
 from reft.job.rendezvous.scaling import leavers
 from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import ScaleOrder

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.board import StatusBoard
 from reft.memory.jobdir import JobDir
-from reft.node.observe import NodeObserver
+from reft.node.observe import StatusBoard
 from reft.node.progress import ProgressPage
-from reft.node.report import Board, Signal, read_board
+from reft.node.report import Board, NodeReport, Signal, read_board
 from tests.clock import Clock
 from tests.commands import command
 from tests.job.conftest import SECRET
@@ -83,30 +82,33 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> No
 # -- one board among others, over a real store ----------------------------------------------------------
 
 
-def board_of(server: KeyValueServer, root: Path, node: str, nodes: Sequence[str] = ()) -> StatusBoard:
+def board_of(server: KeyValueServer, root: Path, node: str) -> StatusBoard:
     job = JobDir.open_or_create(root / node, "job", node=node, secret=SECRET)
 
     def connect() -> KeyValueStore:
         return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=5.0)
 
-    observer = NodeObserver(job.path, node, node, has_daemon=False)
-    told = (lambda: False, lambda: nodes)
-    return StatusBoard(connect, observer, *told, job_id="job", node=node, path=job.path)
+    mine = NodeReport(node=node, domain=node)
+    return StatusBoard(connect, mine, job.path, job_id="job", has_daemon=False)
+
+
+def start(board: StatusBoard, nodes: Sequence[str] = ()) -> None:
+    board.start(lambda: False, lambda: nodes)
 
 
 def known(root: Path, node: str) -> dict[str, str]:
     board = read_board(root / node / "job")
-    return {} if board is None else {r.report.node: str(r.signal) for r in board.rows}
+    return {} if board is None else {n.node: str(n.seen) for n in board.nodes}
 
 
 def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reft.job.board._PERIOD_SECS", 0.2)
+    monkeypatch.setattr("reft.node.observe._PERIOD_SECS", 0.2)
     there = list("abc")
-    boards = {node: board_of(server, tmp_path, node, there) for node in "abc"}
+    boards = {node: board_of(server, tmp_path, node) for node in "abc"}
     for board in boards.values():
-        board.start()
+        start(board, there)
     everyone = dict.fromkeys("abc", "HEALTHY")
     wait_for(lambda: all(known(tmp_path, node) == everyone for node in "abc"), "all")
     keeper, first, second = "abc"
@@ -132,7 +134,7 @@ def test_p6_what_another_has_written_there_is_put_right(
     for key in ("board", "node/ghost"):
         store.set(key, junk)
     board = board_of(server, tmp_path, "a")
-    board.start()
+    start(board)
 
     def put_right() -> bool:
         told = read_board(tmp_path / "a" / "job")
@@ -145,7 +147,7 @@ def test_p6_what_another_has_written_there_is_put_right(
 def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValueServer) -> None:
     board = board_of(server, tmp_path, "a")
     server.close()
-    board.start()
+    start(board)
     wait_for(lambda: known(tmp_path, "a") == {"a": "HEALTHY"}, "its own report")
     told = read_board(tmp_path / "a" / "job")
     assert told is not None
@@ -175,13 +177,13 @@ def make_steps(path: Path, rank: int, compute_millis: int, clock: Clock) -> Prog
 def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    boards = [board_of(server, tmp_path, node, "ab") for node in "ab"]
+    boards = [board_of(server, tmp_path, node) for node in "ab"]
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr("reft.node.progress.time", clock)
         pages = [make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock) for r, n in enumerate("ab")]
     for board in boards:
-        board.start()
+        start(board, "ab")
 
     def known_by_all() -> bool:
         told = [board.board for board in boards]

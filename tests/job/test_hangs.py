@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.local_cluster import KillKind
-from reft.job.exits import EX_FENCED
+from reft.job.script import EX_FENCED
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 

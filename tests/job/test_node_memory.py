@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from reft.errors import AuthenticationError
-from reft.job.node import NodeMemory
 from reft.memory.arena import Arena
 from reft.memory.files import holder
 from reft.memory.jobdir import SECRET_FILE, JobDir
+from reft.node.client import NodeMemory
 from tests.job.conftest import SECRET
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.local_cluster import KillKind
-from reft.job.exits import EX_FENCED
+from reft.job.script import EX_FENCED
 
 from .cluster import WatchedCluster, cluster
 

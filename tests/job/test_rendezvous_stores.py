@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from reft.control.authenticated import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreRelay
+from reft.control.wire import listen
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import IncarnationRecord

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from reft.control.authenticated import connect_authenticated, listen
 from reft.control.keyvalue import PURPOSE, KeyValueStore
+from reft.control.wire import connect_authenticated, listen
 from reft.errors import AuthenticationError
 from reft.job.trainer_store import TrainerStore
 from tests.job.conftest import SECRET

@@ -48,7 +48,7 @@ def test_what_megatron_core_makes_is_taken() -> None:
         ("model", "expert_gtp_weight_remat_size", 2, ("weights in 2 shards", "set expert_gtp_weight")),
         ("buffers", "num_distributed_optimizer_instances", 2, ("2 instances", "to 1")),
         ("buffers", "reuse_grad_buf_for_mxfp8_param_ag", True, ("gradients' buffer", "train in bf16")),
-        ("optimizer", "use_precision_aware_optimizer", True, ("aware of precision", "switch it off")),
+        ("optimizer", "use_precision_aware_optimizer", True, ("aware of precision", "to False")),
         ("optimizer", "optimizer_cpu_offload", True, ("CPU offload", "set optimizer_cpu_offload to False")),
         ("optimizer", "overlap_param_gather_with_optimizer_step", True, ("its own step", "to False")),
         ("optimizer", "use_layer_wise_distributed_optimizer", True, ("layer-wise", "to False")),

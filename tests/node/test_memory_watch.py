@@ -17,8 +17,9 @@ from reft.node.memory_watch import (
     RunsOut,
     fullest,
 )
-from reft.node.observe import Doing, NodeObserver
+from reft.node.observe import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
+from reft.node.report import NodeReport
 
 MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]  # MiB in use at a second
@@ -106,12 +107,12 @@ def job(tmp_path: Path) -> JobDir:
 def test_every_node_tells_of_its_memory_and_of_its_devices(job: JobDir) -> None:
     page = ProgressPage(job.path, 0, 5, 10.0, 600.0)
     page.begin_step()
-    watch = NodeObserver(job.path, "node0", "node0", has_daemon=False)
-    assert watch.look(Doing("running", round=1)).memory == ()
+    watch, mine = NodeObserver(job.path, has_daemon=False), NodeReport(node="node0", domain="node0")
+    assert watch.look(mine).memory == ()
     page.end_step(1)
     page.set_device(DeviceUse(1000, 100, 700))
     time.sleep(0.6)  # it looks twice a second at most
-    report = watch.look(Doing("running", round=1))
+    report = watch.look(mine)
     device = next(use for use in report.memory if use.device)
     assert (device.name, device.peak_bytes, device.limit_bytes) == ("the device of rank 5", 700, 1000)
     host = fullest(report.memory)

@@ -21,10 +21,9 @@ from reft.config import MetricsConfig, parse_block
 from reft.memory.jobdir import JobDir, write_json
 from reft.naming import Label
 from reft.node.daemon import NodeStatus
-from reft.node.history import STARTED, Round, note
 from reft.node.memory_watch import MemoryUse, RunsOut
-from reft.node.metrics import METRICS, MetricsServer, values
-from reft.node.report import BOARD_FILE, Board, Counts, NodeReport, Row, Shard, Signal
+from reft.node.report import BOARD_FILE, STARTED, Board, Counts, NodeReport, Round, Shard, Signal, note
+from reft.node.status import METRICS, MetricsServer, values
 from reft.node.stragglers import Kind, RankSpeed, Straggler
 from reft.storage.persister import PersistStatus
 from tests.commands import command
@@ -46,11 +45,11 @@ def board() -> Board:
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
     facts["runs_out"] = (RunsOut("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
     here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
-    gone = NodeReport(node="b", domain="b", shards=(replace(shard, at=(0, 1, 0)),))
+    lost = (replace(shard, at=(0, 1, 0)),)
+    gone = NodeReport(node="b", domain="b", shards=lost, offline_unix_secs=95.0)
     speed = RankSpeed(3, "a", (0, 0, 0), 0.5, 0.2, 0.0, 0.1, 0.15, 0.05)
     slow = Straggler(Kind.RANK, "rank 3 (a)", (3,), ("a",), 4, 1.5, 0.1, 0.2, "it computes")
-    rows = (Row(report=here), Row(report=gone, offline_unix_secs=95.0))
-    return Board(job_id="job", rows=rows, slow=(slow,), speeds=(speed,))
+    return Board(job_id="job", nodes=(here, gone), slow=(slow,), speeds=(speed,))
 
 
 @pytest.fixture

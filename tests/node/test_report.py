@@ -8,27 +8,26 @@ from typing import Any
 
 import pytest
 
-from reft.job.board import sort_out
-from reft.node.history import Round
+from reft.node.observe import sort_out
 from reft.node.report import (
     MOST_CHARACTERS,
     Board,
     Counts,
     NodeReport,
-    Row,
+    Round,
     Shard,
     Signal,
+    heard,
     is_well,
     summary,
     tolerance_now,
-    updated_row,
 )
 
 MOST_REPORT_BYTES = 4096
 
 
-def row(
-    node: str,
+def node(
+    name: str,
     *at: tuple[int, int, int],
     degrees: tuple[int, int, int] = (1, 3, 1),
     label: tuple[int, int] = (1, 7),
@@ -36,28 +35,27 @@ def row(
     gone: float | None = None,
     domain: str = "",
     **facts: object,
-) -> Row:
+) -> NodeReport:
     shards = tuple(
         Shard(at=a, degrees=degrees, label=label, scheme=scheme, committed=True, sealed_unix_secs=50.0)
         for a in at
     )
-    report = NodeReport(node=node, domain=domain or node, shards=shards, **facts)
-    return Row(report=report, offline_unix_secs=gone)
+    return NodeReport(node=name, domain=domain or name, shards=shards, offline_unix_secs=gone, **facts)
 
 
-def three(**changes: object) -> list[Row]:
-    return [row(f"n{d}", (0, d, 0), **changes) for d in range(3)]
+def three(**changes: object) -> list[NodeReport]:
+    return [node(f"n{d}", (0, d, 0), **changes) for d in range(3)]
 
 
 @pytest.mark.parametrize(
     ("scheme", "whole"), [("none", 0), ("arc", 1), ("aec", 1), ("arc:2", 2), ("rs:2", 2)]
 )
 def test_p4_what_is_left_counts_who_is_gone(scheme: str, whole: int) -> None:
-    rows = three(scheme=scheme)
-    assert tolerance_now(rows) == whole
+    nodes = three(scheme=scheme)
+    assert tolerance_now(nodes) == whole
     for gone in range(1, 4):
-        rows[gone - 1] = rows[gone - 1].model_copy(update={"offline_unix_secs": 9.0})
-        assert tolerance_now(rows) == max(-1, whole - gone)
+        nodes[gone - 1] = nodes[gone - 1].model_copy(update={"offline_unix_secs": 9.0})
+        assert tolerance_now(nodes) == max(-1, whole - gone)
 
 
 TWO_STAGES: Any = {"degrees": (2, 2, 1)}
@@ -65,14 +63,14 @@ TWO: Any = {"degrees": (1, 2, 1), "label": (2, 9)}
 
 
 @pytest.mark.parametrize(
-    ("rows", "left"),
+    ("nodes", "left"),
     [
-        ([row("a", (0, 0, 0), domain="h"), row("b", (0, 1, 0), domain="h"), row("c", (0, 2, 0))], 0),
+        ([node("a", (0, 0, 0), domain="h"), node("b", (0, 1, 0), domain="h"), node("c", (0, 2, 0))], 0),
         # Of two stages one has lost a member.
         (
             [
-                *(row(node, at, **TWO_STAGES) for node, at in (("a", (0, 0, 0)), ("b", (0, 1, 0)))),
-                *(row("c", (1, 0, 0), **TWO_STAGES), row("d", (1, 1, 0), gone=1.0, **TWO_STAGES)),
+                *(node(name, at, **TWO_STAGES) for name, at in (("a", (0, 0, 0)), ("b", (0, 1, 0)))),
+                *(node("c", (1, 0, 0), **TWO_STAGES), node("d", (1, 1, 0), gone=1.0, **TWO_STAGES)),
             ],
             0,
         ),
@@ -80,21 +78,21 @@ TWO: Any = {"degrees": (1, 2, 1), "label": (2, 9)}
         (three()[:2], 0),
         (three()[:1], -1),
         # A job of another degree has its own placement.
-        ([row("n0", (0, 0, 0), **TWO), row("n1", (0, 1, 0), **TWO), row("n2", (0, 2, 0), gone=1.0)], 1),
+        ([node("n0", (0, 0, 0), **TWO), node("n1", (0, 1, 0), **TWO), node("n2", (0, 2, 0), gone=1.0)], 1),
     ],
     ids=["one host", "smallest group", "one unknown", "two unknown", "another degree"],
 )
-def test_p4_what_is_left_is_that_of_the_weakest_group(rows: list[Row], left: int) -> None:
-    assert tolerance_now(rows) == left
+def test_p4_what_is_left_is_that_of_the_weakest_group(nodes: list[NodeReport], left: int) -> None:
+    assert tolerance_now(nodes) == left
 
 
 def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
-    rows = three()
-    rows[1] = rows[1].model_copy(update={"offline_unix_secs": 9.0})
-    assert tolerance_now([*rows, row("n1.1")]) == 0
-    back = [*rows, row("n1.1", (0, 1, 0), label=(2, 8))]
+    nodes = three()
+    nodes[1] = nodes[1].model_copy(update={"offline_unix_secs": 9.0})
+    assert tolerance_now([*nodes, node("n1.1")]) == 0
+    back = [*nodes, node("n1.1", (0, 1, 0), label=(2, 8))]
     assert tolerance_now(back) == 1
-    told = summary(Board(job_id="j", rows=tuple(back)), 60.0)
+    told = summary(Board(job_id="j", nodes=tuple(back)), 60.0)
     holds = {n["node"]: n["holds_shards"] for n in told["nodes"]}
     assert holds == {"n0": True, "n1": False, "n1.1": True, "n2": True}
     assert is_well(told), "a node that was replaced is nobody's trouble"
@@ -108,24 +106,24 @@ def test_what_is_not_known_is_not_guessed(scheme: str) -> None:
 
 def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
     seen, report = None, NodeReport(node="a", domain="a", number=1, signal=Signal.COMPLETED)
-    update = partial(updated_row, elapsed_secs=1.0, offline_after_secs=6.0)
+    update = partial(heard, elapsed_secs=1.0, offline_after_secs=6.0)
     for now in range(100, 107):
         seen = update(seen, report, now=float(now))
-    assert seen.signal is Signal.COMPLETED
+    assert seen.seen is Signal.COMPLETED
     for now in range(107, 110):
         seen = update(seen, report, now=float(now))
-        assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 100.0)
+        assert (seen.seen, seen.offline_unix_secs) == (Signal.OFFLINE, 100.0)
     seen = update(seen, report.model_copy(update={"number": 2}), now=111.0)
-    assert (seen.signal, seen.silent_secs) == (Signal.COMPLETED, 0.0)
+    assert (seen.seen, seen.silent_secs) == (Signal.COMPLETED, 0.0)
     seen = update(seen, report.model_copy(update={"number": 3, "left": True}), now=112.0)
-    assert (seen.signal, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
+    assert (seen.seen, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
 
 
 def test_p9_of_nodes_that_were_replaced_only_some_are_kept() -> None:
     alive = three(label=(90, 900))
-    gone = [row(f"g{i}", (0, 1, 0), label=(i, i), gone=1000.0 + i) for i in range(1, 60)]
+    gone = [node(f"g{i}", (0, 1, 0), label=(i, i), gone=1000.0 + i) for i in range(1, 60)]
     kept, forgotten = sort_out([*gone, *alive], 1100.0)
-    assert {r.report.node for r in kept} == {"n0", "n1", "n2", *(f"g{i}" for i in range(44, 60))}
+    assert {n.node for n in kept} == {"n0", "n1", "n2", *(f"g{i}" for i in range(44, 60))}
     assert forgotten == {f"g{i}" for i in range(1, 44)}
     assert sort_out([*gone, *alive], 9000.0)[0] == alive
     needed = [*alive[:2], alive[2].model_copy(update={"offline_unix_secs": 1.0})]
@@ -150,10 +148,10 @@ def test_p9_a_report_has_a_bound() -> None:
 
 
 def test_the_job_is_told_as_a_whole() -> None:
-    rows = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
+    nodes = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
     last = Round(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
-    rows[2] = row("n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0)
-    told = summary(Board(job_id="j", rows=tuple(rows), unix_secs=59.0), 60.0)
+    nodes[2] = node("n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0)
+    told = summary(Board(job_id="j", nodes=tuple(nodes), unix_secs=59.0), 60.0)
     assert (told["step"], told["steps_per_sec"], told["round"]) == (9, 2.0, 3)
     assert told["newest_commit"] == {"incarnation": 1, "step": 7, "unix_secs": 50.0}
     assert (told["commit_age_secs"], told["commit_lag_steps"]) == (10.0, 2)
@@ -169,8 +167,8 @@ def test_the_job_is_told_as_a_whole() -> None:
 
 def test_the_speed_of_the_model_is_of_the_whole_job() -> None:
     def told(*counts: Counts) -> dict[str, object]:
-        rows = tuple(row(f"n{i}", trainers=2, counts=c) for i, c in enumerate(counts))
-        since: dict[str, object] = summary(Board(job_id="job", rows=rows), 99.0)["since_start"]
+        nodes = tuple(node(f"n{i}", trainers=2, counts=c) for i, c in enumerate(counts))
+        since: dict[str, object] = summary(Board(job_id="job", nodes=nodes), 99.0)["since_start"]
         return since
 
     # The node of the first stage alone has seen tokens; the other one has counted for longest.

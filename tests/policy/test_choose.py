@@ -17,7 +17,7 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.schedule import Bandwidth
-from reft.tools.planning.pace import StageWindows, WindowPace
+from reft.tools.planning.plan import StageWindows, WindowPace
 from tests.protect.reference import schemes_for
 
 MIB = 2**20

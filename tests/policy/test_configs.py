@@ -13,7 +13,7 @@ import pytest
 from examples.llama.model_config import load_model
 from megatron_patches.deepspeed import MegatronProgram
 from reft.cli import EXIT_WELL
-from reft.tools.planning.cluster import CLUSTERS, load_cluster
+from reft.tools.planning.model import CLUSTERS, load_cluster
 from tests.commands import command
 
 ROOT = Path(__file__).parents[2]

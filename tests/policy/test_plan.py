@@ -1,8 +1,10 @@
-"""``reft plan``: the derived bytes, verdicts and exit codes, and messages that teach. Real commands."""
+"""``reft plan``: the derived bytes, verdicts and exit codes, messages that teach, windows of a profiled job, and models
+that reft does not train itself. Real commands."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,51 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.schedules import one_f_one_b
+from examples.llama.model_config import load_model
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
-from reft.tools.planning.cluster import CLUSTERS, load_cluster
-from reft.tools.planning.display import show_plan
+from reft.profile.analysis import analyse
+from reft.profile.result import Activity, ProfileResult, Spread
+from reft.tools.planning.command import show_plan
 from reft.tools.planning.job import Layouting, plan_job
+from reft.tools.planning.model import (
+    CLUSTERS,
+    SHAPES,
+    PlannedShape,
+    Training,
+    load_cluster,
+    load_shape,
+    shape_of,
+)
 from reft.tools.planning.plan import make_plan
-from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, gb, run, write
+from tests.commands import Answer, command
+from tests.profile.simulated import run as run_steps
+
+ROOT = Path(__file__).parents[2]
+FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
+
+
+def run(*arguments: object) -> Answer:
+    answer = command("plan", *arguments)
+    return answer._replace(err=" ".join(answer.err.split()))
+
+
+def write(path: Path, values: Any) -> str:
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return str(path)
+
+
+SMALL = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--tp", "4", "--dp", "8")
+EIGHT = (*SMALL, "--cluster", "a100")  # On nodes of eight GPUs; those of the V100 testbed have four
+LARGE = ("--model", "llama2-34b", "--cluster", "h100", "--tp", "8", "--pp", "4", "--dp", "16")
+QUICK = ("--micro-batches", "4", "--json")
+
+
+def gb(alternatives: dict[str, Any], name: str, *parts: str) -> float:
+    return sum(alternatives[name]["bytes"][part] for part in parts) / 1e9
 
 
 def with_block(path: Path, base: str, **block: Any) -> str:
@@ -80,22 +119,23 @@ def test_a_plan_for_people() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "layouting", "wants"),
+    ("model", "cluster", "layouting", "block"),
     [
         ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
         ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
-        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
+        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_limit_bytes": 3 * 10**9}),
         ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
         ("6.7b", "h100", Layouting(4, 4, 256), {"tolerance": 2}),
     ],
     ids=str,
 )
 def test_a_plan_is_read_at_80_columns(
-    model: str, cluster: str, layouting: Layouting, wants: dict[str, Any]
+    model: str, cluster: str, layouting: Layouting, block: dict[str, Any]
 ) -> None:
     """Nothing is cut off, and a row of a table is one line."""
-    job = plan_job(json.loads(Path(BF16_ZERO1).read_text()), CLUSTERS[cluster], model, layouting)
-    plan = make_plan(job, **wants)
+    config = json.loads(Path(BF16_ZERO1).read_text())
+    job = plan_job(config | {"reft": config["reft"] | block}, CLUSTERS[cluster], model, layouting)
+    plan = make_plan(job)
     for columns in (80, 120):
         console = Console(width=columns, file=StringIO(), record=True)
         show_plan(job, plan, console)
@@ -278,8 +318,8 @@ def test_a_wrong_cluster_file_is_explained(tmp_path: Path, values: Any, says: st
         ([FP16, "--model", "1.3b", "--dp", "8", "--cluster", "h200"], "did you mean h100?"),
         ([FP16, *SMALL, "--protection", "prayer"], "found protection 'prayer'"),
         ([FP16, *SMALL, "--protection", "rs:8"], "needs at least 9 data-parallel members"),
-        ([FP16, *SMALL, "--protection", "naive:arc+aec"], "remove 'naive:'"),
-        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], "protection none+aor is not possible here"),
+        ([FP16, *SMALL, "--protection", "naive:arc+aec"], 'write "arc+aec"'),
+        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], 'write "arc+aor" or "aec+aor"'),
         ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
         ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
     ],
@@ -327,3 +367,169 @@ def test_the_examples_of_the_documentation_are_well() -> None:
         assert run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
     with pytest.raises(ConfigError):
         load_cluster("nowhere")
+
+
+# ---- windows of a profiled job ----
+
+STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
+
+
+@pytest.fixture
+def profiled() -> ProfileResult:
+    """Of that job, as if its simulated step had been run and profiled."""
+    layouting = Layouting(pp=4, dp=8, micro_batches=4)
+    training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
+    ranks, _ = run_steps(one_f_one_b(4, 4), Costs.of(training))
+    result = analyse(ranks, "simulated", (4, 1, 1))
+    return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
+
+
+def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: ProfileResult) -> None:
+    profiled.save(tmp_path / "profile.json")
+    estimated = run(FP16, *STAGES, *QUICK).json
+    measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
+    assert estimated["step"]["source"] == "estimated"
+    assert measured["step"]["source"] == "windows measured in job simulated"
+    assert measured["step"]["secs"] == max(stage.step_secs.p50 for stage in profiled.stages)
+    for stage in measured["stages"]:
+        assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
+    assert measured["stages"][0]["idle_secs"] == pytest.approx(estimated["stages"][0]["idle_secs"], rel=0.1)
+
+    replace(profiled, bandwidth_bytes_per_sec=1e8).save(tmp_path / "slow.json")
+    slow = run(FP16, *STAGES, "--profile", str(tmp_path / "slow.json"), "--micro-batches", "4")
+    assert slow.code == cli.EXIT_NOT_WELL
+    assert "measured in job simulated" in slow.out
+    waits = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "slow.json")).json
+    stage = profiled.stages[0]
+    computing = sum(stage.secs[a].p50 for a in (Activity.FORWARD, Activity.BACKWARD))
+    room = waits["stages"][0]["idle_secs"] + computing
+    needed = waits["stages"][0]["to_host_bytes"] / 1e8
+    assert waits["protection"]["overhead"] >= (needed - room) / stage.step_secs.p50 - 1e-6 > 0
+
+    # That was profiled on hosts, which may have no core to spare; a device copies beside computation.
+    assert profiled.clock == "host"
+    replace(profiled, bandwidth_bytes_per_sec=1e8, clock="device").save(tmp_path / "device.json")
+    device = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "device.json")).json
+    assert device["protection"]["overhead"] < waits["protection"]["overhead"]
+
+    longer = [replace(s, step_secs=Spread(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
+    replace(profiled, stages=tuple(longer)).save(tmp_path / "longer.json")
+    half = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "longer.json")).json
+    for once, twice in zip(measured["alternatives"], half["alternatives"], strict=True):
+        assert twice["overhead"] == pytest.approx(once["overhead"] / 2), (
+            "transfers too are a part of that step"
+        )
+
+
+def test_a_profile_of_something_else_is_refused(tmp_path: Path, profiled: ProfileResult) -> None:
+    path = tmp_path / "profile.json"
+    profiled.save(path)
+    unknown = tmp_path / "unknown.json"
+    replace(profiled, bandwidth_bytes_per_sec=None).save(unknown)
+    for arguments, says in (
+        ((FP16, *SMALL, "--profile", str(path)), "the profile is of 4 pipeline stages and a tensor-parallel"),
+        ((FP16, *STAGES, "--profile", str(unknown)), "without --without-snapshots"),
+        ((FP16, *STAGES, "--profile", FP16), "--profile: found format None"),
+    ):
+        result = run(*arguments)
+        assert result.code == cli.EXIT_WRONG_USE
+        assert says in result.err
+
+
+# ---- models: the parameters of a config.json are those that were published ----
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def model_file(folder: Path, values: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    return write(folder / "config.json", values)
+
+
+def config(kind: str, *sizes: int, **values: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(SIZES, sizes, strict=False)), **values}
+
+
+SHARED, TIED = {"num_key_value_heads": 8}, {"tie_word_embeddings": True}
+PUBLISHED = {
+    "Llama-2-7b": (6_738_415_616, config("llama", 4096, 32, 32, 11008, 32000)),
+    "Llama-3-8B": (
+        8_030_261_248,
+        config("llama", 4096, 32, 32, 14336, 128256, **SHARED, max_position_embeddings=8192),
+    ),
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        config("llama", 2048, 16, 32, 8192, 128256, **SHARED, **TIED, head_dim=64),
+    ),
+    "Mistral-Nemo": (12_247_782_400, config("mistral", 5120, 40, 32, 14336, 131072, **SHARED, head_dim=128)),
+    "Qwen2-0.5B": (494_032_768, config("qwen2", 896, 24, 14, 4864, 151936, **TIED, num_key_value_heads=2)),
+    "Qwen3-8B": (8_190_735_360, config("qwen3", 4096, 36, 32, 12288, 151936, **SHARED, head_dim=128)),
+}
+"""Numbers of parameters as the safetensors of these models have them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path, name: str) -> None:
+    published, values = PUBLISHED[name]
+    shape, note = load_shape(model_file(tmp_path / name, values), None)
+    assert isinstance(shape, PlannedShape)
+    assert (shape.name, shape.parameters) == (name, published)
+    assert f"{published:,} parameters" in note
+    assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
+    # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
+    alone = Training(name, CLUSTERS["h100"], 1, 1, 1, 1, given=shape)
+    assert alone.stage_parameters(0) == published
+    stages = Training(name, CLUSTERS["h100"], 1, 4, 1, 4, given=shape)
+    twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
+    assert sum(map(stages.stage_parameters, range(4))) == published + twice
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_is_that_of_the_example(name: str) -> None:
+    fields = ("layers", "hidden_size", "heads", "block_parameters", "parameters", "seq_length")
+    shape, example = load_shape(f"llama2-{name}", None)[0], load_model(name)
+    assert [getattr(shape, field) for field in fields] == [getattr(example, field) for field in fields]
+
+
+@pytest.mark.parametrize("parameters", [1e6, 1.3e9, 7e9, 70e9, 1e12])
+def test_a_number_of_parameters_is_a_shape_of_about_that_size(parameters: float) -> None:
+    shape, _ = shape_of(parameters, 8, None)
+    assert shape.heads % 8 == 0
+    if parameters > 1e9:
+        blocks = shape.layers * shape.block_parameters
+        assert 0.7 * parameters < blocks < 1.4 * parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model_type": "mixtral"}, "known: llama, mistral, qwen2, qwen3. Leave --model out"),
+        ({"num_hidden_layers": 3}, "model_type is None"),
+        ({"model_type": "llama"}, "hidden_size is None; expected a positive integer"),
+        (config("llama", hidden_size=64, num_attention_heads=0), "num_attention_heads is 0"),
+        (
+            config("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads="two"),
+            "num_key_value_heads is 'two'",
+        ),
+    ],
+)
+def test_another_model_file_is_refused(tmp_path: Path, values: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        load_shape(model_file(tmp_path / "m", values), None)
+
+
+def test_a_plan_of_a_hugging_face_model(tmp_path: Path) -> None:
+    ds, path = tmp_path / "ds.json", model_file(tmp_path / "Llama-3-8B", PUBLISHED["Llama-3-8B"][1])
+    ds.write_text(json.dumps({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}))
+    parallel = ("--rank-order", "auto", "--pp", "2", "--tp", "4", "--nodes", "4", "--json")
+    for model, name, parameters in (
+        (("--model", path), "Llama-3-8B", 8_030_261_248),
+        (("--parameters", "7e9"), "7B", 7e9),
+    ):
+        answer = run(str(ds), *model, *parallel)
+        found = answer.json
+        assert (answer.code, found["job"]["model"], found["job"]["dp"]) == (cli.EXIT_WELL, name, 4)
+        assert found["full_bytes"] == pytest.approx(14 * parameters / 8, rel=0.02)
+    answer = run(str(ds), "--model", path, "--tp", "5", "--nodes", "5")
+    assert answer.code == cli.EXIT_WRONG_USE
+    assert "not divisible by --tp 5" in answer.err

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reft.node.history import Round
 
 from reft.errors import ConfigError
-from reft.node.history import Round
 from reft.policy.rate import (
     DAY_SECS,
     Due,

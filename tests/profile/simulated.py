@@ -14,9 +14,8 @@ from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.result import Simulation
 from benchmarks.simulator.schedules import Schedule, from_deepspeed
-from reft.profile.analysis import analyse
+from reft.profile.analysis import ClockOffset, RankTraces, analyse
 from reft.profile.result import Activity, ProfileResult
-from reft.profile.traces import ClockOffset, RankTraces
 from reft.snapshot.schedule import ChunkRecord, StepTrace
 
 Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds
@@ -105,9 +104,8 @@ def with_chunks(
 
 def found_idle(result: ProfileResult) -> Idle:
     return {
-        (rank.stage_id, timeline.step, s.position): s.secs
-        for timeline in result.timelines
-        for rank in timeline.ranks
+        (rank.stage_id, rank.step, s.position): s.secs
+        for rank in result.timelines
         for s in rank.segments
         if s.activity is Activity.WAIT
     }

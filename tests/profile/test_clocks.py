@@ -20,8 +20,8 @@ from reft.device import VENDORS
 from reft.engine.engine import Tracer
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
-from reft.profile.clock import DeviceClock
-from reft.profile.traces import ClockOffset, assign_chunks, estimate
+from reft.profile.analysis import ClockOffset
+from reft.profile.profiler import DeviceClock, assign_chunks, estimate
 from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated
@@ -31,16 +31,22 @@ __all__ = ["sim"]
 seconds = st.floats(0, 0.1)
 
 
-@given(ahead=st.floats(-1e4, 1e4), ways=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=10))
-def test_the_true_offset_is_within_the_bound(ahead, ways):
-    """Whatever the two ways of a round take."""
-    asked, rounds = 100.0, []
-    for there, back in ways:
-        rounds.append((asked, asked + there + ahead, asked + there + back))
-        asked += 1
-    offset = estimate(rounds)
+@given(
+    ahead=st.floats(-1e4, 1e4),
+    calls=st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=10),
+)
+def test_the_true_offset_is_within_the_bound(ahead, calls):
+    """Whoever comes first, and whatever the two ways of a call take."""
+    begin, ours, theirs = 100.0, [], []
+    for first, second, there, back in calls:
+        t0, s0 = begin + first, begin + second
+        ours.append((t0, max(t0, s0 + back)))
+        theirs.append((s0 + ahead, max(s0, t0 + there) + ahead))
+        begin += 1
+    offset = estimate(ours, theirs)
     assert abs(offset.secs + ahead) <= offset.error_secs + 1e-9
-    assert offset.error_secs == pytest.approx(min(a + b for a, b in ways) / 2, abs=1e-9)
+    lasted = [(t1 - t0 + s1 - s0) / 2 for (t0, t1), (s0, s1) in zip(ours, theirs, strict=True)]
+    assert offset.error_secs <= min(lasted) + 1e-9
 
 
 @given(first=st.floats(-10, 10), drift=st.floats(-1e-3, 1e-3), at=st.floats(0, 1))

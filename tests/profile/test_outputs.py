@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from reft import cli
-from reft.cli import profile as cli_profile
 from reft.config import explain, parse_block
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
@@ -24,8 +23,8 @@ from reft.profile.analysis import analyse
 from reft.profile.profiler import note_taken, write
 from reft.profile.result import ProfileResult
 from reft.snapshot.schedule import ChunkRecord
-from reft.tools.profile.display import advice, show, write_trace
-from reft.tools.profile.figure import draw, verdict
+from reft.tools import profile as cli_profile
+from reft.tools.profile import advice, draw, show, verdict, write_trace
 from tests.profile.simulated import a_profile, costs, run, train_schedule, with_chunks
 
 IN_MID = [ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)]

@@ -18,7 +18,7 @@ from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simu
 from reft.config import Variant
 from reft.policy.loads import Load
 from reft.tools.planning.model import Training
-from reft.tools.planning.pace import estimated_pace
+from reft.tools.planning.plan import estimated_pace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 

@@ -8,27 +8,21 @@ import os
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.authenticated import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
+from reft.control.wire import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
-from reft.job.agreement import NodeInfo
 from reft.job.hosts import is_this_host
-from reft.job.options import LaunchOptions
+from reft.job.options import ETCD_BACKEND, LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.membership import NodeInfo
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
 from reft.job.trainer_store import LOOPBACK
-from reft.job.usage import ETCD_BACKEND
-from reft.memory.jobdir import read_json
-from reft.naming import committed_key
-from reft.node.daemon import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +49,60 @@ class ServedPlace:
     reopens = "restart `reft rendezvous`"
 
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._options = options
         self._config: LaunchConfig = options.config
         self._secret = secret
         self._conf: dict[str, Any] = self._config.rdzv_configs
         self._contact_secs = float(self._conf.get("connect_timeout", _FIRST_CONTACT_SECS))
         self._read_secs = float(self._conf.get("read_timeout", _READ_SECS))
         self._server: KeyValueServer | StoreRelay | None = None
+        self._store: RendezvousStore | None = None
 
-    def open(self) -> RendezvousStore:
-        """Connect to the store, or serve it. Raises JobEndedError where it cannot be used now, ConfigError or
-        AuthenticationError where it cannot be used later either."""
+    def join(self) -> StoreRendezvous:
+        """Connect to the store, or serve it, as torchrun does, where none is served and the endpoint is this
+        machine's. Raises JobEndedError: nothing of reft's is served there; AuthenticationError: it has
+        another secret; ConfigError: it cannot be served at this address, or an option cannot be used."""
+        config, options = self._config, self._options
+        store = self._store = self._open()
+        info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
+        try:
+            rendezvous = StoreRendezvous(store, config, info, options.job_id)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
+        if config.max_nodes > 1 and not self._outlives_nodes(store):
+            logger.warning(
+                "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
+                "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
+                config.rdzv_endpoint,
+            )
+        return rendezvous
+
+    def reconnect(self) -> None:
+        """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does not;
+        AuthenticationError: another came, with another secret."""
+        timeout, endpoint = self._options.join_timeout_secs, self._config.rdzv_endpoint
+        logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
+        deadline = time.monotonic() + timeout
+        assert self._store is not None
+        while True:
+            with suppress(StoreError):
+                if self._store.check([]):
+                    return
+            if time.monotonic() > deadline:
+                raise JobEndedError(
+                    f"the rendezvous store at {endpoint} is gone and did not come back in "
+                    f"{timeout:.0f} s. {self.advice}"
+                )
+            time.sleep(_LOOK_SECS)
+
+    def connect_for_status(self) -> RendezvousStore:
+        """A connection of its own to the store, for what nobody has to wait for."""
+        return self._make_client(_STATUS_SECS).with_prefix(f"reft/{self._config.run_id}/status")
+
+    def _open(self) -> RendezvousStore:
         if self._has_to_serve():
             self._serve()
-        store = self.make_client(self._read_secs)
+        store = self._make_client(self._read_secs)
         try:
             store.check([])
         except StoreError as error:
@@ -76,7 +111,7 @@ class ServedPlace:
             ) from error
         return store
 
-    def make_client(self, timeout_secs: float) -> RendezvousStore:
+    def _make_client(self, timeout_secs: float) -> RendezvousStore:
         """Another connection to the store; does not wait for it."""
         return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
 
@@ -85,7 +120,7 @@ class ServedPlace:
         host, port = parse_endpoint(self._config.rdzv_endpoint)
         return format_endpoint(host, self._server.port if self._server is not None else port)
 
-    def outlives_nodes(self, store: RendezvousStore) -> bool:
+    def _outlives_nodes(self, store: RendezvousStore) -> bool:
         with suppress(StoreError):
             return is_served_by_reft(store)
         return False
@@ -99,6 +134,9 @@ class ServedPlace:
             time.sleep(_HOLDERS_SECS)
 
     def close(self) -> None:
+        """End the connection, and the store if it was served here."""
+        if self._store is not None:
+            self._store.close()
         if self._server is not None:
             self._server.close()
 
@@ -161,13 +199,13 @@ class EtcdPlace(ServedPlace):
                 "the password of etcd's user %s crosses the network in the clear: set up TLS", settings.user
             )
 
-    def open(self) -> RendezvousStore:
+    def _open(self) -> RendezvousStore:
         store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs)
         self._wait_for_the_cluster(store)
         self._server = StoreRelay(listen(LOOPBACK, 0), self._secret, store.lasting())
         return store
 
-    def make_client(self, timeout_secs: float) -> RendezvousStore:
+    def _make_client(self, timeout_secs: float) -> RendezvousStore:
         line = EtcdLine(self._settings)
         return EtcdStore(line, self._secret, self._config.run_id, timeout_secs=timeout_secs)
 
@@ -175,12 +213,12 @@ class EtcdPlace(ServedPlace):
         assert self._server is not None
         return format_endpoint(LOOPBACK, self._server.port)
 
-    def outlives_nodes(self, store: RendezvousStore) -> bool:
+    def _outlives_nodes(self, store: RendezvousStore) -> bool:
         return True
 
     def close(self) -> None:
-        self._line.close()
         super().close()
+        self._line.close()
 
     def _wait_for_the_cluster(self, store: EtcdStore) -> None:
         deadline, told = time.monotonic() + self._contact_secs, ""
@@ -217,113 +255,8 @@ class EtcdPlace(ServedPlace):
         )
 
 
-class RendezvousClient:
-    """The rendezvous of one job, seen from one node, for who knows the user's secret (P11). Raises
-    ConfigError: the place cannot be used by what is written."""
-
-    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
-        self._options = options
-        self._config: LaunchConfig = options.config
-        make = EtcdPlace if self._config.rdzv_backend == ETCD_BACKEND else ServedPlace
-        self.place = make(options, secret)
-        self._store: RendezvousStore | None = None
-        self.handler: StoreRendezvous | None = None
-
-    def connect(self) -> StoreRendezvous:
-        """Join as a client where a store is served; serve it, as torchrun does, where none is and the
-        endpoint is this machine's. Raises JobEndedError: nothing of reft's is served there;
-        AuthenticationError: it has another secret; ConfigError: it cannot be served at this address, or an
-        option cannot be used."""
-        config, options = self._config, self._options
-        store = self._store = self.place.open()
-        info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
-        try:
-            self.handler = StoreRendezvous(store, config, info, options.job_id)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
-        if config.max_nodes > 1 and not self.place.outlives_nodes(store):
-            logger.warning(
-                "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
-                "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
-                config.rdzv_endpoint,
-            )
-        return self.handler
-
-    def reconnect(self) -> None:
-        """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does not;
-        AuthenticationError: another came, with another secret."""
-        timeout, endpoint = self._options.join_timeout_secs, self._config.rdzv_endpoint
-        logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
-        deadline = time.monotonic() + timeout
-        assert self._store is not None
-        while True:
-            with suppress(StoreError):
-                if self._store.check([]):
-                    return
-            if time.monotonic() > deadline:
-                raise JobEndedError(
-                    f"the rendezvous store at {endpoint} is gone and did not come back in "
-                    f"{timeout:.0f} s. {self.place.advice}"
-                )
-            time.sleep(_LOOK_SECS)
-
-    def connect_for_status(self) -> RendezvousStore:
-        """A connection of its own to the store, for what nobody has to wait for."""
-        store = self.place.make_client(_STATUS_SECS)
-        return store.with_prefix(f"reft/{self._config.run_id}/status")
-
-    def wait_as_told(self, job_dir: Path) -> None:
-        """Have the next round wait for others in the place of lost nodes as long as the job's ``reft`` block
-        says, which the daemon was told."""
-        if self.handler is not None:
-            told = (read_json(job_dir / CONFIG_FILE) or {}).get("elastic", {})
-            self.handler.wait_secs = told.get("wait_secs")
-
-    def is_spare(self) -> bool:
-        return self.handler is not None and self.handler.is_spare
-
-    def nodes(self) -> list[str]:
-        """Ids of all that are there, in the same order on each of them; empty: it is not known yet."""
-        return [] if self.handler is None else self.handler.nodes
-
-    def close(self, outcome: str) -> None:
-        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
-        without."""
-        handler = self.handler
-        if handler is None:
-            return
-        mine, newest = handler.incarnation, 0
-        with suppress(StoreError):
-            newest = handler.incarnations.read()
-        if newest > mine > 0:
-            with suppress(RendezvousError):
-                handler.is_closed()  # looks at the store: that start may not have come about
-            if not handler.has_place:
-                logger.error(
-                    "the job continues as start %d without this node, which belongs to start %d", newest, mine
-                )
-                return
-        try:
-            handler.shutdown(outcome)
-        except (RuntimeError, RendezvousError) as error:
-            logger.debug("the rendezvous could not be closed: %s", error)
-
-    def forget_commits(self) -> None:
-        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
-        if self._store is not None:
-            with suppress(StoreError):
-                self._store.delete(committed_key(self._options.job_id))
-
-    def outcome(self) -> str:
-        """Why the job has ended; empty where it has not, as far as is known."""
-        if self.handler is None:
-            return ""
-        with suppress(RendezvousError):
-            self.handler.is_closed()  # looks at the store
-        return self.handler.state.closed
-
-    def leave(self) -> None:
-        """End the connection, and the store if it was served here."""
-        if self._store is not None:
-            self._store.close()
-        self.place.close()
+def place_of(options: LaunchOptions, secret: bytes) -> ServedPlace:
+    """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it cannot be
+    used by what is written."""
+    make = EtcdPlace if options.config.rdzv_backend == ETCD_BACKEND else ServedPlace
+    return make(options, secret)

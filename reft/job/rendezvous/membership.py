@@ -14,7 +14,8 @@ until the others have committed a version without them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,8 +23,119 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from reft.job.agreement import Agreement, NodeInfo, agree, doubles
 from reft.job.rendezvous.sizes import Sizes
+from reft.job.script import Cause
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What one node brings into a round."""
+
+    node: str
+    workers: int
+    turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
+    renews: bool = False  # restarts are counted from the last new version on, not over the job's life
+    # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it is new
+    round: int = 0
+    size: int = 0
+    restarts_used: int = 0
+    # newest committed step that any node of that round knew of; ``newest_step``: that this node knows of now;
+    # -1: none
+    known_step: int = -1
+    newest_step: int = -1
+    incarnation: int = 0  # number of the newest start of the job that this node knows of
+    # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
+    cause: Cause | None = None
+    failure: str = ""
+
+    def after(self, agreement: Agreement) -> NodeInfo:
+        """What this node brings into the next round, if the trainers of this one do not fail."""
+        return replace(
+            self,
+            round=agreement.round,
+            size=len(agreement.members),
+            restarts_used=agreement.restarts_used,
+            known_step=agreement.known_step,
+            incarnation=agreement.incarnation,
+            cause=None,
+            failure="",
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The outcome, equal on all nodes."""
+
+    round: int  # 1 for the first start of the trainers, one more after every restart
+    members: tuple[str, ...]  # members, nodes: launchers and node ids of this round, by group rank
+    nodes: tuple[str, ...]
+    workers: tuple[int, ...]  # trainers of each node
+    restarts_used: int  # of ``--max-restarts``, by the whole job
+    known_step: int  # newest committed step that any of the nodes knows of; -1: none
+    # number of this start of the job, greater than any that a node, or the store, knows of. Whoever carries a
+    # lower one was replaced and is refused.
+    incarnation: int = 1
+    # why trainers of the round before ended, on the nodes that are still there
+    failures: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
+    turn: int = 0  # ranks that each node gets in its turn
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.workers)
+
+    def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
+        return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
+
+
+def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
+    """Work out a round from what its members bring, in the order of group ranks. ``before``: the newest round
+    that is known of, whoever took part in it.
+
+    A round that ended with at least one failure by own cause uses one restart of the job, however many nodes
+    failed in it; one that ended because a node vanished, or because somebody joined, uses none.
+    """
+    all_infos = tuple(infos.values())
+    last_round = max(c.round for c in all_infos)
+    last = [c for c in all_infos if c.round == last_round and last_round]
+    causes = {c.cause for c in last}
+    somebody_vanished = bool(last) and len(last) < last[0].size
+    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
+    own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not somebody_vanished)
+    newest = max(c.newest_step for c in all_infos)
+    known = max((c.known_step for c in last), default=-1)
+    renewed = all_infos[0].renews and newest > known
+    used = 0 if renewed else max((c.restarts_used for c in last), default=0)
+    # Causes, not consequences: that peers were lost is said only where nothing else is known.
+    told = [c for c in last if c.cause in (Cause.OWN, Cause.UNCLEAR)]
+    if not told and not somebody_vanished:
+        told = [c for c in last if c.cause is not None]
+    return Agreement(
+        round=1 + max(last_round, before.round if before else 0),
+        members=tuple(infos),
+        nodes=tuple(c.node for c in all_infos),
+        workers=tuple(c.workers for c in all_infos),
+        restarts_used=used + own,
+        known_step=max(newest, known),
+        incarnation=1 + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
+        failures=tuple(f"{c.node}, {c.failure}" for c in told),
+        refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
+        turn=all_infos[0].turn,
+    )
+
+
+def doubles(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
+    """Launchers that claim to be the same node, by node."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, info in infos.items():
+        found[info.node].append(name)
+    return [same for same in found.values() if len(same) > 1]
+
+
+def _refused(same: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
+    """Whoever is new has to go; the one that trains already keeps its name."""
+    first, second, *others = sorted(same, key=lambda name: -infos[name].round)
+    return [second, *others] if infos[first].round > infos[second].round else same
 
 
 class Role(StrEnum):
@@ -329,14 +441,11 @@ def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
             seated = node.role is Role.TRAINS or (node.seated and not full)
             if seated != node.seated:
                 state.nodes[name] = node._replace(seated=seated)
-    if event.trusts:
-        _strike_out(state, event, now, rules)
-
-
-def _strike_out(state: State, event: Looked, now: float, rules: Rules) -> None:
-    """Those that are silent, and while a round is left for the next one those whose launchers have ended:
-    whoever waits for their places need not wait until they are silent for long. A node does not strike out
-    itself."""
+    if not event.trusts:
+        return
+    # Struck out are those that are silent, and while a round is left for the next one those whose launchers
+    # have ended: whoever waits for their places need not wait until they are silent for long. A node does not
+    # strike out itself.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.alive_secs
     lost = {name for name, node in state.nodes.items() if node.seen < expired or name in ended}

@@ -22,10 +22,9 @@ from reft.config import AUTO
 from reft.control.keyvalue import StoreError
 from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
-from reft.job.agreement import Agreement
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Ordered, Role, Stays, Told
+from reft.job.rendezvous.membership import Agreement, Ordered, Role, Stays, Told
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import (
     ORDER_FILE,
@@ -43,8 +42,8 @@ from reft.node.report import Board
 from reft.protect.codes import Scheme
 
 if TYPE_CHECKING:
-    from reft.job.board import StatusBoard
     from reft.job.launch import StopSignals
+    from reft.node.observe import StatusBoard
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +142,12 @@ class Scaler:
         why = refusal(order, now)
         # Before the first version, a node that waits may not have said so yet.
         hopeful = now.tolerance is None or not why
-        if missing and hopeful and self._waits_on((seen, agreement.incarnation)):
-            self._say_that_it_waits(order, running, missing)
-            return
+        if missing and hopeful:
+            if self._waits != (seen, agreement.incarnation):
+                self._waits, self._waits_since = (seen, agreement.incarnation), time.monotonic()
+            if time.monotonic() - self._waits_since < TOLERANCE_SECS:
+                self._say_that_it_waits(order, running, missing)
+                return
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
             self._handler.tell(Ordered(order.number, order.nodes, order.without, running))
@@ -168,12 +170,6 @@ class Scaler:
         else:
             logger.warning("the job changes from %d to %d nodes, as requested", running, order.nodes)
         self._answer(running)
-
-    def _waits_on(self, what: tuple[Any, int]) -> bool:
-        now = time.monotonic()
-        if what != self._waits:
-            self._waits, self._waits_since = what, now
-        return now - self._waits_since < TOLERANCE_SECS
 
     def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
         """Once, unless something else is missing."""

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reft.control.authenticated import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.control.keyvalue import Journal, KeyValueServer, RendezvousStore
+from reft.control.wire import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.errors import AuthenticationError, ConfigError
 from reft.memory.jobdir import user_secret
 from reft.refusal import Parser

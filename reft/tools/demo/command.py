@@ -9,33 +9,38 @@ import math
 import os
 import shutil
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise, product
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 
 from reft.config import parse_block
-from reft.env import ENV_EVENTS
+from reft.env import ENV_CLUSTER, ENV_EVENTS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ConfigError
+from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
-from reft.node.history import describe_parts
+from reft.node.report import describe_parts
 from reft.refusal import Parser
-from reft.tools.demo.nodes import Nodes
 
 EXIT_INTERRUPTED = 130
 LAYERS = 4  # Blocks of the model
 _MOST_SECS = 600.0  # of both runs
 _POLL_SECS = 0.01
+_KILL_SECS = 60.0
+_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 _END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
 _MOST_STEP_LINES = 40
 _LOG_LINES = 25
@@ -201,7 +206,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         _show(console, report)
         if not report["good"]:
             kept = True
-            _show_log(console, [*jobs.values()][-1].nodes)
+            _show_log(console, [*jobs.values()][-1])
             console.print(f"logs and events: {directory}", highlight=False, markup=False)
         if options.json is not None:
             text = json.dumps(report, indent=2) + "\n"
@@ -212,61 +217,39 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass
-class Life:
-    """One life of the job, from the start of its trainers to their end, as their events tell of it."""
+@dataclass(frozen=True)
+class Node:
+    """One ``reft launch`` with a memory directory of its own, and what it started; ``name``: ``node1``, and
+    ``node1.2`` for its second replacement."""
 
-    ranks: set[int] = field(default_factory=set)  # that are attached
-    tolerance: int | None = None
-    first: dict[int, float] = field(default_factory=dict)  # when each rank had made its first step
-    last_step: int = 0
-    restored: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
-    recovered: list[dict[str, Any]] = field(default_factory=list)
-    committed: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
-    counters: dict[int, dict[str, Any]] = field(default_factory=dict)  # the newest of every rank
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        """Source, version and the slowest rank's seconds of the restore (``none`` if nothing had been
-        committed); bytes by where they came from, all ranks together."""
-        first: dict[str, Any] = next(iter(self.restored.values()), {"source": "none", "version": 0})
-        came = Counter[str]()
-        for fields in self.restored.values():
-            came.update(fields["bytes_from"])
-        secs = max((float(fields["secs"]) for fields in self.restored.values()), default=0.0)
-        return {
-            "source": first["source"],
-            "version": first["version"],
-            "load_secs": secs,
-            "bytes_from": dict(came),
-        }
-
-    def parts_since(self, failed_at: float) -> dict[str, float]:
-        """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
-        ``detection`` (until its launcher saw that a trainer had failed) and those of
-        :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left."""
-        seen = [fields for fields in self.recovered if fields["failed_unix_secs"] is not None]
-        if not seen:
-            return {}
-        last = max(seen, key=lambda fields: float(fields["time"]))
-        return {"detection": max(0.0, last["failed_unix_secs"] - failed_at), **last["secs"]}
+    name: str
+    memory_dir: Path
+    log: Path
+    process: subprocess.Popen[bytes]
 
 
 class Job:
-    """One run over local nodes: ``training`` with reft and the failures, ``reference`` without either."""
+    """One run over nodes of this machine that can be lost: ``training`` with reft and the failures,
+    ``reference`` without either."""
 
     def __init__(
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
     ) -> None:
         self.losses = Losses()
-        self.lives: dict[int, Life] = {}  # by number: 1 for the first, 0 where reft is not attached
         self.failures: list[Failure] = []
+        self.tolerance: int | None = None
+        self.started: list[Node] = []
+        self.current: dict[int, Node] = {}
+        self._name, self._count = f"demo-{name}", options.pp * options.dp
+        self._token = uuid.uuid4().hex  # in the environment of all processes
+        self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
+        self._versions = Counter[str]()  # commits and skips, of rank 0
         self._steps, self._say = options.steps, say
         self._pending = list(options.kills) if name == "training" else []
-        self._failed_in = 0  # the life in which nodes were lost last
-        self._number_of: dict[str, int] = {}  # lives, by event file
+        self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
+        self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
+        self._directory, self._memory = directory, memory
         self._events, self._temporary = directory / "events", directory / "tmp"
         self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
         trained = {
@@ -276,32 +259,82 @@ class Job:
             "save_dir": str(directory / "checkpoints"),
             "deepspeed": deepspeed_config(options, protected=name == "training"),
         }
-        self.nodes = Nodes(
-            ["-m", "reft.tools.demo.train", json.dumps(trained)],
-            f"demo-{name}",
-            options.pp * options.dp,
-            directory=directory,
-            memory=memory,
-            env={ENV_EVENTS: str(self._events), "TMPDIR": str(self._temporary)},
-        )
+        self._command = ["-m", "reft.tools.demo.train", json.dumps(trained)]
 
     def run(self, deadline: float) -> str | None:
         """Run it to its end, or until ``deadline`` of ``time.monotonic``; its logs and events alone are left
         afterwards. Returns why it could not finish; None: it did."""
-        try:
-            with self.nodes:
+        # In this process: a SIGKILL of it leaves no store behind.
+        with closing(RendezvousServer("127.0.0.1", 0)) as store:
+            self._endpoint = store.endpoint
+            try:
+                for index in range(self._count):
+                    self._start_node(index)
                 problem = self._watch(deadline)
-                self.take_in()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            finally:
+                self._kill(*self.started)
+                shutil.rmtree(self._temporary, ignore_errors=True)
+        self.take_in()
         if problem is None and self._pending:
             left = ", ".join(f"{kill.step}:{kill.node}" for kill in self._pending)
             return f"the failures {left} could not be injected: the job had already ended"
         return problem
 
-    @property
-    def last_step(self) -> int:
-        return max((life.last_step for life in self.lives.values()), default=0)
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def _start_node(self, index: int) -> Node:
+        """Start the launcher of a node, or of its replacement if there was one before."""
+        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.started)
+        name = f"node{index}.{before}" if before else f"node{index}"
+        memory_dir, log = self._memory / name, self._directory / f"{name}.log"
+        arguments = [
+            *("-m", "reft.job.launch", "--nnodes", str(self._count), "--nproc-per-node", "1"),
+            *("--rdzv-endpoint", self._endpoint, "--rdzv-id", self._name, "--local-addr", "127.0.0.1"),
+            *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
+            *("--max-restarts", "0"),  # a lost node uses up none
+        ]
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Found also where reft is not installed but run from its sources.
+        source = str(Path(__file__).resolve().parents[3])
+        own = {
+            "PYTHONPATH": os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p),
+            ENV_CLUSTER: f"{self._token}:{name}",
+            ENV_EVENTS: str(self._events),
+            "TMPDIR": str(self._temporary),
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments, *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={"OMP_NUM_THREADS": "1", **inherited, **own},
+                start_new_session=True,
+            )
+        node = self.current[index] = Node(name, memory_dir, log, process)
+        self.started.append(node)
+        return node
+
+    def _kill(self, *nodes: Node) -> None:
+        """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
+        starts another."""
+        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        marks = {f"{self._token}:{node.name}" for node in nodes}
+        while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
+            for process in found:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
+            number = signal.SIGKILL
+
+    def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
+        for node in self.started:
+            node.process.poll()  # no zombie counts
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                marked = process.environ().get(ENV_CLUSTER) in marks
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
 
     def _watch(self, deadline: float) -> str | None:
         failed_at: float | None = None
@@ -309,90 +342,74 @@ class Job:
             self.take_in()
             self._lose_nodes()
             now = time.monotonic()
-            codes = {node.name: node.process.poll() for node in self.nodes.current.values()}
+            codes = {node.name: node.process.poll() for node in self.current.values()}
             if any(codes.values()):
                 failed_at = failed_at or now
             ended = all(code is not None for code in codes.values())
             if failed_at is not None and (ended or now - failed_at > _END_SECS):
                 failed = ", ".join(f"{name} (exit code {code})" for name, code in codes.items() if code)
-                return f"the run of {self.nodes.job_id} ended after step {self.last_step}: {failed}"
+                return f"the run of {self._name} ended after step {self._step}: {failed}"
             if ended:
                 return None
             if now > deadline:
                 return (
-                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self.nodes.job_id} has reached step "
-                    f"{self.last_step} of {self._steps}"
+                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self._name} has reached step "
+                    f"{self._step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
 
     def _lose_nodes(self) -> None:
         """Make the failures that are due, all of one step at once, and replace what was lost."""
-        number = max(self.lives, default=0)
-        if not self._pending or number <= self._failed_in:
-            return
-        step = self.lives[number].last_step
-        due = [kill for kill in self._pending if kill.step == self._pending[0].step <= step]
-        if not due:
+        due = [kill for kill in self._pending if kill.step == self._pending[0].step <= self._step]
+        if not due or self._start <= self._failed_in:
             return
         del self._pending[: len(due)]
-        self._failed_in = number
+        self._failed_in = self._start
         for kill in due:
-            self.failures.append(Failure(step, kill.node, time.time()))
-            lost = self.nodes.lose(kill.node)
-            self._say(f"{lost.name} is killed, its memory is gone, in step {step + 1}", "bold red")
+            self.failures.append(Failure(self._step, kill.node, time.time()))
+            lost = self.current[kill.node]
+            self._kill(lost)
+            shutil.rmtree(lost.memory_dir, ignore_errors=True)
+            self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
         for kill in due:
-            node = self.nodes.start(kill.node)
+            node = self._start_node(kill.node)
             self._say(f"{node.name} starts in its place, with empty memory", "yellow")
 
     def take_in(self) -> None:
         """The events since the last call, in the order of their times. A line that is not whole yet is left
         for later; a killed process may leave one for good."""
-        found = []
+        found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.setdefault(path.name, 0))
                 whole = file.read().rpartition(b"\n")[0]
             if whole:
                 self._offsets[path.name] += len(whole) + 1
-                found += [(path.name, json.loads(line)) for line in whole.split(b"\n")]
-        for file_name, event in sorted(found, key=lambda pair: float(pair[1]["time"])):
-            process = file_name.partition("-")[2]  # RANK-PID.jsonl: reft and the script write a file each
+                found += map(json.loads, whole.split(b"\n"))
+        for event in sorted(found, key=lambda event: float(event["time"])):
             if event.get("rank", -1) >= 0:
-                if event["event"] == "attached":
-                    self._number_of[process] = event["incarnation"]
-                self._take(event, self._number_of.get(process, 0))
+                self._take(event)
 
-    def _take(self, event: dict[str, Any], number: int) -> None:
-        life, kind, rank = self.lives.setdefault(number, Life()), event["event"], event["rank"]
-        step = event.get("step", 0)
-        if kind == "attached":
-            life.ranks.add(rank)
-            life.tolerance = event["tolerance"]
-            if len(life.ranks) == self.nodes.count:
-                self._say(f"all ranks are attached, start {number}", "")
-        elif kind == "restored":
-            life.restored[rank] = event
-            if len(life.restored) == self.nodes.count:
-                from_ = life.origin
-                parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in from_["bytes_from"].items() if n)
-                said = f"state of step {from_['version']} restored from {from_['source']}"
-                self._say(f"{said} in {from_['load_secs']:.2f} s ({parts})", "bold magenta")
-        elif kind == "recovered":
-            life.recovered.append(event)
-        elif kind == "commit":
-            life.committed.add(step)
-        elif kind == "skip":
-            life.skipped.add(step)
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
+        if kind == "recovered":
+            self._recovered.append(event)
         elif kind == "step":
-            life.first.setdefault(rank, event["time"])
-            life.last_step = max(life.last_step, step)
-            if rank == 0 and (step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps):
-                committed = f"  snapshot {max(life.committed)}" if life.committed else ""
-                self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}{committed}", "")
-            if "loss_hex" in event:
-                self.losses.setdefault(step, []).append(event["loss_hex"])
-        if "taken" in event:
-            life.counters[rank] = event
+            self.losses.setdefault(step, []).append(event["loss_hex"])
+        if not first:
+            return
+        self._versions[kind] += 1
+        if kind == "attached":
+            self._start, self._step, self.tolerance = event["incarnation"], 0, event["tolerance"]
+            self._say(f"reft is attached, start {self._start}", "")
+        elif kind == "restored":
+            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in event["bytes_from"].items() if n)
+            said = f"state of step {event['version']} restored from {event['source']}"
+            self._say(f"{said} in {event['secs']:.2f} s ({parts})", "bold magenta")
+        elif kind == "step":
+            self._step = step
+            if step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps:
+                self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}", "")
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -408,41 +425,38 @@ class Job:
             steps = range(1, self._steps + 1)
             return [float.fromhex(losses[step][-1]) if step in losses else None for step in steps]
 
-        lives = [self.lives[number] for number in sorted(self.lives)]
-        counters = [c for life in lives for c in life.counters.values()]
-        stalls = [c["stall_secs_median"] or 0.0 for c in counters]
         difference = loss_difference(self.losses, reference, self._steps)
         return {
             "steps": self._steps,
-            "tolerance": next((life.tolerance for life in lives if life.tolerance is not None), None),
+            "tolerance": self.tolerance,
             "failures": [failure._asdict() for failure in self.failures],
-            "recoveries": [self._recovery(*pair) for pair in pairwise(life for life in lives if life.first)],
+            "recoveries": list(self._recoveries()),
             "losses": standing(self.losses),
             "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
-            # The restored state counts once more; bytes are those of the rank where they are most.
-            "snapshots": {
-                "committed": sum(len(life.committed) for life in lives),
-                "skipped": sum(len(life.skipped) for life in lives),
-                "bytes_per_rank": max((int(c["bytes_per_rank"]) for c in counters), default=0),
-                "sent_bytes": max((sum(c["traffic"]["sent"].values()) for c in counters), default=0),
-                "stall_secs_median": statistics.median(stalls) if stalls else None,
-            },
+            # The restored state counts once more.
+            "snapshots": {"committed": self._versions["commit"], "skipped": self._versions["skip"]},
             "problem": problem,
             "good": problem is None and difference == 0.0,
         }
 
-    def _recovery(self, before: Life, life: Life) -> dict[str, Any]:
-        """A failure during a recovery belongs to the recovery that succeeded in the end: it is counted from
-        the first failure since the first step of the life before."""
-        done = max(life.first.values())
-        since = [f.time for f in self.failures if min(before.first.values()) <= f.time <= done]
-        return {
-            **life.origin,
-            "lost_steps": before.last_step - life.origin["version"],
-            "failure_to_step_secs": done - min(since) if since else None,
-            "failure_to_step": life.parts_since(min(since)) if since else {},
-        }
+    def _recoveries(self) -> Iterator[dict[str, Any]]:
+        """Of each, what the node tells that had made a step last, of those that saw the failure: where the
+        job went on, and the seconds from the failure to that step in their parts: ``detection`` (until its
+        launcher saw that a trainer had failed) and those of :data:`reft.node.report.PARTS`."""
+        after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
+        for number in sorted({event["round"] for event in after_failure}):
+            told = [event for event in after_failure if event["round"] == number]
+            last = max(told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"]))
+            seen_at, step = last["failed_unix_secs"], last["resumed_step"] or 0
+            made = [failure.time for failure in self.failures if seen_at and failure.time <= seen_at]
+            yield {
+                "source": (last["resumed_from"] or "none").partition(",")[0],
+                "version": step,
+                "lost_steps": max(0, last["newest_step"] - step),
+                "failure_to_step_secs": last["time"] - made[-1] if made else None,
+                "failure_to_step": {"detection": seen_at - made[-1], **last["secs"]} if made else {},
+            }
 
 
 def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | None:
@@ -460,9 +474,9 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
     return worst
 
 
-def _show_log(console: Console, nodes: Nodes) -> None:
+def _show_log(console: Console, job: Job) -> None:
     """The end of one log that tells most; a failure of all is told alike by all."""
-    node = min(nodes.started, key=lambda n: (n not in nodes.current.values(), not n.process.poll()))
+    node = min(job.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
     console.print(f"\nthe end of {node.log}:", style="bold", highlight=False)
     lines = node.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     console.print("\n".join(lines), markup=False, highlight=False)
@@ -479,15 +493,10 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             after = f"the next step was done {secs:.1f} s after the failure"
         if parts := describe_parts(recovery["failure_to_step"]):
             after += f" ({parts})"
-        lost, load_secs = recovery["lost_steps"], recovery["load_secs"]
-        console.print(Text(f"recovery: {resumed}, {lost} step(s) lost, loaded in {load_secs:.2f} s; {after}"))
-    s = report["snapshots"]
-    stall = "" if s["stall_secs_median"] is None else f", {s['stall_secs_median'] * 1e3:.1f} ms each"
+        console.print(Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}"))
+    versions = report["snapshots"]
     console.print(
-        f"snapshots: {s['committed']} committed, {s['skipped']} skipped{stall} of the training thread, "
-        f"{s['bytes_per_rank'] / 2**20:.1f} MiB per rank and version, of which it sends "
-        f"{s['sent_bytes'] / 2**20:.2f} to other nodes",
-        highlight=False,
+        f"snapshots: {versions['committed']} committed, {versions['skipped']} skipped", highlight=False
     )
     console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
 

@@ -12,17 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
-from reft.data.order import Order
 from reft.engine.on_import import avoid_build_at_start
 from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
-_CORPUS_BYTES = 2**20
+_CORPUS_BYTES = 2**18
 _SEED, _DROPOUT = 1234, 0.1  # With dropout the random states of the ranks matter
 
 
@@ -37,49 +36,23 @@ class Embedding(nn.Module):
         return value
 
 
-class Block(nn.Module):
+class Block(nn.TransformerEncoderLayer):
     """A transformer block in which a byte sees those before it only."""
 
     def __init__(self) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        self.layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, **options)
+        super().__init__(_WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, "gelu", batch_first=True, norm_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(_LENGTH))
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(_LENGTH, device=value.device)
-        seen: torch.Tensor = self.layer(value, src_mask=mask, is_causal=True)
-        return seen
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(value, src_mask=self.get_buffer("mask"), is_causal=True)
 
 
-class MicroBatches:
-    """Endless ``(bytes, the bytes that follow)`` of one rank, both of shape (micro-batch, length)."""
-
-    position_of_job = True  # Its state is the same on all replicas, and right at every degree
-
-    def __init__(self, micro_batch: int, dp_rank: int, dp_size: int) -> None:
-        files = sorted(Path(os.__file__).parent.glob("*.py"))
-        text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
-        self._text = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-        self._order = Order((_CORPUS_BYTES - 1) // _LENGTH, _SEED, shuffle=True)
-        self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
-        self.consumed = 0  # Samples, by the whole job
-
-    def __iter__(self) -> MicroBatches:
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.consumed + self._dp_rank * self._micro_batch
-        self.consumed += self._dp_size * self._micro_batch
-        mine = np.arange(first, first + self._micro_batch, dtype=np.int64)
-        starts = [int(index) * _LENGTH for index in self._order.samples(mine)]
-        text = torch.from_numpy(np.stack([self._text[at : at + _LENGTH + 1] for at in starts]))
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["consumed"]
+def samples() -> TensorDataset:
+    """Pieces of Python's own sources, each with the bytes that follow."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
+    pieces = torch.tensor(list(text)).unfold(0, _LENGTH + 1, _LENGTH)
+    return TensorDataset(pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous())
 
 
 def loss_of(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -113,21 +86,12 @@ def train(options: dict[str, Any]) -> None:
     module = PipelineModule(
         layers, num_stages=options["stages"], loss_fn=loss_of, partition_method=f"type:{Block.__name__}"
     )
-    parameters = list(module.parameters())
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=options["deepspeed"])
+    engine, *_ = deepspeed.initialize(model=module, training_data=samples(), config=options["deepspeed"])
     set_random_seed(_SEED + 1 + engine.global_rank)
-    data = MicroBatches(
-        engine.train_micro_batch_size_per_gpu(),
-        engine.grid.get_data_parallel_rank(),
-        engine.grid.get_data_parallel_world_size(),
-    )
     engine.load_checkpoint(options["save_dir"])
-    # The engine counts consumed samples on every rank, also where no data is read.
-    data.consumed = engine.global_samples
     events = EventLog(engine.global_rank, writer="rank")
-    events.write("ready", step=engine.global_steps)
     while engine.global_steps < options["steps"]:
-        loss = float(engine.train_batch(data))
+        loss = float(engine.train_batch())
         step = engine.global_steps
         events.write("step", step=step, loss=loss, loss_hex=loss.hex())
         if engine.global_rank == 0:

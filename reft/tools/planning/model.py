@@ -1,6 +1,8 @@
-"""What a job trains, and what its pipeline costs, from shapes and published figures.
+"""What a job trains, and on what, by published figures: models, clusters, and what a step costs there.
 
-Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone.
+Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. Clusters: a node from
+the view of one device, and how often nodes fail. The known ones are the files of ``clusters/``;
+docs/planning.md has the source of every number. Nothing was fitted to a result of reft or of its papers.
 """
 
 from __future__ import annotations
@@ -8,12 +10,152 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
+from math import gamma
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from reft.config import read_object
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.planning.cluster import Cluster
+from reft.policy.rate import DAY_SECS
+from reft.protect.placement import Weibull
+
+LINK_EFFICIENCY = 0.8
+"""Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
+85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
+MEMORY_SHARE = 0.5
+"""Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
+
+
+class Failure(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mtbf_days: PositiveFloat  # mean time between failures of one node
+    # of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
+    shape: PositiveFloat = 1.0
+    source: str = ""  # where that comes from
+
+    @property
+    def weibull(self) -> Weibull:
+        return Weibull(self.mtbf_days * DAY_SECS / gamma(1 + 1 / self.shape), self.shape)
+
+
+class Cluster(BaseModel):
+    """Its nodes, from the view of one of their devices."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    devices_per_node: PositiveInt  # GPUs (on MI250X: GCDs)
+    # half precision with matrix units, dense. achieved_flops: in published LLM training.
+    peak_flops: PositiveFloat
+    achieved_flops: PositiveFloat
+    memory_bytes: PositiveInt  # device memory. memory_bytes_per_sec: its bandwidth.
+    memory_bytes_per_sec: PositiveFloat
+    host_link_bytes_per_sec: PositiveFloat  # line rate of the link to the host, one direction
+    devices_per_host_link: PositiveInt  # devices that share it when all copy at once
+    network_bytes_per_sec: PositiveFloat  # of the whole node, one direction
+    network_over_host_link: bool = True  # traffic of the network takes the device's host link
+    network_through_host: bool = False  # and is staged in host memory, so it takes the shared part too
+    host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
+    failures: tuple[Failure, ...] = Field(min_length=1)
+    storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_none=True)
+
+    @property
+    def copy_bytes_per_sec(self) -> float:
+        """Device to pinned host memory, all devices at once: D2H in the tables."""
+        return LINK_EFFICIENCY * self.host_link_bytes_per_sec / self.devices_per_host_link
+
+    @property
+    def network_share_bytes_per_sec(self) -> float:
+        """One device's share of the node's network."""
+        return self.network_bytes_per_sec / self.devices_per_node
+
+    def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
+        """How many times longer a computation takes during a copy.
+
+        The copy takes its part of the memory's bandwidth; a computation bound by memory loses all of
+        that part, so this is an upper bound for the others. Nothing else is shared: copy engines
+        use no compute units.
+        """
+        return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
+
+    def link_slowdown(self, copy_bytes_per_sec: float) -> float:
+        """How many times longer transfers and copies take at the same time.
+
+        On a link that both need and that cannot carry both, each is slowed alike.
+        """
+        if not self.network_over_host_link:
+            return 1.0
+        sharing = self.devices_per_host_link if self.network_through_host else 1
+        link = LINK_EFFICIENCY * self.host_link_bytes_per_sec / sharing
+        return max(1.0, (copy_bytes_per_sec + self.network_share_bytes_per_sec) / link)
+
+
+_FILES = Path(__file__).with_name("clusters")
+CLUSTERS = {
+    name: Cluster.model_validate_json((_FILES / f"{name}.json").read_text())
+    for name in ("v100", "frontier", "a100", "h100")
+}
+_EXAMPLE = (
+    '{"like": "h100", "devices_per_node": 4, "host_memory_bytes": 1e12, "failures": [{"mtbf_days": 200}]}'
+)
+
+
+def load_cluster(name: str) -> Cluster:
+    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it differs
+    from."""
+    if (known := CLUSTERS.get(name.lower())) is not None:
+        return known
+    path = Path(name)
+    if path.suffix != ".json" and not path.is_file():
+        near = get_close_matches(name.lower(), CLUSTERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a .json file "
+            f"such as {_EXAMPLE}"
+        )
+    given = dict(read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
+    base: dict[str, Any] = {}
+    if (like := given.pop("like", None)) is not None:
+        if str(like).lower() not in CLUSTERS:
+            raise ConfigError(f'the cluster file {path}: "like" is {like!r}; known: {", ".join(CLUSTERS)}')
+        base = CLUSTERS[like.lower()].to_json()
+    try:
+        found = Cluster.model_validate({**base, "name": path.stem, **given})
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error)) from error
+    if found.achieved_flops > found.peak_flops:
+        raise ConfigError(
+            f"the cluster file {path}: achieved_flops {found.achieved_flops:.3g} exceed peak_flops "
+            f"{found.peak_flops:.3g}; write what training really reaches, usually 0.3 to 0.5 of the peak"
+        )
+    return found
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines = [f"the cluster file {path} cannot be used:"]
+    for item in error.errors():
+        where = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            known = list((Failure if "failures" in item["loc"] else Cluster).model_fields)
+            near = get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"known: like, {', '.join(known)}"
+            lines.append(f"  {where}: unknown key; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"  {where}: missing; write it, or begin with a known cluster")
+        else:
+            lines.append(f"  {where}: {item['msg']} (found {item['input']!r})")
+    lines.append(f"  an example: {_EXAMPLE}; 'reft plan --print-cluster h100' prints a whole one")
+    return "\n".join(lines)
+
+
+# -- models -----------------------------------------------------------------------------------------------
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
@@ -42,49 +184,9 @@ class PlannedShape:
         return self.layers * self.block_parameters + outer + self.hidden_size
 
 
-_LLAMA_2 = {
-    "125m": (12, 768, 12, 12, 2048, 1024),
-    "1.3b": (24, 2048, 32, 32, 5504, 4096),
-    "2.7b": (32, 2560, 32, 32, 6912, 4096),
-    "6.7b": (32, 4096, 32, 32, 11008, 4096),
-    "34b": (48, 8192, 64, 8, 22016, 4096),
-}
-"""Layers, width, heads, key-value heads, width of the feed-forward network, tokens of a sample."""
-SHAPES = {
-    name: PlannedShape(
-        name=name,
-        layers=layers,
-        hidden_size=hidden,
-        heads=heads,
-        block_parameters=2 * hidden**2 * (heads + kv_heads) // heads + 3 * hidden * ffn + 2 * hidden,
-        vocab_size=_VOCAB_SIZE,
-        seq_length=seq_length,
-    )
-    for name, (layers, hidden, heads, kv_heads, ffn, seq_length) in _LLAMA_2.items()
-}
-
-
-def named_shape(name: str) -> PlannedShape:
-    if name in SHAPES:
-        return SHAPES[name]
-    near = get_close_matches(name, SHAPES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
-        f"config.json"
-    )
-
-
-def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
-    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
-    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
-    known; says what to write."""
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if path.suffix != ".json" or not path.is_file():
-        shape = named_shape(model.removeprefix("llama2-"))
-        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
+    """The shape that a Hugging Face ``config.json`` describes; a ConfigError where it is of a kind that is
+    not known, or lacks a number."""
     values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
     if kind not in _KINDS:
@@ -114,20 +216,48 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
         block += 2 * ffn + hidden
     if kind == "qwen3":
         block += 2 * head  # norms of queries and keys
-    most = count("max_position_embeddings", SEQ_LENGTH)
     stem = path.stem if path.stem != "config" else path.resolve().parent.name
-    shape = PlannedShape(
+    return PlannedShape(
         name=Path(str(values.get("_name_or_path") or "")).name or stem,
         layers=count("num_hidden_layers"),
         hidden_size=hidden,
         heads=heads,
         block_parameters=block,
         vocab_size=count("vocab_size"),
-        seq_length=seq_length or min(most, SEQ_LENGTH),
+        seq_length=seq_length or min(count("max_position_embeddings", SEQ_LENGTH), SEQ_LENGTH),
         tied=bool(values.get("tie_word_embeddings", False)),
     )
+
+
+_MODELS = [read_shape(path) for path in Path(__file__).with_name("models").glob("*.json")]
+SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape.parameters)}
+"""The Llama-2 of the REFT paper, and a small one."""
+
+
+def named_shape(name: str) -> PlannedShape:
+    if name in SHAPES:
+        return SHAPES[name]
+    near = get_close_matches(name, SHAPES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
+        f"config.json"
+    )
+
+
+def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
+    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
+    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
+    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
+    known; says what to write."""
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json" or not path.is_file():
+        shape = named_shape(model.removeprefix("llama2-"))
+        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+    shape = read_shape(path, seq_length)
     said = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
-    return shape, said if seq_length or most <= SEQ_LENGTH else f"{said}; --seq-length says otherwise"
+    return shape, said if seq_length else f"{said}; --seq-length says otherwise"
 
 
 def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:

@@ -1,25 +1,29 @@
-"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled so."""
+"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled so.
+
+What copies would cost its step follows from whether they fit the time in which training leaves the link
+alone, by formulas over published figures, or by windows that ``reft profile`` has measured. Pure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
-from reft.config import AOR, AUTO, ReftConfig
+from reft.config import AOR, AUTO
 from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
-from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.loads import Rates
-from reft.policy.rate import REPAIR_SECS, best_interval, memory_risk, whole_interval
-from reft.profile.result import ProfileResult
-from reft.protect.codes import Scheme
-from reft.tools.planning.cluster import MEMORY_SHARE
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Fit, Situation, choose
+from reft.policy.loads import Load, Rates
+from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
+from reft.profile.result import Activity, ProfileResult
+from reft.snapshot.schedule import AnalyticEstimator, Bandwidth, Interval, Limits, Window, plan_schedule
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.pace import ESTIMATED, estimated_pace, measured_pace
+from reft.tools.planning.model import MEMORY_SHARE, Training
 
 HOUR = 3600.0
-DAY = 24 * HOUR
+ESTIMATED = "estimated"
 COST_PART = 0.05
 """Of the time that writing takes: by which a version on its way makes training longer. Assumed."""
 _ASSUMED_BYTES_PER_SEC = 1e9
@@ -28,33 +32,21 @@ HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measure
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
-def make_plan(
-    job: PlannedJob,
-    *,
-    tolerance: int | None = None,
-    protection: str | None = None,
-    memory_bytes: int | None = None,
-    max_overhead: float | None = None,
-    profile: ProfileResult | None = None,
-) -> dict[str, Any]:
-    """Plan a job: what ``reft plan --json`` prints. ``job``: what is planned. ``tolerance, protection,
-    max_overhead``: instead of the block's. ``memory_bytes``: that reft may reserve on a node; by default the
-    block's limit, or half of the memory. ``profile``: measured windows, instead of estimated ones. Raises
-    ConfigError: a protection that is none, or has no room in the groups; a profile of something else."""
-    block, training, cluster, notes = job.block, job.training, job.cluster, list(job.notes)
-    allowed = block.has.max_overhead if max_overhead is None else max_overhead
-    if memory_bytes is None:
-        memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
+def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str, Any]:
+    """Plan a job: what ``reft plan --json`` prints. ``profile``: measured windows, instead of estimated ones.
+    Raises ConfigError: a protection that has no room in the groups; a profile of something else."""
+    block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
+    allowed = block.has.max_overhead
+    memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
         if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
-            share = 1.0 if profile.method.clock == "device" else 0.0
+            share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
-    configured, recomputed = _configured(block, protection)
-    if recomputed:
-        notes.append(IN_VAIN if job.owned else f'nothing is partitioned: "{AOR}" has nothing to do')
-    recomputed = recomputed and job.owned
+    recomputed = block.recompute and training.zero_1
+    if block.recompute:
+        notes.append(IN_VAIN if recomputed else f'nothing is partitioned: "{AOR}" has nothing to do')
     choice = choose(
         Situation(
             job.topology,
@@ -65,14 +57,14 @@ def make_plan(
             exact=False,  # all clusters have GPUs
             rates=Rates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
         ),
-        block.tolerance if tolerance is None else tolerance,
+        block.tolerance,
         pace=pace,
         recompute=recomputed,
-        also=() if configured is None else (configured,),
+        also=() if block.chooses else (block.scheme,),
         beyond=1,
     )
-    name = f"{AUTO if configured is None else configured}{AOR if recomputed else ''}"
-    planned = choice.chosen if configured is None else choice.of(name)
+    name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
+    planned = choice.chosen if block.chooses else choice.of(name)
     assert planned.fit is not None
     # Steps between two snapshots that are worth their cost: training waits for the cost, and what else a copy
     # takes runs beside it.
@@ -103,7 +95,7 @@ def make_plan(
             "micro_batches": training.micro_batches,
             "samples": training.samples,
             "half_precision": job.half,
-            "partitioned_optimizer": job.owned,
+            "partitioned_optimizer": training.zero_1,
             "interval_steps": every,
             "arenas": block.arena_count,
         },
@@ -177,7 +169,7 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
         writes = [f'write "protection": "{choice.chosen.name}", which is enough'] if better else []
         found.append((f"{planned.name}: {why}", "; ".join([*writes, *choice.needed])))
     if not job.training.fits_device:
-        device = job.cluster.memory_bytes / GIB
+        device = job.training.machine.memory_bytes / GIB
         said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
         found.append((said, "raise --pp or --tp"))
     return found
@@ -195,19 +187,133 @@ def _why(best: int, every: int, allowed: float, *, adapts: bool) -> str:
     return f"every {every} step(s), {said}; {lost}"
 
 
-def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
-    """The scheme that is asked for, None for the choice; and whether partitions are recomputed."""
-    if protection is None:
-        return None if block.chooses else block.scheme, block.recompute
-    text = protection.removesuffix(AOR)
-    if text == AUTO:
-        return None, text != protection
-    scheme = Scheme.parse(text)
-    if not scheme.designed:
-        raise ConfigError(
-            f"found protection {protection!r}; the block accepts no naive schemes: remove 'naive:'"
+# -- what copies cost a step ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageWindows:
+    """The step of one stage as it was measured or estimated."""
+
+    windows: Sequence[Window]  # while the device waits. computing, communicating: while it does not.
+    # of copies in each situation. step_secs: without snapshots. limits: what copies may do.
+    bandwidth: Bandwidth
+    step_secs: float
+    computing: Sequence[Interval] = ()
+    communicating: Sequence[Interval] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def idle_secs(self) -> float:
+        return sum(window.length_secs for window in self.windows)
+
+
+@dataclass(frozen=True)
+class WindowPace:
+    """What copies cost the step: what is left at the optimizer step is waited for, the rest is free.
+    ``training``: on whose network partitions are sent to peers; None: that is not counted."""
+
+    stages: Mapping[int, StageWindows]
+    estimator: str
+    training: Training | None = None
+
+    @property
+    def step_secs(self) -> float:
+        return max(stage.step_secs for stage in self.stages.values())
+
+    def __call__(self, loads: Mapping[int, Load]) -> Fit:
+        plans = [
+            plan_schedule(
+                {"state": load.to_host_bytes},
+                stage.windows,
+                stage.bandwidth,
+                step_secs=stage.step_secs,
+                computing=stage.computing,
+                communicating=stage.communicating,
+                limits=stage.limits,
+                estimator=self.estimator,
+            )
+            for stage, load in ((self.stages[p], load) for p, load in loads.items())
+        ]
+        waits = max(plan.left_over_secs for plan in plans)
+        delays = self._delays_secs(max(load.sent_bytes for load in loads.values()))
+        return Fit(
+            overhead=(waits + delays) / self.step_secs,
+            in_windows=min(
+                plan.tier_bytes[1] / plan.total_bytes if plan.total_bytes else 1.0 for plan in plans
+            ),
+            left_over_secs=waits,
+            source=self.estimator,
         )
-    return scheme, text != protection
+
+    def _delays_secs(self, sent_bytes: int) -> float:
+        """What transfers to peers delay: roughly at most, as they begin with the step and run while all else
+        does. Transfers between stages are slowed for their share of the time."""
+        if (training := self.training) is None:
+            return 0.0
+        share = training.machine.network_share_bytes_per_sec
+        rate = min(training.machine.copy_bytes_per_sec, share)
+        forward_secs, transfer_secs = max(training.forward_secs), training.activation_bytes / share
+        in_transfers = transfer_secs / (forward_secs + transfer_secs) if training.stages > 1 else 0.0
+        slower = training.machine.compute_slowdown(rate) - 1.0 + in_transfers
+        sending_secs = sent_bytes / rate
+        return max(0.0, sending_secs - self.step_secs) + min(sending_secs, self.step_secs) * slower
+
+
+def measured_pace(profile: ProfileResult, training: Training, compute_share: float) -> WindowPace:
+    """The pace of a job that ``reft profile`` has measured. ``profile``: of a job with the same stages and
+    tensor-parallel degree as ``training``, that is planned. ``compute_share``: most of the computing time
+    that copies may run beside (tier 2), 0 to 1."""
+    pp, _, tp = profile.degrees
+    if (pp, tp) != (training.stages, training.tensor):
+        raise ConfigError(
+            f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the plan of "
+            f"{training.stages} and {training.tensor}; profile the job with the planned layout"
+        )
+    rate = profile.bandwidth_bytes_per_sec
+    if not rate:
+        raise ConfigError(
+            "the profile has no bandwidth into host memory; profile the job with snapshots, without "
+            "--without-snapshots"
+        )
+    ranks = {rank.stage_id: rank for rank in profile.timeline()}
+    stages = {
+        stage.stage_id: StageWindows(
+            windows=profile.windows(stage.stage_id),
+            bandwidth=Bandwidth(window=rate, compute=rate),
+            step_secs=stage.step_secs.p50,
+            computing=[
+                Interval(s.begin_secs, s.end_secs)
+                for s in ranks[stage.stage_id].segments
+                if s.activity in (Activity.FORWARD, Activity.BACKWARD)
+            ],
+            limits=Limits(compute_share=compute_share),
+        )
+        for stage in profile.stages
+    }
+    return WindowPace(stages, f"windows measured in job {profile.job_id}", training)
+
+
+def estimated_pace(training: Training) -> WindowPace:
+    """From the idle windows of 1F1B with equal stages and free transfers between them."""
+    rate = training.machine.copy_bytes_per_sec
+    forward_secs = max(training.forward_secs)
+    pipeline = AnalyticEstimator(training.stages, training.micro_batches, forward_secs, 2 * forward_secs)
+    reduced_secs = pipeline.step_secs + max(training.reduce_secs)
+    separate = training.machine.link_slowdown(rate) == 1.0
+    stages = {}
+    for p in range(training.stages):
+        windows = pipeline.windows(p)
+        begins = (0.0, *(w.stop_secs for w in windows))
+        ends = (*(w.start_secs for w in windows), pipeline.step_secs)
+        stages[p] = StageWindows(
+            windows=windows,
+            bandwidth=Bandwidth(window=rate, compute=rate, communication=rate),
+            step_secs=reduced_secs + max(training.optimizer_secs),
+            computing=[Interval(b, e) for b, e in zip(begins, ends, strict=True) if e > b],
+            communicating=[Interval(pipeline.step_secs, reduced_secs)],
+            limits=Limits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
+        )
+    return WindowPace(stages, ESTIMATED, training)
 
 
 # -- on storage --------------------------------------------------------------------------------------------
@@ -220,13 +326,13 @@ def plan_storage(
     the costs, from how often nodes fail and memory with them, and from the bounds of the block), and as the
     block says; 0: only when the job is told to stop, or nothing at all. Steps take ``step_secs`` with what
     snapshots cost, and a version is taken in memory every ``version_steps``."""
-    config, cluster, topology = job.block.persist, job.cluster, job.topology
+    config, cluster, topology = job.block.persist, job.training.machine, job.topology
     per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
     if "node_mtbf_days" in config.model_fields_set:
         per_day = 1 / config.node_mtbf_days
     # As a job counts them: losses within the tolerance.
     causes = [failure.weibull for failure in cluster.failures]
-    mtbf, carried = memory_risk(topology, planned.tolerance, per_day / DAY, config.survival, causes)
+    mtbf, carried = memory_risk(topology, planned.tolerance, per_day / DAY_SECS, config.survival, causes)
     speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
     stages = range(job.training.stages)
     nodes = len(set(topology.nodes))
@@ -257,8 +363,8 @@ def plan_storage(
     fails = "never" if mtbf == inf else f"once in {duration(mtbf)}"
     assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
     why = (
-        f"{said}. A node fails once in {duration(DAY / per_day)}; memory fails {fails}, if every lost node "
-        f"is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
+        f"{said}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if every lost "
+        f"node is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
         f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that (assumed)"
     )
     return {
@@ -273,7 +379,7 @@ def plan_storage(
 
 
 def duration(secs: float) -> str:
-    for unit, scale in (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0)):
+    for unit, scale in (("years", 365 * DAY_SECS), ("days", DAY_SECS), ("h", HOUR), ("min", 60.0)):
         if secs >= 2 * scale:
             return f"{secs / scale:,.1f} {unit}"
     return f"{secs:.3g} s" if secs >= 0.1 else "less than 0.1 s"
