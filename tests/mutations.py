@@ -86,7 +86,7 @@ MUTATIONS = {
         "    if False:\n        state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)",
         MODEL,
     ),
-    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == event.committed:", "if False:", MODEL),
+    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == committed:", "if False:", MODEL),
     "p5-stored-block-is-not-compared": Mutation(
         "recover/inventory.py",
         "len(data) == fetch.nbytes and checksum(data) == fetch.checksum",
