@@ -360,9 +360,9 @@ class DeepSpeedEngine:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.name = type(engine).__name__
+        self.adapter = adapter_for(engine)
         for finding in engine_findings(ds_config_of(engine)):
             raise UnsupportedStateError(str(finding))
-        self.adapter = adapter_for(engine)
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
