@@ -136,7 +136,7 @@ MUTATIONS = {
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
     "p5-a-corrupt-block-goes-to-storage": Mutation(
-        "storage/staging.py",
+        "storage/publish.py",
         "block.check(block.data)",
         "block.data",
         ("tests/storage/test_persist.py",),
