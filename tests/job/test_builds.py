@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from reft.engine.on_import import abandoned_locks
 from reft.env import ENV_EXTENSIONS
-from reft.protect.builds import abandoned_locks
 
 from .cluster import cluster
 
