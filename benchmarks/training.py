@@ -55,7 +55,7 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     from examples.llama import train
     from examples.llama.model_config import degrees_for
     from examples.llama.options import parse
-    from reft.tools.planning.layout import Layout
+    from reft.tools.planning.job import Layout
 
     shape = Shape.near(options.params, options.pp)
     wanted = {

@@ -32,7 +32,7 @@ from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sha
 from examples.llama.tokenizer import load_tokenizer
 from reft.errors import ConfigError
 from reft.log import EventLog
-from reft.tools.planning.layout import Layout, choose_order, parse_order
+from reft.tools.planning.job import Layout, choose_order, parse_order
 
 logger = logging.getLogger(__name__)
 

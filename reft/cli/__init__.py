@@ -30,7 +30,7 @@ class Command:
 
 
 COMMANDS = {
-    "launch": Command("reft.cli.launch", "main", "torchrun with reft: start this node's trainers", True),
+    "launch": Command("reft.cli", "launch", "torchrun with reft: start this node's trainers", True),
     "mpi-run": Command("reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True),
     "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "use the block under any launcher, in this environment"),
@@ -84,6 +84,21 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     """Declares what :func:`_dispatch` answers for every sub-command."""
+
+
+def launch(argv: Sequence[str]) -> int:
+    """``reft launch``: its help without torch, whose import takes seconds."""
+    if argv[:1] in (["-h"], ["--help"]):
+        from reft.job.options import DESCRIPTION, add_own_options
+        from reft.refusal import Parser
+
+        parser = Parser(prog="reft launch", words="SCRIPT [ARGUMENTS]...", description=DESCRIPTION)
+        add_own_options(parser)
+        parser.print_help()
+        return EXIT_WELL
+    from reft.job.launch import main as run
+
+    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # torchrun's too
 
 
 def _elsewhere() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,8 @@ from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
 from reft.naming import Label
 
 _NAME = "reft replay"
-Blocks = Mapping[tuple[Coordinate, BlockKey], "Stored"]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A block in a rank's memory, and what it holds of tensors, by name: as checksums."""
-
-    checksum: int
-    tensors: Mapping[str, int]
+Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
+"""Checksums of what a block in a rank's memory holds of tensors, by their names."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +106,7 @@ def _blocks(job: JobDir, step: int) -> Blocks:
     from reft.state.blob import DecodedBlob
     from reft.state.catalogue import end_to_end
 
-    found: dict[tuple[Coordinate, BlockKey], Stored] = {}
+    found: dict[tuple[Coordinate, BlockKey], Mapping[str, int]] = {}
     for path, header in headers(job.path, job.secret, job.job_id):
         if header.label.step != step or not header.state.whole:
             continue
@@ -130,7 +123,7 @@ def _blocks(job: JobDir, step: int) -> Blocks:
                         begin, end = at - e.start_bytes, at + t.nbytes - e.start_bytes
                         if begin < e.nbytes and end > 0:
                             tensors[t.name] = checksum(data[max(0, begin) : end])
-                    found[header.coordinate, e.key] = Stored(e.checksum, tensors)
+                    found[header.coordinate, e.key] = tensors
     return found
 
 
@@ -141,6 +134,6 @@ def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:
 def _said(at: tuple[Coordinate, BlockKey], kept: Blocks, made: Blocks) -> dict[str, Any]:
     coordinate, key = at
     block = f"{key.section} block {key.index} of member {key.member}"
-    before, after = (blocks[at].tensors if at in blocks else {} for blocks in (kept, made))
+    before, after = (blocks.get(at, {}) for blocks in (kept, made))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return {"at": str(coordinate), "block": block, "tensors": names}

@@ -41,7 +41,7 @@ from reft.data.passes import (
 )
 from reft.data.watch import DISPATCHED, RESUMABLE, WATCH, Resuming, is_dispatched, is_shard
 from reft.env import ENV_NODES
-from reft.recover.sources import Resize
+from reft.recover.relayout import Resize
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""

@@ -367,7 +367,7 @@ class DeepSpeedEngine:
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
         self._held: tuple[Any, bytes | str] = (None, "")
-        self.resizing = Resizing(self.adapter, self.micro_batches, ds_config_of(engine))
+        self.resizing = Resizing(self.micro_batches, ds_config_of(engine))
 
     @property
     def global_steps(self) -> int:

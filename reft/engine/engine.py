@@ -26,6 +26,7 @@ from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.gate import Pacer
@@ -239,13 +240,16 @@ class Protection:
             aor=config.recompute,
         )
 
-    def switch(self, control: WorkerControl) -> SchemeSwitch:
+    def switch(self, control: WorkerControl, arenas: ArenaSet) -> SchemeSwitch:
         """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
         self.note()
         config, job_dir = self._session.config, self._session.memory.job_dir.path
-        keeping = Keeping(config.arena_count, margin_bytes(config, job_dir))
-        topology, orders = self._session.topology, OrderWatch(job_dir)
-        return SchemeSwitch(control, topology, self.record, orders, keeping=keeping, on_change=self._changed)
+        return SchemeSwitch(
+            *(control, self._session.topology, arenas, self.record, OrderWatch(job_dir)),
+            keeping=Keeping(config.arena_count, margin_bytes(config, job_dir)),
+            on_change=self._changed,
+            reach=self._session.faults.reach,
+        )
 
     @property
     def lost(self) -> bool:
@@ -458,7 +462,7 @@ class Copying:
         config = session.config
         self.variant = config.variant
         self.engine = copy_engine_for(session.engine.device)
-        stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
+        stages_bytes = self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._peers = None

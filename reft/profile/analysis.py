@@ -38,12 +38,10 @@ from reft.profile.result import (
     Activity,
     Beside,
     MeasuredWindow,
-    Method,
     ProfileError,
     ProfileResult,
     RankStep,
     Segment,
-    SnapshotUse,
     Spread,
     StageProfile,
     activity_of,
@@ -170,11 +168,9 @@ def analyse(
         step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
-        method=Method(
-            clock=clock,
-            matched_share=matched_share,
-            clock_error_secs=max(r.offset.error_secs for r in aligned),
-        ),
+        clock=clock,
+        matched_share=matched_share,
+        clock_error_secs=max(r.offset.error_secs for r in aligned),
         stages=tuple(
             _stage(pp, by_stage[pp], [s for r in by_stage[pp] for s in cut[r.rank]], bandwidth)
             for pp in sorted(by_stage)
@@ -465,6 +461,7 @@ def _stage(
 ) -> StageProfile:
     sums = {activity: [step.secs_of(activity) for step in steps] for activity in Activity}
     waits = [[s for s in step.segments if s.activity is Activity.WAIT] for step in steps]
+    copied, copying_secs = _copying(steps)
     return StageProfile(
         stage_id=stage_id,
         ranks=tuple(sorted(rank.rank for rank in ranks)),
@@ -473,7 +470,8 @@ def _stage(
         usable_secs=Spread.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
         snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
         windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
-        snapshots=_snapshots(steps),
+        copied=copied,
+        copying_secs=copying_secs,
     )
 
 
@@ -487,7 +485,7 @@ _PLACES = {
 }
 
 
-def _snapshots(steps: Sequence[RankStep]) -> SnapshotUse:
+def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Beside, float]]:
     nbytes: dict[int, float] = defaultdict(float)
     beside = dict.fromkeys(Beside, 0.0)
     for step in steps:
@@ -500,9 +498,5 @@ def _snapshots(steps: Sequence[RankStep]) -> SnapshotUse:
                     beside[_PLACES.get(segment.activity, Beside.OTHER)] += both
                     left -= both
             beside[Beside.OTHER] += max(0.0, left)  # between instructions
-    return SnapshotUse(
-        bytes_by_tier={tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)},
-        secs_beside={place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()},
-        fence_secs=Spread.of(step.fence_secs for step in steps),
-        capture_secs=Spread.of(step.secs_of(Activity.CAPTURE) for step in steps),
-    )
+    secs_beside = {place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()}
+    return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, secs_beside

@@ -138,31 +138,6 @@ class MeasuredWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotUse:
-    """What snapshots did in the profiled steps, per rank of a stage and per step: mean bytes by tier (0: at
-    the fence), mean seconds of copying by what the device did meanwhile, and what training spent on them:
-    before the optimizer step (fence), and after it, when the host begins a snapshot (capture)."""
-
-    bytes_by_tier: dict[int, float]
-    secs_beside: dict[Beside, float]
-    fence_secs: Spread
-    capture_secs: Spread
-
-    @property
-    def held_up_secs(self) -> float:
-        """Seconds of a step that training spends on its snapshots (medians)."""
-        return self.fence_secs.p50 + (self.capture_secs.p50 if self.nbytes else 0.0)
-
-    @property
-    def nbytes(self) -> float:
-        return sum(self.bytes_by_tier.values())
-
-    @property
-    def secs(self) -> float:
-        return sum(self.secs_beside.values())
-
-
-@dataclass(frozen=True, slots=True)
 class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
@@ -173,7 +148,20 @@ class StageProfile:
     usable_secs: Spread  # of them, those in which snapshots may be copied: not within the optimizer step
     snapshot_bytes: int  # bytes one rank copies per snapshot; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
-    snapshots: SnapshotUse
+    # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds of copying
+    # by what the device did meanwhile.
+    copied: dict[int, float]
+    copying_secs: dict[Beside, float]
+
+    @property
+    def copied_bytes(self) -> float:
+        return sum(self.copied.values())
+
+    @property
+    def held_up_secs(self) -> float:
+        """Seconds of a step that training spends on its snapshots (medians)."""
+        spent = (Activity.FENCE, Activity.CAPTURE) if self.copied_bytes else (Activity.FENCE,)
+        return sum(self.secs[activity].p50 for activity in spent if activity in self.secs)
 
     @property
     def idle_share(self) -> float:
@@ -189,17 +177,6 @@ class StageProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
-    point-to-point time with the partner's own record (the rest by the fastest observation of the same
-    transfer), and with which worst error of the alignment of two processes' clocks."""
-
-    clock: str
-    matched_share: float
-    clock_error_secs: float
-
-
-@dataclass(frozen=True, slots=True)
 class ProfileResult:
     """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of one rank
     into host memory, None if it is not known."""
@@ -212,7 +189,12 @@ class ProfileResult:
     step_secs: Spread
     bandwidth_bytes_per_sec: float | None
     bandwidth_source: str
-    method: Method
+    # How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
+    # point-to-point time with the partner's own record (the rest by the fastest observation of the same
+    # transfer), and with which worst error of the alignment of two processes' clocks.
+    clock: str
+    matched_share: float
+    clock_error_secs: float
     stages: tuple[StageProfile, ...]
     timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
 

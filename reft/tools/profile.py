@@ -186,7 +186,6 @@ def _present(result: ProfileResult, args: argparse.Namespace) -> None:
 # -- tables ----------------------------------------------------------------------------------------------
 
 _COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
-_HELD_UP_SHARE = 0.002
 _IMBALANCE = 0.10
 _RARE = 0.9
 _MATCHED = 0.9
@@ -199,11 +198,11 @@ def show(result: ProfileResult, console: Console) -> None:
         console.print(_windows(result))
     for line in advice(result):
         console.print(f"• {line}", markup=False, highlight=False)
-    method, speed = result.method, result.bandwidth_bytes_per_sec
+    speed = result.bandwidth_bytes_per_sec
     console.print(
-        f"\nTimes by the {method.clock} clock. Waiting and transfer were separated by the partner's record "
-        f"for {percent(method.matched_share)} of the point-to-point time, else by the fastest observation; "
-        f"clocks agree within {method.clock_error_secs * 1e6:.0f} us. Bandwidth: "
+        f"\nTimes by the {result.clock} clock. Waiting and transfer were separated by the partner's record "
+        f"for {percent(result.matched_share)} of the point-to-point time, else by the fastest observation; "
+        f"clocks agree within {result.clock_error_secs * 1e6:.0f} us. Bandwidth: "
         f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} ({result.bandwidth_source}).",
         style="dim",
         markup=False,
@@ -237,8 +236,8 @@ def _stages(result: ProfileResult) -> Table:
         table.add_column(str(name), justify="right", no_wrap=True)
     table.add_column("tier 1 / 2 / 3 / fence", no_wrap=True)
     for stage in result.stages:
-        use, fits = stage.snapshots, stage.bytes_fit
-        copied = [decimal(n) if (n := int(use.bytes_by_tier.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)]
+        fits = stage.bytes_fit
+        copied = [decimal(n) if (n := int(stage.copied.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)]
         table.add_row(
             str(stage.stage_id),
             _ms(stage.step_secs),
@@ -247,8 +246,8 @@ def _stages(result: ProfileResult) -> Table:
             _ms(stage.usable_secs),
             "?" if fits is None else decimal(fits),
             decimal(stage.snapshot_bytes) if stage.snapshot_bytes else "–",
-            f"{use.held_up_secs * 1e3:.2f}",
-            " / ".join(copied) if use.nbytes else "no snapshots",
+            f"{stage.held_up_secs * 1e3:.2f}",
+            " / ".join(copied) if stage.copied_bytes else "no snapshots",
         )
     return table
 
@@ -283,17 +282,11 @@ def _windows(result: ProfileResult) -> Table:
 
 def advice(result: ProfileResult) -> Iterator[str]:
     """Lines to read after the tables, the most important first."""
+    yield verdict(result)
     for stage in result.stages:
         yield f"stage {stage.stage_id}{_fit(stage, result.bandwidth_bytes_per_sec)}"
-    for stage in result.stages:
-        held_up, step = stage.snapshots.held_up_secs, stage.step_secs.p50
-        if held_up > _HELD_UP_SHARE * step:
-            yield (
-                f"stage {stage.stage_id}: its snapshots hold training up for {milliseconds(held_up)} of "
-                f"every step ({percent(held_up / step)})"
-            )
     due = sum(stage.snapshot_bytes for stage in result.stages)
-    copied = sum(stage.snapshots.nbytes for stage in result.stages)
+    copied = sum(stage.copied_bytes for stage in result.stages)
     if 0 < copied < _RARE * due:
         yield (
             f"snapshots were taken of about {percent(copied / due)} of the measured steps: interval_steps is "
@@ -310,9 +303,9 @@ def advice(result: ProfileResult) -> Iterator[str]:
             f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the mean stage, "
             f"and the others wait for it: it has too many layers, or a slow device"
         )
-    if result.method.matched_share < _MATCHED:
+    if result.matched_share < _MATCHED:
         yield (
-            f"{percent(1 - result.method.matched_share)} of the time in sends and receives was split by the "
+            f"{percent(1 - result.matched_share)} of the time in sends and receives was split by the "
             f"fastest observation: there idle time is a lower bound"
         )
 
@@ -462,34 +455,38 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
         (facts, 9, {"fontsize": 9, "color": _FAINT}),
     ):
         axes.annotate(text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style)
-    _legend(figure, rows)
+    handles, labels = axes.get_legend_handles_labels()
+    found = dict(zip(labels, handles, strict=True))  # of all rows
+    style = {"loc": "outside lower center", "ncols": min(8, len(found)), "frameon": False, "fontsize": 8.5}
+    figure.legend(found.values(), found.keys(), labelcolor=_INK, **style)
     save_figure(figure, path)
 
 
 def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float) -> None:
-    def bars(found: Sequence[Any], at: tuple[float, float], **style: Any) -> None:
+    def bars(found: Sequence[Any], at: tuple[float, float], label: str, **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
-            axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, **style)
+            named = label if alpha == 1.0 else "_"  # what begins so is in no legend
+            axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, label=named, **style)
 
-    for activity, (_, colour) in _ACTIVITIES.items():
+    for activity, (label, colour) in _ACTIVITIES.items():
         idle = {"edgecolors": "#aab6c1", "linewidth": 0.5, "hatch": "////"}
         busy = {"edgecolors": "white", "linewidth": min(0.4, 40.0 / max(1, len(row.segments)))}
         style = idle if activity is Activity.WAIT else busy
         found = [s for s in row.segments if s.activity is activity]
-        bars(found, _BAR, facecolors=colour, zorder=2, **style)
-    for tier, (_, colour) in _TIERS.items():
+        bars(found, _BAR, label, facecolors=colour, zorder=2, **style)
+    for tier, (label, colour) in _TIERS.items():
         chunks = [c for c in row.chunks if c.tier == tier]
-        bars(chunks, _CHUNKS, facecolors=colour, linewidth=0, zorder=3)
+        bars(chunks, _CHUNKS, label, facecolors=colour, linewidth=0, zorder=3)
 
 
 def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
-    use, room = stage.snapshots, stage.bytes_fit
+    room, secs = stage.bytes_fit, sum(stage.copying_secs.values())
     lines = [f"idle {percent(stage.idle_share)} of the step"]
-    if use.secs:
-        idle = use.secs_beside.get(Beside.IDLE, 0.0) / use.secs
-        lines.append(f"copying {milliseconds(use.secs)}, {percent(idle)} of it in idle time")
-    amounts = [f"{decimal(int(n))} to copy"] if (n := use.nbytes or stage.snapshot_bytes) else []
+    if secs:
+        idle = stage.copying_secs.get(Beside.IDLE, 0.0) / secs
+        lines.append(f"copying {milliseconds(secs)}, {percent(idle)} of it in idle time")
+    amounts = [f"{decimal(int(n))} to copy"] if (n := stage.copied_bytes or stage.snapshot_bytes) else []
     amounts += [f"{decimal(room)} fit"] if room is not None else []
     place = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
     text = "\n".join([*lines, *([", ".join(amounts)] if amounts else ())])
@@ -498,13 +495,12 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
 
 def verdict(result: ProfileResult) -> str:
     """One line: are snapshots free in this job? Parts are of the time that copying takes."""
-    uses = [stage.snapshots for stage in result.stages]
-    if not any(use.nbytes for use in uses):
+    if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
-    held_up = max(use.held_up_secs for use in uses) / result.step_secs.p50
-    secs = max(1e-12, sum(use.secs for use in uses))
+    held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50
+    secs = {place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages) for place in Beside}
     idle, moving, computing = (
-        sum(use.secs_beside.get(place, 0.0) for use in uses) / secs
+        secs[place] / max(1e-12, sum(secs.values()))
         for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
@@ -515,27 +511,6 @@ def verdict(result: ProfileResult) -> str:
     if computing < _HARDLY:
         return f"Snapshots do not disturb computation: {beside}"
     return f"{beside}, {percent(computing)} during computation"
-
-
-def _legend(figure: Any, rows: Sequence[RankStep]) -> None:
-    from matplotlib.patches import Patch
-
-    seen = {segment.activity for row in rows for segment in row.segments}
-    tiers = {c.tier for row in rows for c in row.chunks}
-    handles = []
-    for activity, (label, colour) in _ACTIVITIES.items():
-        idle: dict[str, Any] = {"edgecolor": "#aab6c1", "hatch": "////"} if activity is Activity.WAIT else {}
-        if activity in seen:
-            handles.append(Patch(facecolor=colour, label=label, **idle))
-    handles += [Patch(facecolor=c, label=label) for tier, (label, c) in _TIERS.items() if tier in tiers]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(8, len(handles)),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=_INK,
-    )
 
 
 # -- what all figures have in common; matplotlib is the optional extra ``plot`` -----------------------------

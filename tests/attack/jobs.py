@@ -118,6 +118,20 @@ def clean_environment(**env: str) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
 
 
+def ran(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command at its end; its output is one text."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=clean_environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+
+
 @contextmanager
 def _started(
     command: Sequence[str], cwd: Path, out: Path, environs: Iterable[Mapping[str, str]]

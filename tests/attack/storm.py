@@ -29,8 +29,7 @@ from rich.console import Console
 from benchmarks.job_events import History
 from benchmarks.local_cluster import LocalClusterError
 from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
-from tests.attack.storm_job import BrokenPromiseError, StormJob, Verdict, judge, memory_of
-from tests.attack.storm_setups import SETUPS, StormSetup
+from tests.attack.storm_job import SETUPS, BrokenPromiseError, StormJob, StormSetup, Verdict, judge, memory_of
 from tests.faults.job import Scratch
 
 _MOST_COMMITS = 8  # Between two attacks

@@ -14,8 +14,7 @@ from pathlib import Path
 from random import Random
 
 from tests.attack.jobs import asked
-from tests.attack.storm_job import BrokenPromiseError, StormJob, step_of
-from tests.attack.storm_setups import StormSetup
+from tests.attack.storm_job import BrokenPromiseError, StormJob, StormSetup, step_of
 from tests.faults.memory import exchange, fill_up
 
 _PAUSE_SECS = (0.5, 9.0)

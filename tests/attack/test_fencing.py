@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,13 +15,12 @@ from tests.faults.job import FaultJob, Scratch
 from tests.job.cluster import cluster
 from tests.job.test_nodes import trains
 
-pytestmark = pytest.mark.timeout(900)
-
 QUICK = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=200")
 CUT_OFF = 76  # exit code of a launcher whose node was replaced
 STEPS = 100_000
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
     tmp_path_factory: pytest.TempPathFactory,
@@ -46,6 +48,7 @@ def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
         assert old.left_over() == []
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.integration
 def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
     """It comes back with a failure of its own that would end its job: its trainer was killed while it was cut
@@ -67,3 +70,24 @@ def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}
         job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("what", ["job", "root"])
+def test_p3_a_launcher_whose_memory_was_removed_starts_its_trainers_again(tmp_path: Path, what: str) -> None:
+    options = ("--max-restarts", "3")
+    with cluster(
+        tmp_path, "light.py", "wait", "plain", nodes=1, options=options, external_rendezvous=False
+    ) as job:
+        (first,) = job.wait_for("ready", 1, 240)
+        (node,) = (tmp_path / "memory").iterdir()
+        (memory,) = (path.parent for path in node.glob("*/secret"))
+        place = memory if what == "job" else node
+        while place.exists():  # the job makes and renames files there meanwhile
+            shutil.rmtree(place, ignore_errors=True)
+        os.kill(first["pid"], signal.SIGKILL)
+        assert len(job.wait_for("ready", 2, 240)) == 2
+        job.wait_until((memory / "secret").exists, 240, "the memory is made again")
+        job.wait_until((memory / "daemon.sock").exists, 240, "the daemon listens there")
+        job.signal_node(0, signal.SIGTERM)
+        assert set(job.wait(240).values()) == {128 + signal.SIGTERM}

@@ -12,8 +12,7 @@ import reft
 from benchmarks.job_events import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
-from tests.attack.storm_job import Chapter, StormCluster, Verdict, judge
-from tests.attack.storm_setups import SETUPS
+from tests.attack.storm_job import SETUPS, Chapter, StormCluster, Verdict, judge
 from tests.faults.job import Scratch
 from tests.job.cluster import SCRIPTS
 

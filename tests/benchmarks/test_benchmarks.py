@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.test_wheel import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from frequency_real import Course, Look, goal, table
+
 TIMEOUT_SECS = 800
 PLACES: dict[str, tuple[str, ...]] = {
     **{"host_copies.py": ("shm",), "watching.py": ("shm",)},
@@ -112,7 +117,7 @@ def test_a_benchmark_runs_and_its_intervals_hold_their_medians(
 
 @pytest.mark.process
 def test_the_chosen_interval_is_within_two_percent_of_the_best_simulated(tmp_path: Path) -> None:
-    """tests/policy/test_storage_interval.py holds the formulas against brute force."""
+    """tests/policy/test_rate.py holds the formulas against brute force."""
     result = run("frequency.py", folder=tmp_path)
     assert result["simulated"] is True
     # Far below that, in truth: an interval half as long again would still be within 2 %.
@@ -240,3 +245,37 @@ def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
         (way, at) for way in ("reft.data.loader", "reft.resumable") for at in (10, 10_000)
     }
     assert {row["samples_read"] for row in rows} == {4}
+
+
+@pytest.fixture
+def course() -> Course:
+    """300 steps of a second, one in ten of them beside a version and longer by a half; from 100 to 200 all are
+    longer: another process loads the disk."""
+    at, steps, looks = 0.0, {0: 0.0}, []
+    for step in range(1, 301):
+        beside = step % 10 == 0
+        begin = at
+        at += (3.0 if 100 < step <= 200 else 1.0) * (1.5 if beside else 1.0)
+        steps[step] = at
+        writing = step if beside else None
+        looks.append(Look(begin + 0.01, 10, "because", 0.05, writing, step // 10 * 10))
+        looks.append(Look(at - 0.01, 10, "because", 0.05, None, step // 10 * 10))
+    return Course(steps, looks)
+
+
+def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is_said(course: Course) -> None:
+    """So that a slower machine is no cost of the versions."""
+    result = course.to_json([course.steps[100], course.steps[200], course.steps[300]])
+    parts = result["parts"]
+    for part in parts:
+        assert part["overhead_all_steps"] == pytest.approx(0.05, rel=0.02)
+        assert part["overhead"] == pytest.approx(0.05, rel=0.12)
+        assert part["versions_written"] in {9, 10}
+    assert parts[1]["plain_step_secs"] == pytest.approx(3.0)
+    assert [s["written"] for s in result["rate_over_time"]] == list(range(0, 301, 10))
+    assert "another process loads the disk" in "\n".join(table(result))
+    assert [goal(parts, limit, 9)["held"] for limit in (0.06, 0.035)] == [True, False]
+    judged = goal(parts, 0.06, 20)
+    assert judged["held"] is None
+    assert judged["too_few_in"] == [part["part"] for part in parts]
+    assert "is not judged: fewer than 20 versions in alone," in "\n".join(table(result | {"goal": judged}))

@@ -6,7 +6,7 @@ import json
 from itertools import groupby
 
 from reft.config import KeyDoc, explain
-from tests.wheel import ROOT
+from tests.test_wheel import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration

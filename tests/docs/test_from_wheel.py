@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_quickstart import fenced
-from tests.examples.runs import Outcome
+from tests.docs.test_troubleshooting import fenced
+from tests.examples.test_examples import Outcome
 from tests.machine import free_port
-from tests.wheel import ROOT, build_wheel, run
+from tests.test_wheel import ROOT, build_wheel, run
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 TRAIN = {

@@ -12,7 +12,7 @@ import pytest
 
 from reft.engine.checks.preflight import END, RELEASES, Releases, release, unloadable
 from tests.matrix import ROWS
-from tests.wheel import ROOT
+from tests.test_wheel import ROOT
 
 PAGE, PATCHES = ROOT / "docs" / "support.md", ROOT / "megatron_patches"
 HEAD = "| DeepSpeed from | torch | clusters' pages, not run | Megatron-DeepSpeed's patch | in bf16, it cannot load |\n"

@@ -14,7 +14,7 @@ from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.storage.persist import persist_label
 from reft.storage.persisted import STORAGE_KEY
-from tests.attack import disk_job
+from tests.attack import test_p7_disk as disk_job
 from tests.attack.jobs import asked, wait_for
 from tests.engine.ranks import be_a_rank
 

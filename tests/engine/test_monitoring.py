@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitor is told of a job's versions, as CSV files have it."""
+"""What DeepSpeed's monitor is told of a job's versions, as its files have it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,13 @@ def by_csv(tmp_path: Path) -> Written:
 
 @pytest.mark.nightly
 def test_monitors_are_told_of_every_step_that_they_print(tmp_path: Path) -> None:
-    with job(tmp_path, csv_monitor=csv_monitor(tmp_path)):
+    has_board = find_spec("tensorboard") is not None
+    board = csv_monitor(tmp_path) | {"enabled": has_board, "output_path": str(tmp_path / "board")}
+    with job(tmp_path, csv_monitor=csv_monitor(tmp_path), tensorboard=board):
         pass
     assert by_csv(tmp_path).keys() == NAMES
+    for events in (tmp_path / "board" / "run").iterdir() if has_board else ():
+        assert [name for name in NAMES if name.encode() not in events.read_bytes()] == []
 
 
 @pytest.mark.integration

@@ -11,7 +11,7 @@ import pytest
 import reft
 import reft.hf
 
-from .runs import Example, lose_a_node
+from .test_examples import Example, lose_a_node
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.examples.runs import run_to_its_end
+from tests.examples.test_examples import run_to_its_end
 from tests.job.cluster import cluster
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|((?: [a-zA-Z() ]+: +[-\d.E+naif]+ \|)+)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.runs import run_to_its_end
+from tests.examples.test_examples import Outcome, run_to_its_end
 from tests.job.cluster import cluster
 from tests.machine import free_port
 
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 STEPS, KILLED_AT = 6, 4
 _SECS = 400.0
-_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 _COMMAND = (str(Path(__file__).with_name("job.py")), "--steps", str(STEPS))
 _PATHS = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
 _ENV = {"PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
@@ -131,9 +129,9 @@ def test_a_lost_node_changes_no_byte(arguments: str, tmp_path: Path) -> None:
     ranks = 4 if {"--pp", "--tp"} & set(given) else 2
     wanted = undisturbed(tmp_path / "undisturbed", ranks, *given)
     found, log = disturbed(tmp_path / "disturbed", ranks, *given)
-    resumed = _RESUMED.findall(log)
+    resumed = Outcome.of(log).resumed
     assert [source for _, source in resumed] == ["memory"], log[-6000:]
-    assert 1 <= int(resumed[0][0]) <= KILLED_AT
+    assert 1 <= resumed[0][0] <= KILLED_AT
     assert differences(wanted, found) == []
     assert "the state of step" not in log, "no version was left out"
     if "--pp" in given:

@@ -213,7 +213,7 @@ def test_what_costs_too_much_is_not_well(tmp_path: Path) -> None:
 
 
 def test_how_often_versions_go_to_storage_is_said_with_the_reason(tmp_path: Path) -> None:
-    """What decides is in test_storage_interval.py; here, that a plan asks with the block's and cluster's figures."""
+    """What decides is in test_rate.py; here, that a plan asks with the block's and cluster's figures."""
 
     def plan(cluster: dict[str, Any] | None = None, **persist: Any) -> dict[str, Any]:
         path = with_block(tmp_path / "ds.json", BF16_ZERO1, persist=persist)
@@ -407,9 +407,8 @@ def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: Profi
     assert waits["protection"]["overhead"] >= (needed - room) / stage.step_secs.p50 - 1e-6 > 0
 
     # That was profiled on hosts, which may have no core to spare; a device copies beside computation.
-    assert profiled.method.clock == "host"
-    method = replace(profiled.method, clock="device")
-    replace(profiled, bandwidth_bytes_per_sec=1e8, method=method).save(tmp_path / "device.json")
+    assert profiled.clock == "host"
+    replace(profiled, bandwidth_bytes_per_sec=1e8, clock="device").save(tmp_path / "device.json")
     device = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "device.json")).json
     assert device["protection"]["overhead"] < waits["protection"]["overhead"]
 

@@ -7,7 +7,7 @@ import pytest
 from examples.llama.model_config import check_model, degrees_for, load_model
 from reft.errors import ConfigError
 from reft.grid import Degrees
-from reft.tools.planning.layout import (
+from reft.tools.planning.job import (
     AXES,
     ORDERS,
     Layout,

@@ -6,17 +6,72 @@ All layouts train one after the other in a single launch of four processes.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from examples.llama import train
+from examples.llama.model_config import degrees_for
+from examples.llama.options import parse
+from examples.llama.tensor_parallel import RowParallelLinear, sharded_parameters
+from reft.tools.planning.job import Layout
 from tests.pretrain.conftest import run_bounded
 
 pytestmark = pytest.mark.nightly
-WORKER = Path(__file__).with_name("worker.py")
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().float().clone() for name, p in module.named_parameters()}
+
+
+def shard_dims(module: torch.nn.Module) -> dict[str, int]:
+    rows = {m.weight for m in module.modules() if isinstance(m, RowParallelLinear)}
+    sharded = sharded_parameters(module)
+    return {n: int(p in rows) for n, p in module.named_parameters() if p in sharded}
+
+
+def run(case: dict, out: Path) -> None:
+    options = parse(case["argv"])
+    config = options.model_config()
+    layout: Layout = train.choose_layout(
+        options, degrees_for(dist.get_world_size(), options.pp, options.tp, options.dp)
+    )
+    samples = train.training_samples(options, config)
+    engine = train.build_engine(options, config, layout)
+    data = train.micro_batch_iterator(engine, options, config, layout, samples)
+    result = {
+        "at": layout.coordinate(dist.get_rank()),
+        "initial": weights(engine.module),
+        "shards": shard_dims(engine.module),
+        "losses": [float(engine.train_batch(data)) for _ in range(case["steps"])],
+        "final": weights(engine.module),
+    }
+    torch.save(result, out / f"{case['name']}-{dist.get_rank()}.pt")
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    train.import_deepspeed(verbose=False)
+    options = parse(cases[0]["argv"])
+    samples = train.training_samples(options, options.model_config())
+    train.init_processes(options, samples)
+    for case in cases:
+        try:
+            run(case, out)
+        except Exception:
+            print(f"rank {os.environ['RANK']}: case {case['name']} failed", file=sys.stderr)
+            raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WORKER = Path(__file__)
 STEPS = 3
 SHAPE = ["--layers", "3", "--hidden", "32", "--ffn", "48", "--seq", "16", "--seed", "11"]
 SGD = {
@@ -118,3 +173,7 @@ def test_the_order_of_ranks_and_recomputation_change_no_bit(results) -> None:
         before, after = whole(results[one], "final"), whole(results[other], "final")
         assert all(torch.equal(before[key], after[key]) for key in before)
     assert [r["at"].tp for r in results["model-first"]] == [0, 0, 1, 1]
+
+
+if __name__ == "__main__":
+    main()

@@ -122,7 +122,7 @@ def test_windows_are_those_of_the_analytic_estimator():
 def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():
     ranks, idle = run(train_schedule(3, 6), replace(costs(3), blocking_sends=True), 8, jitter=0.2)
     result = analyse([rank for rank in ranks if rank.pp != 1], *FACTS)
-    assert result.method.matched_share == 0
+    assert result.matched_share == 0
     found = {place: secs for place, secs in found_idle(result).items() if place[0] == 0}
     assert found
     assert all(secs <= idle.get(place, 0.0) + 1e-9 for place, secs in found.items())
@@ -187,10 +187,10 @@ def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
     stage = analyse(with_chunks([with_loss], {0: chunks}), *FACTS).stages[0]
     assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
     assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(OPTIMIZER)
-    assert stage.secs[Activity.CAPTURE].p50 == stage.snapshots.capture_secs.p50 == pytest.approx(5e-3)
-    assert stage.snapshots.held_up_secs == pytest.approx(7e-3)
+    assert stage.secs[Activity.CAPTURE].p50 == pytest.approx(5e-3)
+    assert stage.held_up_secs == pytest.approx(7e-3)
     without = analyse([with_loss], *FACTS).stages[0]
-    assert without.snapshots.held_up_secs == pytest.approx(2e-3), "there was no snapshot to begin"
+    assert without.held_up_secs == pytest.approx(2e-3), "there was no snapshot to begin"
 
 
 def profiled_with_chunks() -> ProfileResult:
@@ -208,9 +208,9 @@ def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
         for window in stage.windows:
             assert window.bytes_fit == pytest.approx(window.length_secs.p50 * 2_000_000 / 0.9e-3, abs=2)
     first, second = result.stages
-    assert first.snapshots.bytes_by_tier == {1: 4_000_000}
-    assert second.snapshots.bytes_by_tier == {2: 1_000_000}
-    assert first.snapshots.secs_beside[Beside.IDLE] == pytest.approx(1.8e-3, rel=0.2)
+    assert first.copied == {1: 4_000_000}
+    assert second.copied == {2: 1_000_000}
+    assert first.copying_secs[Beside.IDLE] == pytest.approx(1.8e-3, rel=0.2)
 
 
 def test_what_is_no_profile_is_refused_with_what_was_found(tmp_path):

@@ -15,8 +15,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -206,7 +206,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         _show(console, report)
         if not report["good"]:
             kept = True
-            _show_log(console, [*jobs.values()][-1].nodes)
+            _show_log(console, [*jobs.values()][-1])
             console.print(f"logs and events: {directory}", highlight=False, markup=False)
         if options.json is not None:
             text = json.dumps(report, indent=2) + "\n"
@@ -217,8 +217,20 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Node:
+    """One ``reft launch`` with a memory directory of its own, and what it started; ``name``: ``node1``, and
+    ``node1.2`` for its second replacement."""
+
+    name: str
+    memory_dir: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
 class Job:
-    """One run over local nodes: ``training`` with reft and the failures, ``reference`` without either."""
+    """One run over nodes of this machine that can be lost: ``training`` with reft and the failures,
+    ``reference`` without either."""
 
     def __init__(
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
@@ -226,6 +238,10 @@ class Job:
         self.losses = Losses()
         self.failures: list[Failure] = []
         self.tolerance: int | None = None
+        self.started: list[Node] = []
+        self.current: dict[int, Node] = {}
+        self._name, self._count = f"demo-{name}", options.pp * options.dp
+        self._token = uuid.uuid4().hex  # in the environment of all processes
         self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
         self._versions = Counter[str]()  # commits and skips, of rank 0
         self._steps, self._say = options.steps, say
@@ -233,6 +249,7 @@ class Job:
         self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
         self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
+        self._directory, self._memory = directory, memory
         self._events, self._temporary = directory / "events", directory / "tmp"
         self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
         trained = {
@@ -242,28 +259,82 @@ class Job:
             "save_dir": str(directory / "checkpoints"),
             "deepspeed": deepspeed_config(options, protected=name == "training"),
         }
-        self.nodes = Nodes(
-            ["-m", "reft.tools.demo.train", json.dumps(trained)],
-            f"demo-{name}",
-            options.pp * options.dp,
-            directory=directory,
-            memory=memory,
-            env={ENV_EVENTS: str(self._events), "TMPDIR": str(self._temporary)},
-        )
+        self._command = ["-m", "reft.tools.demo.train", json.dumps(trained)]
 
     def run(self, deadline: float) -> str | None:
         """Run it to its end, or until ``deadline`` of ``time.monotonic``; its logs and events alone are left
         afterwards. Returns why it could not finish; None: it did."""
-        try:
-            with self.nodes:
+        # In this process: a SIGKILL of it leaves no store behind.
+        with closing(RendezvousServer("127.0.0.1", 0)) as store:
+            self._endpoint = store.endpoint
+            try:
+                for index in range(self._count):
+                    self._start_node(index)
                 problem = self._watch(deadline)
-                self.take_in()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            finally:
+                self._kill(*self.started)
+                shutil.rmtree(self._temporary, ignore_errors=True)
+        self.take_in()
         if problem is None and self._pending:
             left = ", ".join(f"{kill.step}:{kill.node}" for kill in self._pending)
             return f"the failures {left} could not be injected: the job had already ended"
         return problem
+
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def _start_node(self, index: int) -> Node:
+        """Start the launcher of a node, or of its replacement if there was one before."""
+        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.started)
+        name = f"node{index}.{before}" if before else f"node{index}"
+        memory_dir, log = self._memory / name, self._directory / f"{name}.log"
+        arguments = [
+            *("-m", "reft.job.launch", "--nnodes", str(self._count), "--nproc-per-node", "1"),
+            *("--rdzv-endpoint", self._endpoint, "--rdzv-id", self._name, "--local-addr", "127.0.0.1"),
+            *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
+            *("--max-restarts", "0"),  # a lost node uses up none
+        ]
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Found also where reft is not installed but run from its sources.
+        source = str(Path(__file__).resolve().parents[3])
+        own = {
+            "PYTHONPATH": os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p),
+            ENV_CLUSTER: f"{self._token}:{name}",
+            ENV_EVENTS: str(self._events),
+            "TMPDIR": str(self._temporary),
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments, *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={"OMP_NUM_THREADS": "1", **inherited, **own},
+                start_new_session=True,
+            )
+        node = self.current[index] = Node(name, memory_dir, log, process)
+        self.started.append(node)
+        return node
+
+    def _kill(self, *nodes: Node) -> None:
+        """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
+        starts another."""
+        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        marks = {f"{self._token}:{node.name}" for node in nodes}
+        while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
+            for process in found:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
+            number = signal.SIGKILL
+
+    def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
+        for node in self.started:
+            node.process.poll()  # no zombie counts
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                marked = process.environ().get(ENV_CLUSTER) in marks
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
 
     def _watch(self, deadline: float) -> str | None:
         failed_at: float | None = None
@@ -271,18 +342,18 @@ class Job:
             self.take_in()
             self._lose_nodes()
             now = time.monotonic()
-            codes = {node.name: node.process.poll() for node in self.nodes.current.values()}
+            codes = {node.name: node.process.poll() for node in self.current.values()}
             if any(codes.values()):
                 failed_at = failed_at or now
             ended = all(code is not None for code in codes.values())
             if failed_at is not None and (ended or now - failed_at > _END_SECS):
                 failed = ", ".join(f"{name} (exit code {code})" for name, code in codes.items() if code)
-                return f"the run of {self.nodes.job_id} ended after step {self._step}: {failed}"
+                return f"the run of {self._name} ended after step {self._step}: {failed}"
             if ended:
                 return None
             if now > deadline:
                 return (
-                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self.nodes.job_id} has reached step "
+                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self._name} has reached step "
                     f"{self._step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
@@ -296,10 +367,12 @@ class Job:
         self._failed_in = self._start
         for kill in due:
             self.failures.append(Failure(self._step, kill.node, time.time()))
-            lost = self.nodes.lose(kill.node)
+            lost = self.current[kill.node]
+            self._kill(lost)
+            shutil.rmtree(lost.memory_dir, ignore_errors=True)
             self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
         for kill in due:
-            node = self.nodes.start(kill.node)
+            node = self._start_node(kill.node)
             self._say(f"{node.name} starts in its place, with empty memory", "yellow")
 
     def take_in(self) -> None:
@@ -370,7 +443,7 @@ class Job:
     def _recoveries(self) -> Iterator[dict[str, Any]]:
         """Of each, what the node tells that had made a step last, of those that saw the failure: where the
         job went on, and the seconds from the failure to that step in their parts: ``detection`` (until its
-        launcher saw that a trainer had failed) and those of :data:`reft.node.history.PARTS`."""
+        launcher saw that a trainer had failed) and those of :data:`reft.node.report.PARTS`."""
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
             told = [event for event in after_failure if event["round"] == number]
@@ -401,9 +474,9 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
     return worst
 
 
-def _show_log(console: Console, nodes: Nodes) -> None:
+def _show_log(console: Console, job: Job) -> None:
     """The end of one log that tells most; a failure of all is told alike by all."""
-    node = min(nodes.started, key=lambda n: (n not in nodes.current.values(), not n.process.poll()))
+    node = min(job.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
     console.print(f"\nthe end of {node.log}:", style="bold", highlight=False)
     lines = node.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     console.print("\n".join(lines), markup=False, highlight=False)
@@ -449,108 +522,3 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-# -- nodes of this machine that can be lost: each is one ``reft launch`` with a memory directory of its own --
-
-
-@dataclass(frozen=True)
-class Node:
-    """A launcher and what it started; ``name``: ``node1``, and ``node1.2`` for its second replacement."""
-
-    name: str
-    memory_dir: Path
-    log: Path
-    process: subprocess.Popen[bytes]
-
-
-class Nodes:
-    """``count`` nodes and the store in which they meet, running ``command``. A context manager: nothing of
-    them is left when it ends but their logs in ``directory``."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        job_id: str,
-        count: int,
-        *,
-        directory: Path,
-        memory: Path,
-        env: Mapping[str, str],
-    ) -> None:
-        self.job_id, self.count = job_id, count
-        self.started: list[Node] = []
-        self.current: dict[int, Node] = {}
-        self._command, self._directory, self._memory, self._env = command, directory, memory, env
-        self._token = uuid.uuid4().hex
-
-    def __enter__(self) -> Nodes:
-        # In this process: a SIGKILL of it leaves no store behind.
-        self._store = RendezvousServer("127.0.0.1", 0)
-        for index in range(self.count):
-            self.start(index)
-        return self
-
-    def start(self, index: int) -> Node:
-        """Start the launcher of a node, or of its replacement if there was one before."""
-        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.started)
-        name = f"node{index}.{before}" if before else f"node{index}"
-        memory_dir = self._memory / name
-        arguments = [
-            *("-m", "reft.job.launch", "--nnodes", str(self.count), "--nproc-per-node", "1"),
-            *("--rdzv-endpoint", self._store.endpoint, "--rdzv-id", self.job_id, "--local-addr", "127.0.0.1"),
-            *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
-            *("--max-restarts", "0"),  # a lost node uses up none
-            *self._command,
-        ]
-        node = Node(name, memory_dir, self._directory / f"{name}.log", self._start(name, arguments))
-        self.started.append(node)
-        self.current[index] = node
-        return node
-
-    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # Found also where reft is not installed but run from its sources.
-        source = str(Path(__file__).resolve().parents[3])
-        paths = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
-        own = {"PYTHONPATH": paths, ENV_CLUSTER: f"{self._token}:{name}"}
-        with (self._directory / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"OMP_NUM_THREADS": "1", **inherited, **self._env, **own},
-                start_new_session=True,
-            )
-
-    def lose(self, index: int) -> Node:
-        """A node dies as a host does: SIGKILL of every process of it, and its memory gone."""
-        node = self.current[index]
-        self._kill(f"{self._token}:{node.name}")
-        shutil.rmtree(node.memory_dir, ignore_errors=True)
-        return node
-
-    def __exit__(self, *_: object) -> None:
-        self._kill(f"{self._token}:")
-        self._store.close()
-
-    def _kill(self, mark: str) -> None:
-        """SIGKILL until nothing is left: first all stand still, so that none starts another."""
-        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
-        while (found := [*self._processes(mark)]) and time.monotonic() < deadline:
-            for process in found:
-                with suppress(psutil.Error):
-                    process.send_signal(number)
-            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
-            number = signal.SIGKILL
-
-    def _processes(self, mark: str) -> Iterator[psutil.Process]:
-        for node in self.started:
-            node.process.poll()  # no zombie counts
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                found = process.environ().get(ENV_CLUSTER, "")
-                same = found == mark if not mark.endswith(":") else found.startswith(mark)
-                if same and process.status() != psutil.STATUS_ZOMBIE:
-                    yield process

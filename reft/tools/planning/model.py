@@ -184,49 +184,9 @@ class PlannedShape:
         return self.layers * self.block_parameters + outer + self.hidden_size
 
 
-_LLAMA_2 = {
-    "125m": (12, 768, 12, 12, 2048, 1024),
-    "1.3b": (24, 2048, 32, 32, 5504, 4096),
-    "2.7b": (32, 2560, 32, 32, 6912, 4096),
-    "6.7b": (32, 4096, 32, 32, 11008, 4096),
-    "34b": (48, 8192, 64, 8, 22016, 4096),
-}
-"""Layers, width, heads, key-value heads, width of the feed-forward network, tokens of a sample."""
-SHAPES = {
-    name: PlannedShape(
-        name=name,
-        layers=layers,
-        hidden_size=hidden,
-        heads=heads,
-        block_parameters=2 * hidden**2 * (heads + kv_heads) // heads + 3 * hidden * ffn + 2 * hidden,
-        vocab_size=_VOCAB_SIZE,
-        seq_length=seq_length,
-    )
-    for name, (layers, hidden, heads, kv_heads, ffn, seq_length) in _LLAMA_2.items()
-}
-
-
-def named_shape(name: str) -> PlannedShape:
-    if name in SHAPES:
-        return SHAPES[name]
-    near = get_close_matches(name, SHAPES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
-        f"config.json"
-    )
-
-
-def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
-    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
-    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
-    known; says what to write."""
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if path.suffix != ".json" or not path.is_file():
-        shape = named_shape(model.removeprefix("llama2-"))
-        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
+    """The shape that a Hugging Face ``config.json`` describes; a ConfigError where it is of a kind that is
+    not known, or lacks a number."""
     values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
     if kind not in _KINDS:
@@ -256,20 +216,48 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
         block += 2 * ffn + hidden
     if kind == "qwen3":
         block += 2 * head  # norms of queries and keys
-    most = count("max_position_embeddings", SEQ_LENGTH)
     stem = path.stem if path.stem != "config" else path.resolve().parent.name
-    shape = PlannedShape(
+    return PlannedShape(
         name=Path(str(values.get("_name_or_path") or "")).name or stem,
         layers=count("num_hidden_layers"),
         hidden_size=hidden,
         heads=heads,
         block_parameters=block,
         vocab_size=count("vocab_size"),
-        seq_length=seq_length or min(most, SEQ_LENGTH),
+        seq_length=seq_length or min(count("max_position_embeddings", SEQ_LENGTH), SEQ_LENGTH),
         tied=bool(values.get("tie_word_embeddings", False)),
     )
+
+
+_MODELS = [read_shape(path) for path in Path(__file__).with_name("models").glob("*.json")]
+SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape.parameters)}
+"""The Llama-2 of the REFT paper, and a small one."""
+
+
+def named_shape(name: str) -> PlannedShape:
+    if name in SHAPES:
+        return SHAPES[name]
+    near = get_close_matches(name, SHAPES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
+        f"config.json"
+    )
+
+
+def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
+    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
+    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
+    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
+    known; says what to write."""
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json" or not path.is_file():
+        shape = named_shape(model.removeprefix("llama2-"))
+        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+    shape = read_shape(path, seq_length)
     said = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
-    return shape, said if seq_length or most <= SEQ_LENGTH else f"{said}; --seq-length says otherwise"
+    return shape, said if seq_length else f"{said}; --seq-length says otherwise"
 
 
 def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:

@@ -42,7 +42,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
     if profile is not None:
         share = block.has.compute_share
         if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
-            share = 1.0 if profile.method.clock == "device" else 0.0
+            share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
     recomputed = block.recompute and training.zero_1
     if block.recompute:
