@@ -135,7 +135,7 @@ mpi: venv mpi-libraries  ## all that goes over MPI, under Open MPI and MPICH: th
 	$(PYTEST) -rs $(MPI_TESTS) $(ARGS)
 
 MPI_TESTS := tests/control/test_transport.py tests/recover/test_transfer.py \
-  tests/job/test_mpi_run.py tests/job/test_daemon_between_steps.py
+  tests/job/test_mpi_run.py tests/job/test_daemon.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/memory/*.so

@@ -161,7 +161,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     records = [record for body in tables for record in Inventory.unpack(body).arenas]
     marks.append(time.process_time())
 
-    sources = judge(group, records, findings.sizes)
+    sources = judge(group, records, findings.written)
     verdict = encode_verdicts({label: Verdict.of(found) for label, found in sources.items()})
     marks.append(time.process_time())
 

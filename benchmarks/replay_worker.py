@@ -81,18 +81,19 @@ class Production:
         degrees = Degrees(1, 1, 1)
         topology = Topology(degrees, degrees.coordinates(), ("benchmark",))
         control = ControlGroup(WAIT_SECS).for_worker()
+        arenas = ArenaSet(
+            SlotFiles(folder, 0, 2, _SECRET),
+            *("benchmark", topology, 0),
+            frozen={},
+            limit_bytes=None,
+            engine=engine,
+        )
         self.worker = SnapshotWorker(
             control=control,
             topology=topology,
-            arenas=ArenaSet(
-                SlotFiles(folder, 0, 2, _SECRET),
-                *("benchmark", topology, 0),
-                frozen={},
-                limit_bytes=None,
-                engine=engine,
-            ),
+            arenas=arenas,
             **{"block_bytes": _BLOCK_BYTES, "host_bytes": _HOST_BYTES},
-            switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
+            switch=SchemeSwitch(control, topology, arenas, ProtectionRecord("none", "none")),
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
             copier=Copier(engine, chunk_bytes),
             pacer=self.pacer,

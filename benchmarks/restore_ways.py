@@ -191,7 +191,7 @@ def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
     from reft.engine import deepspeed
     from reft.engine.load.memory import MemoryRestorer
-    from reft.recover.recover import Completion
+    from reft.recover.rebuild import Completion
 
     for stage in ("begin", "take", "seal"):
         watch.watch(Completion, stage, _COMPLETING)

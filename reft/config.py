@@ -435,10 +435,9 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
     """The object in a file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", error)
+        raise ConfigError(f"cannot read {what} {path}: {cause}") from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{what} {path} is not JSON: {error}") from error
     if not isinstance(values, dict):

@@ -15,7 +15,6 @@ from reft.grid import Coordinate, Degrees, Topology, ring_order
 from reft.protect.codes import Scheme, survives
 from reft.protect.placement import (
     fatal_nodes,
-    group_tolerance,
     place_group,
     surviving_schemes,
     tolerance,
@@ -60,7 +59,7 @@ def test_p4_what_is_known_without_trying_is_what_trying_finds(size: int) -> None
     nodes = [f"n{d}" for d in range(size)]
     for scheme in schemes_for(size, size - 1):
         placement = place_group(nodes, scheme.copies, scheme.parities)
-        assert group_tolerance(nodes, placement) == lose_everything(nodes, scheme) == scheme.certain_losses
+        assert tolerance_left(nodes, placement) == lose_everything(nodes, scheme) == scheme.certain_losses
 
 
 @settings(max_examples=200, deadline=None)
@@ -78,9 +77,9 @@ def test_p4_large_groups_are_judged() -> None:
     """All 41,664 losses of three of 64 nodes, tried one by one, took ten seconds; six of 250 would take a year."""
     nodes = [f"n{d}" for d in range(250)]
     for parities in (1, 2, 3, 6):
-        assert group_tolerance(nodes, place_group(nodes, 0, parities)) == parities
-        assert group_tolerance(nodes, place_group(nodes, 1, parities)) == parities + 1
-        assert group_tolerance([n[:-1] for n in nodes], place_group(nodes, 0, parities)) == 0
+        assert tolerance_left(nodes, place_group(nodes, 0, parities)) == parities
+        assert tolerance_left(nodes, place_group(nodes, 1, parities)) == parities + 1
+        assert tolerance_left([n[:-1] for n in nodes], place_group(nodes, 0, parities)) == 0
 
 
 @given(node_lists, st.integers(0, 3))

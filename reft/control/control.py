@@ -240,13 +240,8 @@ class ControlGroup:
         wake: socket.socket | None = None,
     ) -> None:
         """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
-        with self._in_step():
-            self._connections.stream(sends, receives, wake)
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
         try:
-            yield
+            self._connections.stream(sends, receives, wake)
         except BaseException as error:
             # Some pairs have moved a part of their bytes: only new connections are in step again.
             self.leave()
@@ -326,14 +321,13 @@ class Overlay(Tree):
     def __init__(
         self,
         reception: Reception,
-        world_size: int,
         parent: Channel | None,
         children: Sequence[Channel],
         limits: Limits,
         *,
         endpoint_of: Callable[[int], Endpoint],
     ) -> None:
-        super().__init__(reception.endpoint.rank, world_size, parent, children, limits)
+        super().__init__(reception.endpoint.rank, parent, children, limits)
         self._reception = reception
         self._endpoint_of = endpoint_of
         self.pairs: dict[int, Channel] = {}
@@ -492,7 +486,7 @@ def connect(
             raise
     limits = Limits(timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node))
     children = links[parent is not None :]
-    return Overlay(reception, world_size, parent, children, limits, endpoint_of=joining.endpoint_of)
+    return Overlay(reception, parent, children, limits, endpoint_of=joining.endpoint_of)
 
 
 class _Joining:

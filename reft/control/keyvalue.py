@@ -26,10 +26,12 @@ from reft.backoff import Backoff
 from reft.control.wire import (
     AuthenticatedServer,
     Channel,
+    address_towards,
     authenticate,
     check_authentic,
     connect_authenticated,
     derive_key,
+    parse_endpoint,
 )
 from reft.errors import AuthenticationError, ConfigError
 
@@ -112,9 +114,12 @@ class RendezvousStore(ABC):
     def left(self, prefix: str) -> dict[str, float]:
         """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
 
-    @abstractmethod
     def local_address(self) -> str:
-        """The address of this host that the store's host sees."""
+        """The address of this host on its way to the store."""
+        found = address_towards(*parse_endpoint(self.endpoint))
+        if found is None:
+            raise StoreError(f"the rendezvous store at {self.endpoint} cannot be reached")
+        return found
 
     @abstractmethod
     def close(self) -> None:
@@ -301,10 +306,6 @@ class KeyValueStore(RendezvousStore):
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
 
-    def local_address(self) -> str:
-        self.check([])
-        return self._line.local_address
-
     def close(self) -> None:
         self._line.close()
 
@@ -320,7 +321,6 @@ class _Line:
         self._channel: Channel | None = None
         self._refused_until = 0.0
         self._held_names: dict[str, _HeldName] = {}
-        self.local_address = ""
 
     def hold(self, name: str) -> None:
         """Once: it is said again with every new connection."""
@@ -370,7 +370,6 @@ class _Line:
     def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
         if self._channel is None:
             self._channel = self._dial()
-            self.local_address = self._channel.local_address
         self._channel.send([operation, *arguments])
         answer: list[Any] = self._channel.receive()
         return answer

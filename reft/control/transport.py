@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import secrets
 import select
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -399,10 +400,9 @@ class Tree:
     """
 
     def __init__(
-        self, rank: int, world_size: int, parent: Channel | None, children: Sequence[Channel], limits: Limits
+        self, rank: int, parent: Channel | None, children: Sequence[Channel], limits: Limits
     ) -> None:
         self._rank = rank
-        self._world_size = world_size
         self._parent = parent
         self._children = tuple(children)
         self.limits = limits
@@ -422,14 +422,10 @@ class Tree:
         return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        def merge(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
-            return [mine[0] + theirs[0], mine[1] + theirs[1]]
-
         def in_order(gathered: list[list[Any]]) -> list[bytes]:
-            by_rank = dict(zip(*gathered, strict=True))
-            return [by_rank[rank] for rank in range(self._world_size)]
+            return [body for _, body in sorted(gathered)]
 
-        result: list[bytes] = self._collective("gather", [[self._rank], [data]], merge, in_order)
+        result: list[bytes] = self._collective("gather", [[self._rank, data]], operator.add, in_order)
         return result
 
     def _collective(
@@ -439,7 +435,9 @@ class Tree:
         self._calls += 1
         name = f"{kind}, number {self._calls}"
         deadline = time.monotonic() + self.limits.timeout_secs
-        with self._broken_off(name):
+        if self._closed:
+            raise TransferError("the ranks' control connections were closed before")
+        try:
             for body in self._receive(self._children, deadline):
                 theirs, value = msgpack.unpackb(body)
                 if theirs != name:
@@ -456,13 +454,6 @@ class Tree:
             for served, child in enumerate(self._children, 1):
                 self._send(child, result, deadline, self._children[served:])
             return msgpack.unpackb(result)
-
-    @contextmanager
-    def _broken_off(self, name: str) -> Iterator[None]:
-        if self._closed:
-            raise TransferError("the ranks' control connections were closed before")
-        try:
-            yield
         except BaseException as error:
             # Whatever it is, the messages of this rank are not in step any more: its neighbours must hear.
             self.close()

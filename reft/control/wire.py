@@ -180,10 +180,6 @@ class Channel:
             parts += part
         return bytes(parts)
 
-    @property
-    def local_address(self) -> str:
-        return str(self._socket.getsockname()[0])
-
     def settimeout(self, secs: float | None) -> None:
         self._socket.settimeout(secs)
 
@@ -233,6 +229,17 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This host's address on its way to ``host``; nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(address)
+            return str(way.getsockname()[0])
+    except OSError:
+        return None
 
 
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:

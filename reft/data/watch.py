@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
@@ -37,6 +37,9 @@ from reft.data.passes import (
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
+
+if TYPE_CHECKING:
+    from reft.engine.data import DataPosition
 
 # -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed out
 
@@ -80,25 +83,6 @@ def is_dispatched() -> bool:
     """Whether the innermost of Accelerate's loaders that the script is reading is such a one."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
-
-
-class Listener(Protocol):
-    """An engine that trains on what is read. ``why_equal``: why all replicas have to train on equally many
-    micro-batches of a step; None: they need not."""
-
-    why_equal: str | None
-
-    def is_training(self) -> bool: ...
-
-    def before_batch(self, one: Read) -> None: ...
-
-    def after_batch(self, one: Read) -> None: ...
-
-    def replica(self) -> tuple[int, int] | None:
-        """Which replica this rank trains, and how many there are; None: not known."""
-
-    def step_samples(self) -> int | None:
-        """Samples of a step of all replicas; None: not known."""
 
 
 class Resuming:
@@ -163,7 +147,8 @@ class Resuming:
 
 class Watch:
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: list[DataPosition] = []
+        """Of the engines that train on what is read."""
         self._patched: list[tuple[Any, Any]] = []  # classes whose ``__iter__`` is watched, each with its own
         self.resuming: Resuming | None = None
         self.reopens = False
@@ -172,7 +157,7 @@ class Watch:
         self.openings: dict[int, Callable[[Any], Pass]] = {}
         """By the identity of loaders that others are about to iterate over: what makes their pass."""
 
-    def join(self, listener: Listener) -> None:
+    def join(self, listener: DataPosition) -> None:
         self._listeners.append(listener)
         if self._patched:
             return
@@ -195,7 +180,7 @@ class Watch:
         kind.__iter__ = functools.wraps(original)(lambda loader: iterate(original, loader))
         setattr(kind.__iter__, ORIGINAL, original)
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: DataPosition) -> None:
         """With the last one gone, ``DataLoader`` is as torch made it."""
         if listener in self._listeners:
             self._listeners.remove(listener)

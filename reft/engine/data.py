@@ -41,7 +41,7 @@ from reft.data.passes import (
 )
 from reft.data.watch import DISPATCHED, RESUMABLE, WATCH, Resuming, is_dispatched, is_shard
 from reft.env import ENV_NODES
-from reft.recover.sources import Resize
+from reft.recover.relayout import Resize
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
@@ -73,12 +73,13 @@ _AHEAD = (
 
 class DataPosition:
     """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says which replica
-    it trains, and how many there are; None: nobody is told."""
+    it trains; None: nobody is told."""
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
         self._replica = replica
         self.why_equal = _why_equal(engine)
+        """Why all replicas have to train on equally many micro-batches of a step; None: they need not."""
         self._pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
@@ -119,9 +120,11 @@ class DataPosition:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     def replica(self) -> tuple[int, int] | None:
+        """Which replica this rank trains, and how many there are; None: not known."""
         return None if self._replica is None else self._replica()
 
     def step_samples(self) -> int | None:
+        """Samples of a step of all replicas; None: not known."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
     # -- what training reads -----------------------------------------------------------------------

@@ -360,14 +360,14 @@ class DeepSpeedEngine:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.name = type(engine).__name__
+        self.adapter = adapter_for(engine)
         for finding in engine_findings(ds_config_of(engine)):
             raise UnsupportedStateError(str(finding))
-        self.adapter = adapter_for(engine)
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
         self._held: tuple[Any, bytes | str] = (None, "")
-        self.resizing = Resizing(self.adapter, self.micro_batches, ds_config_of(engine))
+        self.resizing = Resizing(self.micro_batches, ds_config_of(engine))
 
     @property
     def global_steps(self) -> int:

@@ -10,21 +10,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft.config import AUTO, Variant
+from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
-from reft.engine.checks.choice import margin_bytes
 from reft.engine.identity import local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
+from reft.memory.files import default_margin_bytes
 from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.gate import Pacer
@@ -211,6 +213,11 @@ def kept_members(session: Session) -> tuple[int, ...]:
     return placement.kept_by(at.dp)[1:]
 
 
+def margin_bytes(config: ReftConfig, job_dir: Path) -> int:
+    margin = config.memory_margin_bytes
+    return default_margin_bytes(job_dir) if margin is None else margin
+
+
 class Protection:
     """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
     groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
@@ -233,13 +240,16 @@ class Protection:
             aor=config.recompute,
         )
 
-    def switch(self, control: WorkerControl) -> SchemeSwitch:
+    def switch(self, control: WorkerControl, arenas: ArenaSet) -> SchemeSwitch:
         """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
         self.note()
         config, job_dir = self._session.config, self._session.memory.job_dir.path
-        keeping = Keeping(config.arena_count, margin_bytes(config, job_dir))
-        topology, orders = self._session.topology, OrderWatch(job_dir)
-        return SchemeSwitch(control, topology, self.record, orders, keeping=keeping, on_change=self._changed)
+        return SchemeSwitch(
+            *(control, self._session.topology, arenas, self.record, OrderWatch(job_dir)),
+            keeping=Keeping(config.arena_count, margin_bytes(config, job_dir)),
+            on_change=self._changed,
+            reach=self._session.faults.reach,
+        )
 
     @property
     def lost(self) -> bool:
@@ -452,7 +462,7 @@ class Copying:
         config = session.config
         self.variant = config.variant
         self.engine = copy_engine_for(session.engine.device)
-        stages_bytes = Overflow(config.has.overflow) is Overflow.STAGING
+        stages_bytes = self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._peers = None

@@ -341,30 +341,24 @@ class JobRecord:
         """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
         if self._store is None or time.monotonic() < self._lost_until:
             return
+        note, done = f"{label.incarnation}:{label.step}".encode(), False
         try:
-            self._replace_note(self._store, label)
+            while not done:
+                done, held = self._store.compare_set(self._committed_key, self._noted, note)
+                self._noted = note if done else held
+                if not done and held is not None and _label(held).incarnation > label.incarnation:
+                    logger.error(
+                        "the commit of %s is not recorded: %s was committed by a newer start of the job. "
+                        "This start was cut off and replaced",
+                        *(label, _label(held)),
+                    )
+                    self._store = None
+                    return
             self._lost_until = 0.0
         except (StoreError, AuthenticationError) as error:
             if not self._lost_until:
                 logger.warning("commits are not recorded until the rendezvous store answers again: %s", error)
             self._lost_until = time.monotonic() + _SILENT_SECS
-
-    def _replace_note(self, store: KeyValueStore, label: Label) -> None:
-        note = f"{label.incarnation}:{label.step}".encode()
-        while True:
-            done, held = store.compare_set(self._committed_key, self._noted, note)
-            if done:
-                self._noted = note
-                return
-            self._noted = held
-            if held is not None and _label(held).incarnation > label.incarnation:
-                logger.error(
-                    "the commit of %s is not recorded: %s was committed by a newer start of the job. This "
-                    "start was cut off and replaced",
-                    *(label, _label(held)),
-                )
-                self._store = None
-                return
 
     def newest_commit(self) -> Label | None:
         """The newest commit noted, or None if there was none (or no store); a TransferError where there is

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -14,20 +12,16 @@ import torch
 from reft.engine.data import LEFT, move_data
 from reft.errors import LayoutError
 from reft.grid import Coordinate
-from reft.recover.relayout import WHOLE, Held, Layout, Parameter
-from reft.recover.sources import OwnedTensor, Piece, Resize, cut, padding
+from reft.recover.relayout import MASTER, WEIGHT, WHOLE, Held, Layout, Parameter, Resize, tensor_name
 from reft.state.adapters import StateAdapter
-from reft.state.blob import DecodedBlob, capture_rng
-from reft.state.catalogue import Manifest, SectionImage, TensorSpec, end_to_end
+from reft.state.blob import capture_rng
 
 
 class Resizing:
-    """Takes up versions that were written at another data-parallel degree. ``why_not``: why this job would
-    not be the same at another one; ``data_is_bound``: why its program's data would not be; "" where they
-    would."""
+    """What is another one at another data-parallel degree. ``why_not``: why this job would not be the same
+    there; ``data_is_bound``: why its program's data would not be; "" where they would."""
 
-    def __init__(self, adapter: StateAdapter, micro_batches: int, config: Mapping[str, Any]) -> None:
-        self._adapter = adapter
+    def __init__(self, micro_batches: int, config: Mapping[str, Any]) -> None:
         self._micro_batches = micro_batches
         self.why_not = _why_not(config)
         self.data_is_bound = ""
@@ -35,43 +29,6 @@ class Resizing:
     def bind(self, why: str) -> None:
         """The program's data belong to its degree."""
         self.data_is_bound, self.why_not = why, self.why_not or why
-
-    def prepare(
-        self, blob: DecodedBlob, resize: Resize, dp: int
-    ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
-        """Give the live state the shape that it has in this job, and make the host state one of this job's:
-        that of ``blob``, the host block of the member :meth:`Resize.host_from`. Returns images whose bytes
-        are to be written, and from where those of the owned one come. Raises LayoutError: the running job
-        has another model or optimizer, or the state cannot be cut."""
-        old = blob.manifest
-        lengths = self._adapter.partitioned()
-        live = {spec.name: spec for spec in self._adapter.images()[1].specs}
-        stored = {spec.name: spec for spec in old.owned}
-        parts = {spec.name for spec in old.owned if spec.shape == stored[_master_of(spec)].shape}
-        # A part of a parameter group is as large as this job's master of the group.
-        owned = tuple(
-            replace(s, shape=live[m].shape, stride=live[m].stride)
-            if s.name in parts and (m := _master_of(s)) in live
-            else s
-            for s in old.owned
-        )
-        images = self._adapter.prepare(Manifest(old.replicated, owned), blob.state["adapter"])
-        starts, _ = end_to_end(spec.nbytes for spec in old.owned)
-        tensors = [
-            OwnedTensor(
-                *(spec.name, spec.torch_dtype.itemsize, old_start, prod(spec.shape)),
-                *(new_start, prod(now.shape)),
-                lengths[int(spec.name.split(".")[1])] if spec.name in parts else None,
-            )
-            for spec, old_start, now, new_start in zip(
-                old.owned, starts, owned, images[1].offsets, strict=True
-            )
-        ]
-        pieces = cut(tensors, resize, dp)
-        for start, nbytes in padding(tensors, dp):
-            images[1].write_from(start, torch.zeros(nbytes, dtype=torch.uint8))
-        self.convert(blob.state, resize, is_new=resize.is_new(dp))
-        return images, pieces
 
     def convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
         """Make a host state one of this job's: what in it is not equal on all replicas, or follows from their
@@ -84,12 +41,6 @@ class Resizing:
         if self.data_is_bound:
             data[LEFT] = f"{self.data_is_bound}, and the job goes from {resize}"
         state["data"] = data
-
-
-def _master_of(spec: TensorSpec) -> str:
-    """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
-    _, group, position, *_ = spec.name.split(".")
-    return f"master.{group}.{position}"
 
 
 def _why_not(config: Mapping[str, Any]) -> str:
@@ -159,7 +110,7 @@ def _kinds(
                     f"optimizer.{g}.{i}.{key} has the shape {list(value.shape)} and its parameter "
                     f"{list(master.shape)}: only state of the parameter's shape can go to another layout"
                 )
-        found[i] = (*(() if id(master) in named else ("master",)), *state)
+        found[i] = (*(() if id(master) in named else (MASTER,)), *state)
     if len(set(found.values())) > 1:
         raise LayoutError(f"the parameters of the optimizer's group {group} do not all have the same state")
     return next(iter(found.values()), ())
@@ -293,11 +244,11 @@ def _split(parameter: torch.Tensor) -> int | None:
 
 def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
     """The tensors that a plan names, flat; a LayoutError where one is not contiguous."""
-    found = {f"model.{name}": p for name, p in engine.module.named_parameters()}
+    found = {f"{WEIGHT}.{name}": p for name, p in engine.module.named_parameters()}
     for g, i, p in adapter.state.params():
-        found[f"master.{g}.{i}"] = p
+        found[tensor_name(MASTER, g, i)] = p
         state = adapter.state.optimizer.state.get(p, {})
-        found |= {f"{key}.{g}.{i}": value for key, value in state.items() if _is_tensor(value)}
+        found |= {tensor_name(key, g, i): value for key, value in state.items() if _is_tensor(value)}
     for name, tensor in found.items():
         if not tensor.is_contiguous():
             raise LayoutError(f"{name} is not contiguous: make it so, or start in the layout that wrote it")

@@ -267,22 +267,23 @@ class Session:
         self.control.end_pairs()  # of the load, with all of the sharding group
         job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
         control = self.control.for_worker(job_dir.secret)
+        arenas = ArenaSet(
+            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+            *(self.job_id, self.topology, self.control.rank),
+            frozen=frozen,
+            limit_bytes=limit // ranks if limit is not None else None,
+            engine=self.copying.engine,
+            remake=self._remake_memory,
+        )
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
-            arenas=ArenaSet(
-                SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-                *(self.job_id, self.topology, self.control.rank),
-                frozen=frozen,
-                limit_bytes=limit // ranks if limit is not None else None,
-                engine=self.copying.engine,
-                remake=self._remake_memory,
-            ),
+            arenas=arenas,
             block_bytes=self.config.block_bytes,
             host_bytes=self.config.host_state_bytes,
             recompute=None if self.state.gradients is None else self.state.gradients.recipe,
             verify=self.config.verify,
-            switch=self.protection.switch(control),
+            switch=self.protection.switch(control, arenas),
             copier=self.copying.copier(),
             pacer=self.copying.pacer,
             watchers=Watchers(

@@ -499,10 +499,10 @@ class Trainers:
 
     def failures(self) -> dict[int, WorkerExit]:
         """Those that have failed, or say that they do, by local rank."""
-        found = {}
+        found, noted = {}, os.listdir(self._notes) if self._notes.is_dir() else []
         for local_rank, process in self._processes().items():
             code = process.poll()
-            note = ExitNote.read(self._notes, local_rank)
+            note = ExitNote.read(self._notes, local_rank) if noted else None
             if code not in (None, 0) or (note is not None and code is None):
                 found[local_rank] = WorkerExit(code, note)
         return found

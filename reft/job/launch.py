@@ -475,12 +475,13 @@ class Hangs:
         self._node = node
         self._job_dir = job_dir
         self._watch = Watch()
+        self._seen: list[Waiting] = []
         self._looked_at = time.monotonic()
         self.clear()
 
     def clear(self) -> None:
         self._watch.clear()
-        self._seen: list[Waiting] = []
+        self._seen = []
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
@@ -559,43 +560,39 @@ class Hangs:
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:
     """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
-    seen = waiting.seen
-    told = [_of_kernel(seen.pid)]
+    seen, told = waiting.seen, ""
     if seen.state == STOPPED:
-        told.append("a stopped process cannot write its stacks")
+        told = "a stopped process cannot write its stacks"
     elif seen.stack_signal:
-        told.append(_of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal))
-    return "\n".join(filter(None, told))
+        told = _of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal)
+    return "\n".join(filter(None, (_of_kernel(seen.pid), told)))
 
 
 def _of_trainer(path: Path, pid: int, number: int) -> str:
-    size = path.stat().st_size if path.exists() else 0
-    before, deadline = size, time.monotonic() + _STACKS_SECS
-    with suppress(OSError):
+    try:
+        before = told = path.read_bytes()
         os.kill(pid, number)
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        now = path.stat().st_size if path.exists() else 0
-        if now > size and now == before:
-            break
-        before = now
-    with suppress(OSError):
-        text = path.read_bytes()[size:].decode(errors="replace").strip()
-        return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
-    return "its stacks cannot be read"
+        deadline, written = time.monotonic() + _STACKS_SECS, False
+        while not written and time.monotonic() < deadline:
+            time.sleep(0.2)
+            so_far, told = told, path.read_bytes()
+            written = told == so_far != before
+    except OSError as error:
+        return f"its stacks cannot be read: {error}"
+    text = told[len(before) :].decode(errors="replace").strip()
+    return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
 
 
 def _of_kernel(pid: int) -> str:
     """Its state; where it waits in the kernel, as far as this user may see that."""
     told = []
-    for name in ("wchan", "stack"):
+    for name in ("status", "wchan", "stack"):
         with suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
-            if text not in ("", "0"):
+            if name == "status":
+                told += [" ".join(line.split()) for line in text.splitlines() if line.startswith("State:")]
+            elif text not in ("", "0"):
                 told.append(f"{name}: {text}")
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        told.insert(0, next((" ".join(line.split()) for line in lines if line.startswith("State:")), ""))
     return "\n".join(told)
 
 

@@ -23,7 +23,6 @@ from reft.protect.codes import Scheme
 
 REQUEST_FILE = "protect-request.json"
 RECORD_FILE = "protection.json"
-MOST_CHARACTERS = 64  # of a scheme's name: orders travel between ranks in messages of a fixed length
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,6 @@ def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
             f"protection {text!r} survives no more than one of its parts; give "
             f"{text.removeprefix('naive:')!r}"
         )
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"protection {text!r} is longer than {MOST_CHARACTERS} characters")
     return scheme
 
 
@@ -126,10 +123,9 @@ def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
 
 def read_order(job_dir: Path) -> Order | None:
     """The newest order on this node, or None where there is none that can be read."""
-    found = read_json(job_dir / REQUEST_FILE) or {}
     try:
-        return Order(int(found["number"]), str(found["scheme"]))
-    except (KeyError, ValueError, TypeError):
+        return TypeAdapter(Order).validate_python(read_json(job_dir / REQUEST_FILE))
+    except ValueError:
         return None
 
 

@@ -376,20 +376,23 @@ def survives(code: Code, lost: Collection[int]) -> bool:
     return all(len(s.parities) >= len(s.unknown) == rank(s.matrix) for s in systems)
 
 
-def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered. Members of one node are lost
-    together; by default there is a node for each."""
+def fatal_loss(
+    code: Code, nodes: Sequence[str] | None = None, gone: Collection[int] = (), most: int | None = None
+) -> tuple[str, ...]:
+    """The first of the smallest sets of nodes whose loss cannot be recovered, where the members ``gone`` are
+    lost already; all nodes where none of fewer than ``most`` is fatal. Members of one node are lost together;
+    by default there is a node for each."""
     where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
     if len(where) != code.size:
         raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
-    distinct = sorted(set(where), key=where.index)
+    distinct = sorted({where[m] for m in range(code.size) if m not in gone}, key=where.index)
     # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a look.
     pinned = where[code.ring[0]] if len(distinct) == code.size else None
-    for count in range(1, len(distinct)):
+    for count in range(len(distinct) if most is None else min(most, len(distinct))):
         for dead in combinations(distinct, count):
             if pinned not in (None, *dead):
                 continue
-            lost = [m for m in range(code.size) if where[m] in dead]
+            lost = {*gone, *(m for m in range(code.size) if where[m] in dead)}
             if len(lost) > code.scheme.certain_losses and not survives(code, lost):
                 return dead
     return tuple(distinct)

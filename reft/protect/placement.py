@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import comb, exp, prod
 
 from reft.backoff import Backoff
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
-from reft.protect.codes import Code, Scheme, fatal_loss, make_code, survives
+from reft.protect.codes import Code, Scheme, fatal_loss, make_code
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,11 @@ def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPl
     return GroupPlacement(ring=ring_order(nodes), copies=copies, parities=parities)
 
 
-def fatal_nodes(nodes: Sequence[str], placement: GroupPlacement) -> tuple[str, ...]:
-    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4).
+def fatal_nodes(
+    nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
+) -> tuple[str, ...]:
+    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4), where the members
+    ``gone`` are lost already; empty: these have taken them.
 
     Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with all its
     holders; replicated state under an erasure code by the rank of what is left, except where that is known:
@@ -75,60 +77,37 @@ def fatal_nodes(nodes: Sequence[str], placement: GroupPlacement) -> tuple[str, .
     Raises:
         ConfigError: the group has no room for an erasure code.
     """
-    holders = ({nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes)))
+    holders = ({nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes)))
     fewest = min(holders, key=len)
     lost = tuple(sorted(fewest))
     if not placement.parities:
         return lost
     placement.scheme.check_room(len(nodes))
-    if len(set(nodes)) == len(nodes):
+    if not gone and len(set(nodes)) == len(nodes):
         return lost
-    coded = fatal_loss(placement.code(), nodes) if placement.copies else _fullest(nodes, placement.parities)
-    return coded if len(coded) < len(lost) else lost
+    if placement.copies:
+        return min(lost, fatal_loss(placement.code(), nodes, gone, most=len(lost)), key=len)
+    left = [node for member, node in enumerate(nodes) if member not in gone]
+    return min(lost, _fullest(left, placement.parities - len(gone)), key=len)
 
 
 def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
     """The fewest nodes that hold more than so many members, or all nodes."""
     found: list[str] = []
     for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
-        found.append(node)
         if sum(nodes.count(n) for n in found) > members:
             break
+        found.append(node)
     return tuple(found)
 
 
-def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
-    """Largest f such that *every* loss of f nodes leaves one holder of every member's bytes (P4).
+def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()) -> int:
+    """Largest f such that *every* loss of f further nodes leaves the group recoverable, when the members
+    ``gone`` are lost already (P4); -1: it is not.
 
     0 where members share a node with their copies. A group never "survives" the loss of all its nodes.
     """
-    return len(fatal_nodes(nodes, placement)) - 1
-
-
-def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, lost: Collection[int]) -> int:
-    """Largest f such that every loss of f *further* nodes leaves the group recoverable, when the ``lost``
-    members are gone already; -1: what is gone cannot be recovered from what is left. Without any this is
-    :func:`group_tolerance`."""
-    gone = set(lost)
-    left = [n for m, n in enumerate(nodes) if m not in gone]
-    if not left:
-        return -1
-    if not gone:
-        return group_tolerance(nodes, placement)
-    holders = ({nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes)))
-    owned = min(map(len, holders)) - 1
-    if owned < 0 or not placement.parities:
-        return owned
-    if not placement.copies:
-        spare = placement.parities - len(gone)
-        return min(owned, len(_fullest(left, spare)) - 1) if spare >= 0 else -1
-    code, certain = placement.code(), placement.scheme.certain_losses
-    for count in range(owned + 1):
-        for more in combinations(sorted(set(left)), count):
-            dead = gone | {m for m, n in enumerate(nodes) if n in more}
-            if len(dead) > certain and not survives(code, dead):
-                return count - 1
-    return owned
+    return len(fatal_nodes(nodes, placement, gone)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:

@@ -28,7 +28,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise, permutations
+from itertools import accumulate, islice, pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,9 @@ Matrix = npt.NDArray[np.uint8]
 Row = tuple[int, ...]
 
 
-def _powers() -> tuple[int, ...]:
-    found, value = [], 1
-    for _ in range(ORDER):
-        found.append(value)
-        value <<= 1
-        if value & 0x100:
-            value ^= POLYNOMIAL
-    return tuple(found)
-
-
-EXP = _powers()  # ``EXP[i]`` is 2 to the power i, for i = 0..254
+EXP = tuple(
+    accumulate(range(ORDER - 1), lambda x, _: x << 1 ^ (POLYNOMIAL if x & 0x80 else 0), initial=1)
+)  # ``EXP[i]`` is 2 to the power i, for i = 0..254
 
 LOG = {value: i for i, value in enumerate(EXP)}  # Discrete logarithm to base 2 of every non-zero element
 
@@ -75,15 +67,10 @@ def inverse(a: int) -> int:
     return EXP[-LOG[a] % ORDER]
 
 
-def _table() -> Matrix:
-    table = np.zeros((256, 256), dtype=np.uint8)
-    for a in range(1, 256):
-        table[a, 1:] = [multiply(a, b) for b in range(1, 256)]
-    table.flags.writeable = False
-    return table
-
-
-TABLE = _table()  # Products: ``TABLE[a, b]``; shape (256, 256), uint8
+_LOGS = np.array([LOG.get(a, 0) for a in range(256)])
+TABLE: Matrix = np.array(EXP, np.uint8)[(_LOGS[:, None] + _LOGS) % ORDER]
+TABLE[0] = TABLE[:, 0] = 0  # Products: ``TABLE[a, b]``; shape (256, 256), uint8
+TABLE.flags.writeable = False
 
 
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:

@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cached_property
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ from reft.memory.header import (
 )
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
-from reft.recover.plan import BlockSource, Fetch
+from reft.recover.plan import BlockSource, Fetch, Group
 
 logger = logging.getLogger(__name__)
 
@@ -90,25 +91,6 @@ class Inventory:
             ) from error
 
 
-def take_inventory(
-    job_dir: Path, node: str, secret: bytes | None, is_wanted: Callable[[Path], bool] = lambda path: True
-) -> Inventory:
-    """List the arenas in a node's job directory. Unreadable ones become ``problems``, never errors.
-    ``job_dir``: the node's directory of the job; a missing one is an empty inventory."""
-    arenas: list[ArenaRecord] = []
-    problems: list[str] = []
-    for path, found in scan(job_dir, secret, is_wanted=is_wanted):
-        if isinstance(found, str):
-            problems.append(found)
-            continue
-        with found:
-            header = found.header()
-        if header is not None:
-            arenas.append(ArenaRecord(node, path.name, header))
-    logger.info("inventory of node %s: %d arenas, %d unreadable", node, len(arenas), len(problems))
-    return Inventory(node, tuple(arenas), tuple(problems))
-
-
 def _pack_header(header: ArenaHeader) -> tuple[bytes, bytes]:
     table = pack_entries(header.entries)
     rows = np.frombuffer(table, np.uint8).reshape(max(1, len(header.entries)), -1)
@@ -129,29 +111,54 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
 ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
 
 
-@contextmanager
-def opened_arenas(
-    job_dir: Path, inventory: Inventory, secret: bytes | None, *, wait: bool = True
-) -> Iterator[dict[tuple[str, str], Arena]]:
-    """The usable arenas of one job directory, to be read.
+@dataclass(frozen=True)
+class Place:
+    """Where arenas lie: a node's memory of the job, or a version on storage. A peer's place is known by what
+    that node tells of it (:meth:`Inventory.pack`), and its blocks are sent (:mod:`reft.recover.transfer`)."""
 
-    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
-    falls down the ladder. In the end they are closed; views that are still alive keep their mapping."""
-    arenas: dict[tuple[str, str], Arena] = {}
-    try:
-        for record in inventory.arenas:
-            try:
-                if record.usable:
-                    arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
-            except (ArenaError, OSError) as error:
-                logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
-        yield arenas
-    finally:
-        if wait:
-            _close(arenas)
-        else:
-            # To unmap what was read takes up to a fifth of the time that reading it took.
-            threading.Thread(target=_close, args=(arenas,), name="reft-unmap", daemon=True).start()
+    directory: Path  # a missing one holds nothing
+    node: str  # that reads here
+    secret: bytes
+    is_wanted: Callable[[Path], bool] = lambda path: True
+
+    def inventory(self) -> Inventory:
+        """List the arenas. Unreadable ones become ``problems``, never errors."""
+        arenas: list[ArenaRecord] = []
+        problems: list[str] = []
+        for path, found in scan(self.directory, self.secret, is_wanted=self.is_wanted):
+            if isinstance(found, str):
+                problems.append(found)
+                continue
+            with found:
+                header = found.header()
+            if header is not None:
+                arenas.append(ArenaRecord(self.node, path.name, header))
+        logger.info("inventory of node %s: %d arenas, %d unreadable", self.node, len(arenas), len(problems))
+        return Inventory(self.node, tuple(arenas), tuple(problems))
+
+    @contextmanager
+    def opened(self, inventory: Inventory, *, wait: bool = True) -> Iterator[dict[tuple[str, str], Arena]]:
+        """The usable arenas, to be read.
+
+        One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
+        falls down the ladder. In the end they are closed; views that are still alive keep their mapping."""
+        arenas: dict[tuple[str, str], Arena] = {}
+        try:
+            for record in inventory.arenas:
+                try:
+                    if record.usable:
+                        arenas[record.node, record.path] = Arena.open(
+                            self.directory / record.path, self.secret
+                        )
+                except (ArenaError, OSError) as error:
+                    logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
+            yield arenas
+        finally:
+            if wait:
+                _close(arenas)
+            else:
+                # To unmap what was read takes up to a fifth of the time that reading it took.
+                threading.Thread(target=_close, args=(arenas,), name="reft-unmap", daemon=True).start()
 
 
 def _close(arenas: ArenaSet) -> None:
@@ -206,7 +213,7 @@ def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
 
 
 def arenas_to_tell(
-    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_dp: bool = False
+    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_layout: bool = False
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
     that it reads for, as the first of the node to do so; the first rank of the node also speaks for
@@ -215,7 +222,7 @@ def arenas_to_tell(
 
     def speaker(record: ArenaRecord) -> int:
         at = record.header.coordinate
-        if not _fits(record.header, topology, job_id, any_dp):
+        if not _fits(record.header, topology, job_id, any_layout):
             return topology.local_ranks(node)[0]
         return topology.readers(node, at.pp, at.tp)[0]
 
@@ -228,25 +235,33 @@ def tables_of(
     topology: Topology,
     *,
     job_id: str,
-    any_dp: bool = False,
+    any_layout: bool = False,
 ) -> dict[Group, list[ArenaRecord]]:
     """The whole arenas that may serve each of these sharding groups: of this job and its degrees,
     whatever else has the same label (P7)."""
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
-        if record.usable and (at.pp, at.tp) in tables and _fits(record.header, topology, job_id, any_dp):
+        if record.usable and (at.pp, at.tp) in tables and _fits(record.header, topology, job_id, any_layout):
             tables[at.pp, at.tp].append(record)
     return tables
 
 
-def _fits(header: ArenaHeader, topology: Topology, job_id: str, any_dp: bool) -> bool:
-    return header.job_id == job_id and not _misfit(header, topology, any_dp=any_dp)
+def _fits(header: ArenaHeader, topology: Topology, job_id: str, any_layout: bool) -> bool:
+    return header.job_id == job_id and not _misfit(header, topology, any_layout=any_layout)
+
+
+def groups_of(degrees: Degrees) -> tuple[Group, ...]:
+    return tuple(product(range(degrees.pp), range(degrees.tp)))
 
 
 def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
-    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each."""
+    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each.
+    Where a version has other stages or slices, which is rare, all take part in all."""
     topology = findings.topology
+    if others := {d for d in findings.written.values() if groups_of(d) != topology.groups()}:
+        groups = set(topology.groups()).union(*map(groups_of, others))
+        return dict.fromkeys(sorted(groups), tuple(range(topology.world_size)))
     node, at = topology.nodes[rank], topology.coordinates[rank]
     own = at.pp, at.tp
     reads = [g for g in topology.groups() if g != own and topology.readers(node, *g) == (rank,)]
@@ -261,8 +276,6 @@ def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
             parts[group] = tuple(sorted(readers.union(topology.group(*group))))
     return parts
 
-
-Group = tuple[int, int]  # a sharding group: (pp, tp)
 
 _MOST_NAMED = 6
 
@@ -325,8 +338,8 @@ _STATES = {str(state): state for state in ArenaState}
 class Findings:
     job_id: str
     topology: Topology
-    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written by
-    # a job of one data-parallel degree.
+    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written in
+    # one layout.
     by_label: Mapping[Label, tuple[Head, ...]]
     unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
     misfits: tuple[str, ...]  # what other degrees or layouts were found, in words, with their newest label
@@ -344,10 +357,10 @@ class Findings:
         a place that seals versions."""
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
-    @property
-    def sizes(self) -> dict[Label, int]:
-        """Per label the members of every sharding group when it was written."""
-        return {label: heads[0].degrees.dp for label, heads in self.by_label.items()}
+    @cached_property
+    def written(self) -> dict[Label, Degrees]:
+        """Per label the layout of the job that wrote it."""
+        return {label: heads[0].degrees for label, heads in self.by_label.items()}
 
     def committed(self, label: Label) -> bool:
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
@@ -356,8 +369,7 @@ class Findings:
         """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
-        written = replace(self.topology.degrees, dp=self.sizes[label])
-        gone = [c for c in written.coordinates() if c not in found]
+        gone = [c for c in self.written[label].coordinates() if c not in found]
         if gone:
             named = [self._whereabouts(c) for c in gone[:_MOST_NAMED]]
             text += f". No arena of this version from {listing(named, count=len(gone))}"
@@ -418,7 +430,7 @@ def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str]
 
 
 def put_together(
-    summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_dp: bool = False
+    summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_layout: bool = False
 ) -> Findings:
     """Put the summaries of all nodes together; see :class:`Findings` and :func:`_misfit`."""
     by_label: dict[Label, list[Head]] = {}
@@ -438,7 +450,7 @@ def put_together(
         with_memory.add(head.node)
         if head.state is ArenaState.COMMITTED:
             committed.append(head.label)
-        if what := _misfit(head, topology, any_dp=any_dp):
+        if what := _misfit(head, topology, any_layout=any_layout):
             misfits[what] = max(misfits.get(what, head.label), head.label)
             leave_aside(head, f"of another layout, {what}")
         elif head.state.whole:
@@ -447,12 +459,12 @@ def put_together(
             unfinished.append(head)
             leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
-        # Where two degrees gave versions one name: those of the running job's, else those of the largest.
-        sizes = {head.degrees.dp for head in heads}
-        size = topology.degrees.dp if topology.degrees.dp in sizes else max(sizes)
-        for head in (head for head in heads if head.degrees.dp != size):
-            leave_aside(head, f"of another data-parallel degree under the same name, {label}")
-        by_label[label] = [head for head in heads if head.degrees.dp == size]
+        # Where two layouts gave versions one name: those of the running job's, else those of the largest.
+        found = {head.degrees for head in heads}
+        largest = max(found, key=lambda d: (d == topology.degrees, d.world_size, d.pp, d.dp))
+        for head in (head for head in heads if head.degrees != largest):
+            leave_aside(head, f"of another layout under the same name, {label}")
+        by_label[label] = [head for head in heads if head.degrees == largest]
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
     notes = [
         f"not used, {why}: {listing(sorted(places), count=len(places))}"
@@ -471,13 +483,11 @@ def put_together(
     )
 
 
-def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_dp: bool) -> str | None:
-    """Why an arena of this job cannot serve the running one, in words. ``any_dp``: one that was written at
-    another data-parallel degree may (:mod:`reft.recover.sources`)."""
+def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_layout: bool) -> str | None:
+    """Why an arena of this job cannot serve the running one, in words. ``any_layout``: one of another layout
+    may (:mod:`reft.recover.relayout`)."""
     written, at = arena.degrees, arena.coordinate
-    if written != topology.degrees and not (
-        any_dp and (written.pp, written.tp) == (topology.degrees.pp, topology.degrees.tp)
-    ):
+    if written != topology.degrees and not any_layout:
         return f"{written} instead of {topology.degrees}"
     if not (0 <= at.pp < written.pp and 0 <= at.dp < written.dp and 0 <= at.tp < written.tp):
         return f"coordinate {at} outside {written}"

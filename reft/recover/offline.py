@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import Coordinate
+from reft.grid import STATE_SECTIONS, Coordinate
 from reft.memory.arena import Arena
 from reft.memory.header import Entry
 from reft.memory.jobdir import newest_record
 from reft.recover.decide import offline_topology, plan_verified
-from reft.recover.inventory import ArenaSet, Inventory, open_job, opened_arenas, take_inventory
+from reft.recover.inventory import ArenaSet, Inventory, Place, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence
@@ -59,31 +60,16 @@ def persist_offline(
     """
     nodes = open_job(job_dirs)
     jobs = [*nodes.values()]
-    job_id, secret = jobs[0].job_id, jobs[0].secret
-    inventories = [take_inventory(job.path, node, secret) for node, job in nodes.items()]
+    places = [Place(job.path, node, job.secret) for node, job in nodes.items()]
     with ExitStack() as stack:
-        arenas: dict[tuple[str, str], Arena] = {}
-        for job, inventory in zip(jobs, inventories, strict=True):
-            arenas.update(stack.enter_context(opened_arenas(job.path, inventory, secret)))
-        topology = offline_topology(inventories, job_id)
-        plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
-        while isinstance(plan, RecoveryPlan) and plan.rebuilds:
-            # Ends: each round stores lost blocks, or finds sources that no later round uses.
-            folder = TemporaryDirectory(prefix=".decoded-", dir=job_dirs[0].parent)
-            scratch = Path(stack.enter_context(folder))
-            decoded, refused = rebuild_offline(plan, arenas, scratch, f"decoded {scratch.name}", secret)
-            arenas.update(stack.enter_context(opened_arenas(scratch, decoded, secret)))
-            inventories.append(decoded)
-            plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
-        if isinstance(plan, NotRecoverable):
-            raise plan.error()
-        records = [newest_record(job.path, plan.label.incarnation) for job in jobs]
+        found = _find(places, jobs[0].job_id, stack)
+        if isinstance(found.plan, NotRecoverable):
+            raise found.plan.error()
+        records = [newest_record(job.path, found.plan.label.incarnation) for job in jobs]
         _, fingerprint = max((r for r in records if r is not None), default=(0, None))
         noted = max(job.noted_incarnation() for job in jobs)
-        source = _source(plan, inventories, arenas, job_id=job_id, secret=secret, fingerprint=fingerprint)
-        return _export(
-            source, plan, len(bad), directory, noted_incarnation=noted, keep=keep, progress=progress
-        )
+        source = replace(found.source(found.plan, jobs[0].secret), fingerprint=fingerprint, writer=noted)
+        return _export(source, found, directory, keep, progress)
 
 
 def export_stored(
@@ -98,81 +84,93 @@ def export_stored(
     infos, problems = find_markers(stored)
     for info in reversed([info for info in infos if info.arenas]):
         with ExitStack() as stack:
-            inventory = take_inventory(info.path, STORED, STORAGE_KEY)
-            arenas = stack.enter_context(opened_arenas(info.path, inventory, STORAGE_KEY))
             try:
-                topology = offline_topology([inventory], info.job_id)
+                found = _find([Place(info.path, STORED, STORAGE_KEY)], info.job_id, stack)
             except LayoutError as error:
                 problems.append(f"{info.path}: {error}")
                 continue
-            plan, bad = plan_verified([inventory], topology, arenas, job_id=info.job_id)
-            if isinstance(plan, NotRecoverable):
-                problems.append(f"{info.path}: {'; '.join(plan.reasons)}")
+            if isinstance(found.plan, NotRecoverable):
+                problems.append(f"{info.path}: {'; '.join(found.plan.reasons)}")
                 continue
             # Records of the working directory are this process's alone.
-            source = _source(
-                plan,
-                [inventory],
-                arenas,
-                job_id=info.job_id,
-                secret=STORAGE_KEY,
-                fingerprint=info.fingerprint,
-            )
-            return _export(
-                source, plan, len(bad), directory, noted_incarnation=0, keep=keep, progress=progress
-            )
+            source = replace(found.source(found.plan, STORAGE_KEY), fingerprint=info.fingerprint)
+            return _export(source, found, directory, keep, progress)
     raise PersistError(
         f"{stored} holds no whole version that reft wrote ({'; '.join(problems) or 'no marker was found'}); "
         f"give the job's directory in persist.dir"
     )
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What lies in some places, opened, and what of it can be restored: all of that was verified."""
+
+    plan: RecoveryPlan | NotRecoverable
+    inventories: list[Inventory]
+    arenas: ArenaSet
+    corrupt_blocks: int
+
+    def source(self, plan: RecoveryPlan, secret: bytes) -> VersionSource:
+        records = chain.from_iterable(inventory.arenas for inventory in self.inventories)
+        headers = [r.header for r in records if r.usable and r.header.label == plan.label]
+        of_group = {(h.coordinate.pp, h.coordinate.tp): h for h in headers}
+        return VersionSource(
+            job_id=plan.job_id,
+            label=plan.label,
+            degrees=plan.degrees,
+            headers={c: replace(of_group[c.pp, c.tp], coordinate=c) for c in plan.fetches},
+            blocks={c: _blocks(plan, c, self.arenas) for c in sorted(plan.fetches)},
+            secret=secret,
+            node="offline",
+        )
+
+
+def _find(places: Sequence[Place], job_id: str, stack: ExitStack) -> _Found:
+    """Raises LayoutError: there is nothing to take the layout from."""
+    inventories: list[Inventory] = []
+    arenas: dict[tuple[str, str], Arena] = {}
+
+    def look(place: Place) -> None:
+        inventories.append(place.inventory())
+        arenas.update(stack.enter_context(place.opened(inventories[-1])))
+
+    for place in places:
+        look(place)
+    topology = offline_topology(inventories, job_id)
+    plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
+    while isinstance(plan, RecoveryPlan) and plan.rebuilds:
+        # Ends: each round stores lost blocks, or finds sources that no later round uses.
+        folder = TemporaryDirectory(prefix=".decoded-", dir=places[0].directory.parent)
+        scratch = Path(stack.enter_context(folder))
+        decoded = replace(places[0], directory=scratch, node=f"decoded {scratch.name}")
+        refused = rebuild_offline(plan, arenas, decoded)
+        look(decoded)
+        plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
+    return _Found(plan, inventories, arenas, len(bad))
+
+
 def _export(
     source: VersionSource,
-    plan: RecoveryPlan,
-    corrupt_blocks: int,
+    found: _Found,
     directory: Path,
-    *,
-    noted_incarnation: int,
     keep: int,
     progress: Callable[[PersistProgress], None],
 ) -> OfflineResult:
+    assert isinstance(found.plan, RecoveryPlan)
     target = job_directory(directory, source.job_id)
     # By a person's command: it stands for whatever start has claimed the directory.
-    writer = max(fence.claimed(target, source.job_id), noted_incarnation)
+    writer = max(fence.claimed(target, source.job_id), source.writer)
     options = PersistOptions(directory=target, keep=keep, progress=progress, export=write_deepspeed_files)
-    return OfflineResult(write_version(replace(source, writer=writer), options), plan, corrupt_blocks)
+    written = write_version(replace(source, writer=writer), options)
+    return OfflineResult(written, found.plan, found.corrupt_blocks)
 
 
-def _source(
-    plan: RecoveryPlan,
-    inventories: Sequence[Inventory],
-    arenas: ArenaSet,
-    *,
-    job_id: str,
-    secret: bytes,
-    fingerprint: str | None,
-) -> VersionSource:
-    headers = [r.header for i in inventories for r in i.arenas if r.usable and r.header.label == plan.label]
-    of_group = {(h.coordinate.pp, h.coordinate.tp): h for h in headers}
-    return VersionSource(
-        job_id=job_id,
-        label=plan.label,
-        degrees=plan.degrees,
-        headers={c: replace(of_group[c.pp, c.tp], coordinate=c) for c in plan.fetches},
-        blocks={c: _own_blocks(plan, c, arenas) for c in sorted(plan.fetches)},
-        secret=secret,
-        node="offline",
-        fingerprint=fingerprint,
-    )
-
-
-def _own_blocks(plan: RecoveryPlan, at: Coordinate, arenas: ArenaSet) -> list[SourceBlock]:
-    """What the coordinate's own arena would give: its shard, its partition, its host state."""
+def _blocks(plan: RecoveryPlan, at: Coordinate, arenas: ArenaSet) -> list[SourceBlock]:
+    sizes = {section: plan.image_bytes(at, section) for section in STATE_SECTIONS}
 
     def block(f: Fetch) -> SourceBlock:
-        size = plan.image_bytes(at, f.key.section)
-        entry = Entry(f.key, f.start_bytes, f.nbytes, size, f.arena_offset, f.checksum, owner=True)
+        place = f.start_bytes, f.nbytes, sizes[f.key.section], f.arena_offset
+        entry = Entry(f.key, *place, f.checksum, owner=f.key.member == at.dp)
         return SourceBlock(entry, arenas[f.node, f.arena].data, f"{f.arena} of node {f.node}")
 
-    return [block(f) for f in plan.fetches[at] if f.key.member == at.dp]
+    return [block(f) for f in plan.fetches[at]]

@@ -1,10 +1,11 @@
-"""The recovery plan: which version to restore, and for every block where it comes from.
+"""The recovery plan: which version to restore, and for every block where it comes from. Pure.
 
-The decision is made in :mod:`reft.recover.decide`, the sources are chosen in :mod:`reft.recover.sources`.
+The decision is made in :mod:`reft.recover.decide`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
-from reft.grid import BlockKey, Coordinate, Degrees, Section
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
 from reft.memory.arena import is_decoded
 from reft.naming import Label
 from reft.protect.codes import BlockCode, plan_decode
@@ -174,10 +175,10 @@ class RecoveryPlan:
     # byte of it is there and checked.
     committed: bool
     degrees: Degrees  # parallel degrees of the job
-    written_dp: int  # data-parallel degree of the job that wrote the version
+    written: Degrees  # of the job that wrote the version
     # for every coordinate that is planned for the blocks it needs: the replicated image of its (pp, tp) in
-    # image order, then its owned, then its host image. Of a version that was written at another data-parallel
-    # degree the blocks of the partitions from which its own is cut.
+    # image order, then its owned, then its host image. Of a version of another layout the host images that it
+    # reads, and the blocks from which its own images are made.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
     newest_committed: Label | None = None  # newest label marked committed in any usable arena
     rejected: tuple[str, ...] = ()  # for every newer version why it is not used
@@ -195,17 +196,21 @@ class RecoveryPlan:
         """The plans of all sharding groups as one. ``plans``: at least one, of the same decision. ``notes``:
         those that all of them have in common, which come last."""
         own = [note for plan in plans for note in plan.notes if note not in notes]
+        fetches: dict[Coordinate, tuple[Fetch, ...]] = {}
+        for plan in plans:
+            for at, of_group in plan.fetches.items():
+                fetches[at] = (*fetches.get(at, ()), *of_group)
         return replace(
             plans[0],
-            fetches={c: fetches for plan in plans for c, fetches in plan.fetches.items()},
+            fetches=fetches,
             notes=(*own, *notes),
             rebuilds={c: rebuild for plan in plans for c, rebuild in plan.rebuilds.items()},
         )
 
     @property
-    def resized(self) -> bool:
-        """Whether the version was written at another data-parallel degree than the job's."""
-        return self.written_dp != self.degrees.dp
+    def other_layout(self) -> bool:
+        """Whether the version was written in another layout than the job's."""
+        return self.written != self.degrees
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
@@ -241,8 +246,8 @@ class RecoveryPlan:
     def __str__(self) -> str:
         state = "committed" if self.committed else "sealed by all"
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
-        if self.resized:
-            lines.append(f"  written at DP{self.written_dp}, resumed at DP{self.degrees.dp}")
+        if self.other_layout:
+            lines.append(f"  written in {self.written}, resumed in {self.degrees}")
         lines += [f"  {c}: {format_bytes_from(count_bytes(fs))}" for c, fs in sorted(self.fetches.items())]
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(
@@ -273,3 +278,134 @@ class NotRecoverable:
     def error(self) -> ReftError:
         """The error to raise where nothing else (no persisted checkpoint) can help."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
+
+
+# -- where each block is taken from
+
+
+Group = tuple[int, int]  # a sharding group: (pp, tp)
+
+Image = tuple[Section, int]
+"""A section's image within the group: the member is -1 for the replicated one, which all share."""
+
+REPLICATED: Image = (Section.REPLICATED, -1)
+
+
+@dataclass(frozen=True)
+class SourceBlock:
+    """A needed block and where equal bytes of it are stored."""
+
+    key: BlockKey
+    start_bytes: int
+    nbytes: int
+    checksum: int
+    # per node the arena and the offset in it; the owner's own arena where there is a choice
+    nodes: Mapping[str, tuple[str, int]]
+    owner_nodes: tuple[str, ...]  # nodes that hold the owner's own block, sorted
+
+
+@dataclass(frozen=True)
+class GroupSources:
+    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty."""
+
+    # sources of every image; the replicated one lacks the ``lost`` blocks
+    images: Mapping[Image, tuple[SourceBlock, ...]]
+    gaps: tuple[str, ...]  # why an image is not whole, and cannot be made whole, in words
+    divergences: tuple[str, ...]  # copies that differ, in words
+    lost: tuple[LostBlock, ...] = ()  # replicated blocks to be decoded first
+    # sources by key, of what decoding reads: replicated, parity and checksum blocks
+    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
+
+
+def choose_decoders(
+    group: Group, members: Sequence[Coordinate], sources: GroupSources, topology: Topology, layout: str
+) -> dict[Coordinate, Rebuild]:
+    """Give the lost blocks of every stripe, decoded from the same others, to a member whose node holds a
+    parity of it; of those to the one that decodes the fewest bytes so far."""
+    work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
+    choices = []
+    for stripe in stripes_of(sources.lost):
+        parities = {node for b in stripe for key in b.parities for node in sources.stored[key].nodes}
+        near = [c for c in members if topology.node_of(c) in parities] or list(members)
+        choices.append((near, stripe))
+    # Those with the fewest choices first, so that the others even out the load.
+    for near, stripe in sorted(choices, key=lambda choice: len(choice[0])):
+        chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
+        work[chosen] += stripe
+    ends = [b.start_bytes + b.nbytes for b in sources.images[REPLICATED]]
+    image_bytes = max(ends + [b.start_bytes + b.nbytes for b in sources.lost], default=0)
+    rebuilds = {}
+    for at, blocks in work.items():
+        keys = dict.fromkeys(BlockKey(Section.CHECKSUMS, b.key.member, 0) for b in blocks)
+        keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
+        fetches = []
+        for key in keys:
+            kind, nodes = _best_source(sources.stored[key], topology.node_of(at))
+            fetches.append(_fetch(sources.stored[key], group, kind, nodes[0]))
+        if blocks:
+            rebuilds[at] = Rebuild(tuple(blocks), image_bytes, layout, tuple(fetches))
+    return rebuilds
+
+
+def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
+    """The highest level that has the block for a coordinate on ``node``, and the nodes to choose from.
+
+    Later kinds go below COPY; only they need more than one node per block."""
+    if node in block.nodes:
+        return SourceKind.LOCAL, (node,)
+    if block.owner_nodes:
+        return SourceKind.PEER, block.owner_nodes
+    return SourceKind.COPY, tuple(sorted(block.nodes))
+
+
+def plan_fetches(
+    group: Group, needs: Mapping[Coordinate, Sequence[SourceBlock]], topology: Topology
+) -> dict[Coordinate, tuple[Fetch, ...]]:
+    """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
+
+    Blocks with the fewest choices are settled first, so that those with a choice even out the load."""
+    chosen: dict[Coordinate, list[Fetch | None]] = {}
+    open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
+    load: Counter[str] = Counter()
+    # What one member fetches, most others fetch from the same place: each fetch is made once.
+    made: dict[tuple[int, SourceKind, str], Fetch] = {}
+
+    def fetch_of(block: SourceBlock, kind: SourceKind, node: str) -> Fetch:
+        case = id(block), kind, node
+        if case not in made:
+            made[case] = _fetch(block, group, kind, node)
+        return made[case]
+
+    for coordinate, blocks in needs.items():
+        node = topology.node_of(coordinate)
+        slots: list[Fetch | None] = [None] * len(blocks)
+        chosen[coordinate] = slots
+        for at, block in enumerate(blocks):
+            kind, nodes = _best_source(block, node)
+            if len(nodes) > 1:
+                open_choices.append((len(nodes), coordinate, at, block, kind, nodes))
+                continue
+            slots[at] = fetch_of(block, kind, nodes[0])
+            if kind is not SourceKind.LOCAL:
+                load[nodes[0]] += block.nbytes
+    for _, coordinate, at, block, kind, nodes in sorted(open_choices, key=lambda choice: choice[:3]):
+        best = min(nodes, key=lambda node: (load[node], node))
+        load[best] += block.nbytes
+        chosen[coordinate][at] = fetch_of(block, kind, best)
+    return {c: tuple(f for f in slots if f is not None) for c, slots in chosen.items()}
+
+
+def _fetch(block: SourceBlock, group: Group, kind: SourceKind, node: str) -> Fetch:
+    arena, arena_offset = block.nodes[node]
+    return Fetch(
+        key=block.key,
+        pp=group[0],
+        tp=group[1],
+        start_bytes=block.start_bytes,
+        nbytes=block.nbytes,
+        checksum=block.checksum,
+        kind=kind,
+        node=node,
+        arena=arena,
+        arena_offset=arena_offset,
+    )

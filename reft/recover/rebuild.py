@@ -1,4 +1,6 @@
-"""Decoding lost blocks and storing them, so that the rest of a recovery finds every block somewhere.
+"""What a recovery writes into memory: decoded blocks, and a newcomer's arena.
+
+Lost blocks are decoded and stored, so that the rest of a recovery finds every block somewhere.
 
 One member of the group decodes a lost block, from blocks that reach it verified, checks the result against
 its owner's checksum (P5) and seals what it decoded in an arena of its own. That arena is further
@@ -9,24 +11,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from reft.grid import BlockKey, Coordinate, Section
-from reft.memory.arena import Arena, decoded_name
+from reft.errors import ReftError
+from reft.grid import BlockKey, Coordinate, Section, Topology
+from reft.memory.arena import Arena, decoded_name, is_decoded
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
-from reft.protect.codes import unpack_checksums
+from reft.protect.codes import Scheme, unpack_checksums
+from reft.protect.placement import place_group
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows
-from reft.recover.inventory import ArenaSet, Inventory, matches, stored_bytes, take_inventory
-from reft.recover.plan import BlockSource, Fetch, LostBlock, Rebuild, RecoveryPlan, stripes_of
+from reft.recover.inventory import ArenaRecord, ArenaSet, Place, matches, stored_bytes
+from reft.recover.plan import (
+    BlockSource,
+    Fetch,
+    GroupSources,
+    LostBlock,
+    Rebuild,
+    RecoveryPlan,
+    plan_fetches,
+    stripes_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,17 +212,13 @@ class Decoder:
         self,
         plan: RecoveryPlan,
         at: Coordinate,
-        directory: Path,
-        node: str,
-        secret: bytes,
+        place: Place,
         *,
         kept_bytes: int = 0,
     ) -> None:
         self._plan = plan
         self._at = at
-        self._directory = directory
-        self._node = node
-        self._secret = secret
+        self._place = place
         self._rebuild = plan.rebuilds.get(at, _NOTHING)
         self._arena: Arena | None = None
         self._pool = Pool(kept_bytes)
@@ -227,15 +237,15 @@ class Decoder:
         # Padded lengths are multiples of the alignment.
         offsets = list(accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0))
         # A file that no earlier attempt has written: its blocks may be among the sources.
-        paths = (self._directory / decoded_name(str(self._at), n) for n in count())
+        paths = (self._place.directory / decoded_name(str(self._at), n) for n in count())
         path = next(path for path in paths if not path.exists())
-        self._arena = Arena.create(path, offsets[-1], len(blocks), self._secret)
+        self._arena = Arena.create(path, offsets[-1], len(blocks), self._place.secret)
         # Further redundancy of the version, as the job that wrote it was laid out.
-        written, label = self._plan.written_dp, self._plan.label
-        degrees, at = replace(self._plan.degrees, dp=written), replace(self._at, dp=self._at.dp % written)
+        of, written = self._rebuild.fetches[0], self._plan.written
+        at = Coordinate(of.pp, self._at.dp % written.dp, of.tp)
         self._arena.begin(
             ArenaHeader(
-                *(self._plan.job_id, self._node, degrees, at, label, ArenaState.WRITING),
+                *(self._plan.job_id, self._place.node, written, at, self._plan.label, ArenaState.WRITING),
                 layout=self._rebuild.layout,
             )
         )
@@ -313,14 +323,12 @@ class Decoder:
                 self._arena.path.unlink(missing_ok=True)
 
 
-def rebuild_offline(
-    plan: RecoveryPlan, arenas: ArenaSet, directory: Path, node: str, secret: bytes
-) -> tuple[Inventory, frozenset[BlockSource]]:
-    """Decode everything on this machine, where all arenas can be read. Returns the inventory of
-    ``directory``, and the corrupt sources met: plan again without them."""
+def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: Place) -> frozenset[BlockSource]:
+    """Decode everything on this machine, where all arenas can be read. Returns the corrupt sources met: plan
+    again without them."""
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
-        with closing(Decoder(plan, coordinate, directory, node, secret)) as decoder:
+        with closing(Decoder(plan, coordinate, place)) as decoder:
             decoder.reserve()
             for fetch in rebuild.fetches:
                 if (fetch.node, fetch.arena) not in arenas or not matches(fetch, arenas):
@@ -328,4 +336,196 @@ def rebuild_offline(
                     continue
                 decoder.take(fetch, np.frombuffer(stored_bytes(fetch, arenas), np.uint8), stays=True)
             bad |= decoder.store()
-    return take_inventory(directory, node, secret), frozenset(bad)
+    return frozenset(bad)
+
+
+# Completing a recovered version where a member has nothing of it: its node is new, or lost its memory.
+#
+# What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks that it
+# has to keep for its ring peers. Each block is verified in the buffer in which it came, and copied from there
+# into the tensors, if they need it, and into the newcomer's arena. Once every block is there the arena is
+# sealed under the version's own label: the version is then as protected as before the loss, and who holds
+# it has written nothing. Until then the arena says WRITING, and a recovery that starts over does not look
+# at it (P3).
+#
+# Only for copies: where a code, recomputation, another scheme or another ring is in force, or anything is in
+# the way, the restored state is taken again as a version of its own.
+
+
+@dataclass(frozen=True)
+class Room:
+    start_bytes: int  # the block's offset in its section's image
+    nbytes: int  # its length; of a host block the room for it
+    arena_offset: int  # from the start of the arena's data region
+
+    def fits(self, fetch: Fetch) -> bool:
+        exact = fetch.key.section is not Section.HOST
+        return fetch.start_bytes == self.start_bytes and (
+            fetch.nbytes == self.nbytes if exact else fetch.nbytes <= self.nbytes
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a member's arena holds: the blocks' places in a data region of ``data_bytes``."""
+
+    rooms: Mapping[BlockKey, Room]
+    data_bytes: int
+
+
+@dataclass(frozen=True)
+class Completing:
+    """How this incarnation stores versions."""
+
+    scheme: str  # the protection in force
+    path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
+    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
+    blueprint: Callable[[int, tuple[int, ...]], Blueprint]
+
+
+def plan_kept(
+    group: tuple[int, int], sources: GroupSources, records: Sequence[ArenaRecord], topology: Topology
+) -> dict[Coordinate, tuple[Fetch, ...]]:
+    """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
+    newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""
+    pp, tp = group
+    at_home: dict[int, ArenaHeader] = {}
+    for record in records:
+        at = record.header.coordinate
+        if topology.node_of(at) == record.node and not is_decoded(record.path):
+            at_home[at.dp] = record.header
+    schemes = {header.scheme for header in at_home.values()}
+    if len(schemes) != 1 or not (name := schemes.pop()):
+        return {}
+    scheme = Scheme.parse(name)
+    if not scheme.copies or scheme.parities:
+        return {}
+    placement = place_group(topology.group_nodes(pp, tp), scheme.copies, 0)
+    for dp, header in at_home.items():
+        kept = {entry.key.member for entry in header.entries if entry.key.section is Section.HOST}
+        if kept != set(placement.kept_by(dp)):
+            return {}
+    needs = {
+        Coordinate(pp, dp, tp): [
+            block
+            for member in placement.kept_by(dp)[1:]
+            for section in (Section.OWNED, Section.HOST)
+            for block in sources.images[section, member]
+        ]
+        for dp in range(topology.degrees.dp)
+        if dp not in at_home
+    }
+    return plan_fetches(group, needs, topology)
+
+
+class Completion:
+    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
+    version."""
+
+    def __init__(
+        self, plan: RecoveryPlan, at: Coordinate, place: Place, how: Completing | None, stored: ArenaHeader
+    ) -> None:
+        self._plan = plan
+        self._at = at
+        self._place = place
+        kept = how is not None and at in plan.kept and stored.scheme == how.scheme
+        self._how = how if kept else None
+        self._layout = stored.layout
+        self._rooms: Mapping[BlockKey, Room] = {}
+        self._arena: Arena | None = None
+        self._arrived: dict[BlockKey, Fetch] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
+        not completed here, and the job goes on."""
+        plan, how = self._plan, self._how
+        if how is None or how.path is None:
+            return
+        header = ArenaHeader(
+            job_id=plan.job_id,
+            node=self._place.node,
+            degrees=plan.degrees,
+            coordinate=self._at,
+            label=plan.label,
+            state=ArenaState.WRITING,
+            layout=self._layout,
+            scheme=how.scheme,
+        )
+        owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
+        try:
+            drawn = how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
+            arena = Arena.create(
+                how.path, drawn.data_bytes, len(drawn.rooms), self._place.secret, touch=False
+            )
+            self._arena = arena
+            arena.begin(header)
+        except (ReftError, OSError) as error:  # the state is restored all the same
+            self._give_up(error)
+            return
+        self._rooms = drawn.rooms
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("%s cannot be completed here; the version is taken again: %s", self._plan.label, error)
+        self._rooms = {}
+
+    def take(self, fetch: Fetch, data: torch.Tensor) -> None:
+        """A verified block is here. Several threads may bring blocks at once."""
+        arena, room = self._arena, self._rooms.get(fetch.key)
+        if arena is None or room is None or not room.fits(fetch):
+            return
+        try:
+            arena.write(room.arena_offset, data.numpy().data)
+        except (ReftError, OSError) as error:
+            self._give_up(error)
+            return
+        with self._lock:
+            self._arrived[fetch.key] = fetch
+
+    def seal(self) -> None:
+        """Every block of the version has arrived everywhere: record it, if none is missing here."""
+        arena = self._arena
+        if arena is None or not self._rooms:
+            return
+        if missing := [key for key in self._rooms if key not in self._arrived]:
+            logger.warning(
+                "%s cannot be completed here; the version is taken again: %d of its blocks are stored in "
+                "another shape, %s among them",
+                *(self._plan.label, len(missing), missing[0]),
+            )
+            return
+        image_bytes = {
+            (section, at.dp): self._plan.image_bytes(at, section)
+            for section in (Section.REPLICATED, Section.OWNED, Section.HOST)
+            for at in self._plan.fetches
+        }
+        entries = [
+            self._entry(key, room, image_bytes[key.section, key.member]) for key, room in self._rooms.items()
+        ]
+        try:
+            arena.allocate()
+            arena.seal(entries)
+            if self._plan.committed:
+                arena.commit()
+        except (ReftError, OSError) as error:
+            self._give_up(error)
+
+    def _entry(self, key: BlockKey, room: Room, image_bytes: int) -> Entry:
+        fetch = self._arrived[key]
+        return Entry(
+            key=key,
+            start_bytes=fetch.start_bytes,
+            nbytes=fetch.nbytes,
+            image_bytes=image_bytes,
+            arena_offset=room.arena_offset,
+            checksum=fetch.checksum,
+            owner=key.member == self._at.dp,
+        )
+
+    def close(self) -> None:
+        """Let go of the arena. The file stays, for the versions to come."""
+        self._rooms = {}
+        if self._arena is not None:
+            self._arena.unlock()
+            self._arena.close()
+            self._arena = None

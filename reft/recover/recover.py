@@ -5,34 +5,37 @@ Two things are said to the whole job: who holds which version (summaries without
 sharding group can recover. From these all ranks decide on the same version. Everything else stays in the
 sharding group: its block tables, its plan, its refused sources, its bytes. Every rank goes through the same
 stages; each ends in an agreement of all, so that all fall down the ladder, or fail, together.
+
+A version of another layout is recovered in the same way. Its sharding groups are those of the job that wrote
+it: with other replicas alone, each is taken up by its successor; with other stages or slices all ranks take
+part in all of them.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
-from itertools import count
-from pathlib import Path
+from itertools import chain, count
 from typing import Any
 
 import msgpack
 import torch
 
-from reft.errors import ReftError
-from reft.grid import BlockKey, Coordinate, Section, Topology
-from reft.memory.arena import Arena, is_decoded
-from reft.memory.header import ArenaHeader, ArenaState, Entry
+from reft.control.control import ControlGroup
+from reft.errors import PeerLostError, TransferError
+from reft.faults import FaultPlan
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
 from reft.naming import Label
-from reft.protect.codes import Scheme
-from reft.protect.placement import place_group
 from reft.recover.decide import (
     Decision,
+    Piece,
     Verdict,
+    Wanted,
     decide,
     decode_verdicts,
     encode_verdicts,
@@ -43,218 +46,240 @@ from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
     Findings,
-    Group,
     Inventory,
+    Place,
     Summary,
     arenas_to_tell,
     find_corrupt,
+    groups_of,
     listing,
     parts_of,
     put_together,
     summarize,
     tables_of,
 )
-from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
-from reft.recover.sources import GroupSources, Piece, Resize, plan_fetches
-from reft.recover.stages import Flaw, Ledger, Participant, Repair, Stage
-from reft.recover.transfer import Copy, Sink, TransferStats, execute
+from reft.recover.plan import (
+    BlockSource,
+    Fetch,
+    Group,
+    GroupSources,
+    NotRecoverable,
+    RecoveryPlan,
+    SourceKind,
+    describe_block,
+)
+from reft.recover.rebuild import Completing, Completion, Decoder, plan_kept
+from reft.recover.transfer import (
+    DEFAULT_WINDOW_BYTES,
+    BrokenOffError,
+    Copy,
+    Sink,
+    TransferStats,
+    execute,
+)
 
 logger = logging.getLogger(__name__)
 
 
-# Completing a recovered version where a member has nothing of it: its node is new, or lost its memory.
-#
-# What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks that it
-# has to keep for its ring peers. Each block is verified in the buffer in which it came, and copied from there
-# into the tensors, if they need it, and into the newcomer's arena. Once every block is there the arena is
-# sealed under the version's own label: the version is then as protected as before the loss, and who holds
-# it has written nothing. Until then the arena says WRITING, and a recovery that starts over does not look
-# at it (P3).
-#
-# Only for copies: where a code, recomputation, another scheme or another ring is in force, or anything is in
-# the way, the restored state is taken again as a version of its own.
+@dataclass(frozen=True)
+class Participant:
+    """A rank that takes part in a recovery, and how it goes through stages with the others. Made on all ranks
+    with equal arguments, but for the directory."""
+
+    topology: Topology
+    control: ControlGroup
+    job_id: str
+    place: Place  # the job's memory on this node, or this node's part of a version on storage
+    faults: FaultPlan | None = None
+    window_bytes: int = DEFAULT_WINDOW_BYTES  # receive buffers; room for blocks that wait to be decoded
+
+    @property
+    def at(self) -> Coordinate:
+        return self.topology.coordinates[self.control.rank]
+
+    @property
+    def node(self) -> str:
+        return self.topology.nodes[self.control.rank]
+
+    def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
+        """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
+        ``doing``: what for, for the error message."""
+        mine, failure = b"", None
+        try:
+            mine = stage()
+        except Exception as error:
+            failure = error
+        bodies = self._tell_all(mine, failure, doing)
+        if failure is not None:
+            raise failure
+        return bodies
+
+    def agree(self, stage: Callable[[], bool], doing: str) -> bool:
+        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all
+        is well."""
+        said, failure = False, None
+        try:
+            said = stage()
+        except (PeerLostError, BrokenOffError):
+            raise
+        except Exception as error:
+            failure = error
+        failed, any_said = self.control.any_of(failure is not None, said)
+        if failed:
+            self._tell_all(b"", failure, doing)
+        if failure is not None:
+            raise failure
+        return any_said
+
+    def _tell_all(self, mine: bytes, failure: Exception | None, doing: str) -> list[bytes]:
+        errors: list[str] = []
+        bodies: list[bytes] = []
+        told = self.control.gather_bytes(msgpack.packb([None if failure is None else repr(failure), mine]))
+        for rank, message in enumerate(told):
+            error, body = msgpack.unpackb(message)
+            bodies.append(body)
+            if error is not None:
+                where = f"{self.topology.coordinates[rank]}, node {self.topology.nodes[rank]}"
+                errors.append(f"rank {rank} ({where}) failed with {error}")
+        if errors and failure is None:
+            raise TransferError(f"{doing} did not succeed on every rank: {'; '.join(errors)}")
+        return bodies
+
+
+Stage = Callable[[], frozenset[BlockSource] | None]  # does this rank's part; the sources that it refuses
+
+
+class Flaw(StrEnum):
+    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes are in
+    order, the data it was computed from."""
+
+    STORED = "corrupt or unreadable in"
+    IN_TRANSIT = "corrupt on the way from"
+    OTHER_DATA = "computed from other data than the version's, in"
 
 
 @dataclass(frozen=True)
-class Room:
-    start_bytes: int  # the block's offset in its section's image
-    nbytes: int  # its length; of a host block the room for it
-    arena_offset: int  # from the start of the arena's data region
+class Repair:
+    """One stored block that could not be used, and what took its place."""
 
-    def fits(self, fetch: Fetch) -> bool:
-        exact = fetch.key.section is not Section.HOST
-        return fetch.start_bytes == self.start_bytes and (
-            fetch.nbytes == self.nbytes if exact else fetch.nbytes <= self.nbytes
+    label: Label  # version it belonged to
+    fetch: Fetch
+    flaw: Flaw
+    replaced_by: str = ""  # where the restored bytes came from, in words
+
+    def __str__(self) -> str:
+        fetch = self.fetch
+        block = describe_block(fetch.pp, fetch.tp, fetch.key)
+        return (
+            f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node {fetch.node}; "
+            f"restored from {self.replaced_by}"
         )
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """What a member's arena holds: the blocks' places in a data region of ``data_bytes``."""
+class Ledger:
+    """The sources refused so far; of one sharding group the same on all ranks that take part in it."""
 
-    rooms: Mapping[BlockKey, Room]
-    data_bytes: int
-
-
-@dataclass(frozen=True)
-class Completing:
-    """How this incarnation stores versions."""
-
-    scheme: str  # the protection in force
-    path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
-    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
-    blueprint: Callable[[int, tuple[int, ...]], Blueprint]
-
-
-def plan_kept(
-    group: tuple[int, int], sources: GroupSources, records: Sequence[ArenaRecord], topology: Topology
-) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
-    newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""
-    pp, tp = group
-    at_home: dict[int, ArenaHeader] = {}
-    for record in records:
-        at = record.header.coordinate
-        if topology.node_of(at) == record.node and not is_decoded(record.path):
-            at_home[at.dp] = record.header
-    schemes = {header.scheme for header in at_home.values()}
-    if len(schemes) != 1 or not (name := schemes.pop()):
-        return {}
-    scheme = Scheme.parse(name)
-    if not scheme.copies or scheme.parities:
-        return {}
-    placement = place_group(topology.group_nodes(pp, tp), scheme.copies, 0)
-    for dp, header in at_home.items():
-        kept = {entry.key.member for entry in header.entries if entry.key.section is Section.HOST}
-        if kept != set(placement.kept_by(dp)):
-            return {}
-    needs = {
-        Coordinate(pp, dp, tp): [
-            block
-            for member in placement.kept_by(dp)[1:]
-            for section in (Section.OWNED, Section.HOST)
-            for block in sources.images[section, member]
-        ]
-        for dp in range(topology.degrees.dp)
-        if dp not in at_home
-    }
-    return plan_fetches(needs, topology)
-
-
-class Completion:
-    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
-    version."""
-
-    def __init__(
-        self, plan: RecoveryPlan, me: Participant, how: Completing | None, stored: ArenaHeader
-    ) -> None:
-        self._plan = plan
+    def __init__(self, me: Participant) -> None:
         self._me = me
-        kept = how is not None and me.at in plan.kept and stored.scheme == how.scheme
-        self._how = how if kept else None
-        self._layout = stored.layout
-        self._rooms: Mapping[BlockKey, Room] = {}
-        self._arena: Arena | None = None
-        self._arrived: dict[BlockKey, Fetch] = {}
-        self._lock = threading.Lock()
+        self._findings: dict[BlockSource, Repair] = {}
 
-    def begin(self) -> None:
-        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
-        not completed here, and the job goes on."""
-        plan, how = self._plan, self._how
-        if how is None or how.path is None:
-            return
-        header = ArenaHeader(
-            job_id=plan.job_id,
-            node=self._me.node,
-            degrees=plan.degrees,
-            coordinate=self._me.at,
-            label=plan.label,
-            state=ArenaState.WRITING,
-            layout=self._layout,
-            scheme=how.scheme,
-        )
-        owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
-        try:
-            drawn = how.blueprint(plan.image_bytes(self._me.at, Section.REPLICATED), owned)
-            arena = Arena.create(how.path, drawn.data_bytes, len(drawn.rooms), self._me.secret, touch=False)
-            self._arena = arena
-            arena.begin(header)
-        except (ReftError, OSError) as error:  # the state is restored all the same
-            self._give_up(error)
-            return
-        self._rooms = drawn.rooms
+    @property
+    def bad(self) -> frozenset[BlockSource]:
+        return frozenset(self._findings)
 
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("%s cannot be completed here; the version is taken again: %s", self._plan.label, error)
-        self._rooms = {}
+    def in_transit(self, node: str, label: Label) -> list[Fetch]:
+        """What of a version arrived corrupt from this node: its bytes may be in order there."""
+        found = [f for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.label == label]
+        return [f.fetch for f in found if f.fetch.node == node]
 
-    def take(self, fetch: Fetch, data: torch.Tensor) -> None:
-        """A verified block is here. Several threads may bring blocks at once."""
-        arena, room = self._arena, self._rooms.get(fetch.key)
-        if arena is None or room is None or not room.fits(fetch):
-            return
-        try:
-            arena.write(room.arena_offset, data.numpy().data)
-        except (ReftError, OSError) as error:
-            self._give_up(error)
-            return
-        with self._lock:
-            self._arrived[fetch.key] = fetch
+    def share(
+        self,
+        plans: Mapping[Group, RecoveryPlan],
+        parts: Mapping[Group, Iterable[int]],
+        stage: Stage,
+        flaw: Flaw,
+    ) -> bool:
+        """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
+        error of one reaches all, what one refused those that take part in its sharding group.
 
-    def seal(self) -> None:
-        """Every block of the version has arrived everywhere: record it, if none is missing here."""
-        arena = self._arena
-        if arena is None or not self._rooms:
-            return
-        if missing := [key for key in self._rooms if key not in self._arrived]:
-            logger.warning(
-                "%s cannot be completed here; the version is taken again: %d of its blocks are stored in "
-                "another shape, %s among them",
-                *(self._plan.label, len(missing), missing[0]),
-            )
-            return
-        image_bytes = {
-            (section, at.dp): self._plan.image_bytes(at, section)
-            for section in (Section.REPLICATED, Section.OWNED, Section.HOST)
-            for at in self._plan.fetches
+        Args:
+            parts: the ranks that take part in each of these groups.
+
+        Returns:
+            Whether any rank refused a source.
+
+        Raises:
+            TransferError: if a peer is gone, or its stage failed.
+            BrokenOffError: this rank's own stage failed so that the peers cannot be told.
+            Exception: what this rank's own stage raised, after the peers were told.
+        """
+        found: frozenset[BlockSource] = frozenset()
+
+        def refuses() -> bool:
+            nonlocal found
+            found = stage() or frozenset()
+            return bool(found)
+
+        label = next(iter(plans.values())).label
+        if not self._me.agree(refuses, f"the recovery of {label}"):
+            return False
+        fetches = {
+            group: {f.source: f for at in plan.fetches.values() for f in at} for group, plan in plans.items()
         }
-        entries = [
-            self._entry(key, room, image_bytes[key.section, key.member]) for key, room in self._rooms.items()
-        ]
-        try:
-            arena.allocate()
-            arena.seal(entries)
-            if self._plan.committed:
-                arena.commit()
-        except (ReftError, OSError) as error:
-            self._give_up(error)
+        bodies: dict[int, set[BlockSource]] = {}
+        for group, of_group in fetches.items():
+            for peer in parts[group]:
+                bodies.setdefault(peer, set()).update(found & of_group.keys())
+        told = self._me.control.swap({peer: pack_sources(sorted(s)) for peer, s in bodies.items()})
+        sources = found.union(*map(unpack_sources, told.values()))
+        known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
+        for source in sorted(sources & known.keys()):
+            fetch = known[source]
+            here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
+            self._findings[source] = Repair(label, fetch, Flaw.STORED if here else flaw)
+        return True
 
-    def _entry(self, key: BlockKey, room: Room, image_bytes: int) -> Entry:
-        fetch = self._arrived[key]
-        return Entry(
-            key=key,
-            start_bytes=fetch.start_bytes,
-            nbytes=fetch.nbytes,
-            image_bytes=image_bytes,
-            arena_offset=room.arena_offset,
-            checksum=fetch.checksum,
-            owner=key.member == self._me.at.dp,
-        )
+    def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
+        """Every source refused in the plan's sharding group, and what ``plan``, which was carried out, used
+        instead."""
+        groups: set[Group] = set()
+        used: dict[tuple[int, int, BlockKey], set[str]] = {}
+        for fetches in plan.fetches.values():
+            for f in fetches:
+                groups.add((f.pp, f.tp))
+                used.setdefault((f.pp, f.tp, f.key), set()).add(f"{f.arena} on node {f.node}")
+        repairs = []
+        for finding in self._findings.values():
+            fetch = finding.fetch
+            if (fetch.pp, fetch.tp) not in groups:
+                continue
+            # What was only read to decode something else has no place of its own in the plan.
+            places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
+            instead = ", ".join(places) or "other blocks of its stripe"
+            if finding.label != plan.label:
+                instead = f"an older version, {plan.label}, because no other source is left"
+            repairs.append(replace(finding, replaced_by=instead))
+        return tuple(repairs)
 
-    def close(self) -> None:
-        """Let go of the arena. The file stays, for the versions to come."""
-        self._rooms = {}
-        if self._arena is not None:
-            self._arena.unlock()
-            self._arena.close()
-            self._arena = None
+
+def pack_sources(sources: Iterable[BlockSource]) -> bytes:
+    rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sources]
+    body: bytes = msgpack.packb(rows)
+    return body
 
 
-Prepare = Callable[[bytes, Resize], Sequence[Piece]]
-"""Takes this coordinate's verified host image and gives the live state the shape it describes. Where the
-version was written at another data-parallel degree, the host image is that of :meth:`Resize.host_from`, and
-what is returned says which bytes of the partitions this coordinate needs."""
+def unpack_sources(body: bytes) -> frozenset[BlockSource]:
+    """Inverse of :func:`pack_sources`; of nothing it is nothing."""
+    return frozenset(
+        BlockSource(node, arena, BlockKey(Section(section), member, index))
+        for node, arena, section, member, index in (msgpack.unpackb(body) if body else ())
+    )
+
+
+Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[Piece]]
+"""Takes the verified host images that :func:`~reft.recover.relayout.spoken_by` names, and the layout that
+they are of, and gives the live state the shape they describe. Where that is another layout than this job's,
+what is returned says which bytes of the other images this coordinate needs."""
 
 
 @dataclass(frozen=True)
@@ -278,16 +303,16 @@ class RecoveryOutcome:
 class Recovery:
     """One recovery, on one rank. ``completing``: how this incarnation stores versions, to complete the
     version on nodes that hold nothing of it; None: it is not completed. Given on all ranks or on none.
-    ``resizable``: whether a version that was written at another data-parallel degree may be restored."""
+    ``any_layout``: whether a version that was written in another layout may be restored."""
 
     def __init__(
-        self, me: Participant, *, completing: Completing | None = None, resizable: bool = False
+        self, me: Participant, *, completing: Completing | None = None, any_layout: bool = False
     ) -> None:
         self._me = me
         self._topology = me.topology
         self._rank = me.control.rank
         self._completing = completing
-        self._resizable = resizable
+        self._any_layout = any_layout
         self._ledger = Ledger(me)
         self._arenas: ArenaSet = {}
         self._moved: list[TransferStats] = []
@@ -298,13 +323,7 @@ class Recovery:
         sharding group, for the version that all ranks decided on."""
         self._look()
         self._plan()
-        return self._found.plans[self._group] if self._found.plans else self._found.refusal
-
-    @property
-    def has_other_layouts(self) -> bool:
-        """Whether the survey found memory of this job that this one cannot take up as it is; the same on all
-        ranks."""
-        return bool(self._found.findings.misfits)
+        return self._found.own if self._found.plans else self._found.refusal
 
     @property
     def _group(self) -> Group:
@@ -313,11 +332,11 @@ class Recovery:
     def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
 
-        ``prepare`` gets the verified host image and ``copy`` the blocks of the other sections, which are
-        verified by what it returns (of a version of another data-parallel degree those with wanted bytes in
-        them). Where a block is corrupt, some of the state has been written by then: the plan is made again,
-        and both are called again. If the result is then :class:`NotRecoverable`, the live state has to be
-        restored from elsewhere.
+        ``prepare`` gets the verified host images and ``copy`` the blocks of the other sections, which are
+        verified by what it returns (of a version of another layout those with wanted bytes in them). Where a
+        block is corrupt, some of the state has been written by then: the plan is made again, and both are
+        called again. If the result is then :class:`NotRecoverable`, the live state has to be restored from
+        elsewhere.
 
         Raises:
             TransferError: if a peer is gone, or could not restore its part (the message says which and why).
@@ -329,23 +348,19 @@ class Recovery:
             found = self._found
             if not found.plans:
                 return found.refusal
-            with self._me.opened(found.inventory, wait=False) as self._arenas:
+            with self._me.place.opened(found.inventory, wait=False) as self._arenas:
                 decodes = found.decision.decodes
                 if decodes:
                     self._rebuild()
                 elif self._carry_out(prepare, copy):
-                    repairs = self._ledger.repairs(self._own)
-                    outcome = RecoveryOutcome(self._own, self._stats(), repairs, attempt)
+                    repairs = self._ledger.repairs(self._found.own)
+                    outcome = RecoveryOutcome(self._found.own, self._stats(), repairs, attempt)
                     _report(outcome, self._rank)
                     return outcome
             if decodes:
                 self._look()
             self._plan()
         raise AssertionError("unreachable")
-
-    @property
-    def _own(self) -> RecoveryPlan:
-        return self._found.plans[self._group]
 
     def _rebuild(self) -> None:
         """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
@@ -356,30 +371,49 @@ class Recovery:
             return self._move([*part.values()], take, room_for=room_for, counted=False)
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
-            room = decoder.room_for(fetch)
+            room = decoders[fetch.pp, fetch.tp].room_for(fetch)
             return None if room is None else torch.from_numpy(room)
 
         def take(fetch: Fetch, data: torch.Tensor) -> None:
-            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
+            decoders[fetch.pp, fetch.tp].take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
 
-        with closing(self._me.decoder(self._own, self._me.at)) as decoder:
+        def reserve() -> None:
+            for decoder in decoders.values():
+                decoder.reserve()
+
+        def store() -> frozenset[BlockSource]:
+            return frozenset[BlockSource]().union(*(decoder.store() for decoder in decoders.values()))
+
+        me, mine = self._me, {g: p for g, p in self._found.plans.items() if self._me.at in p.rebuilds}
+        with ExitStack() as stack:
+            decoders = {
+                group: stack.enter_context(
+                    closing(Decoder(plan, me.at, me.place, kept_bytes=me.window_bytes // len(mine)))
+                )
+                for group, plan in mine.items()
+            }
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            self._share(part, decoder.reserve, Flaw.STORED)
+            self._share(part, reserve, Flaw.STORED)
             if not self._share(part, move, Flaw.IN_TRANSIT):
-                self._share(part, decoder.store, Flaw.OTHER_DATA)
+                self._share(part, store, Flaw.OTHER_DATA)
 
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
 
         Every stage ends in an agreement: a rank that fails in one is known to all before the next."""
-        own, plans = self._own, self._found.plans
-        resize = Resize(own.written_dp, self._topology.degrees.dp)
-        host = torch.empty(own.image_bytes(self._me.at, Section.HOST), dtype=torch.uint8)
+        me, own, plans = self._me, self._found.own, self._found.plans
+        sizes: Counter[Coordinate] = Counter()
+        for fetch in own.fetches[me.at]:
+            if fetch.key.section is Section.HOST:
+                sizes[Coordinate(fetch.pp, fetch.key.member, fetch.tp)] += fetch.nbytes
+        hosts = {at: torch.empty(nbytes, dtype=torch.uint8) for at, nbytes in sizes.items()}
         pieces: Sequence[Piece] = ()
-        stored = next(r.header for r in self._found.tables[self._group] if r.header.label == own.label)
-        with closing(Completion(own, self._me, self._completing, stored)) as completion:
+        tables = chain.from_iterable(self._found.tables.values())
+        stored = next(r.header for r in tables if r.header.label == own.label)
+        with closing(Completion(own, me.at, me.place, self._completing, stored)) as completion:
 
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
+                host = hosts[Coordinate(fetch.pp, fetch.key.member, fetch.tp)]
                 host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
                 completion.take(fetch, data)
 
@@ -388,11 +422,11 @@ class Recovery:
 
             def prepare_state() -> None:
                 nonlocal pieces
-                pieces = prepare(host.numpy().tobytes(), resize)
+                pieces = prepare({at: host.numpy().tobytes() for at, host in hosts.items()}, own.written)
 
             def move_state() -> frozenset[BlockSource]:
                 only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans.values()]
-                return self._move(only, completion.take, copy=copy, faults=self._me.faults)
+                return self._move(only, completion.take, copy=copy, faults=me.faults)
 
             def move_kept() -> frozenset[BlockSource]:
                 kept = [plan.to_keep() for plan in plans.values()]
@@ -400,7 +434,7 @@ class Recovery:
 
             if not self._all_right(completion.begin, move_host, prepare_state):
                 return False
-            if own.resized:
+            if own.other_layout:
                 self._ask(pieces)
             return self._all_right(move_state, move_kept, completion.seal)
 
@@ -411,7 +445,7 @@ class Recovery:
 
     def _share(self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: Flaw) -> bool:
         """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
-        parts, label = self._found.parts, self._own.label
+        parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is Flaw.IN_TRANSIT:
             suspects = self._ledger.in_transit(self._me.node, label)
@@ -444,22 +478,27 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[Piece]) -> None:
-        """Collective: who takes part in a sharding group hears what its members want of the partitions, and
-        plans for that."""
-        found, mine = self._found, msgpack.packb(list(pieces))
+        """Collective: who takes part in a sharding group hears what ranks want of its images, and plans for
+        that."""
+        found = self._found
+        mine = msgpack.packb([[p.of.pp, p.of.dp, p.of.tp, str(p.section), *p[2:]] for p in pieces])
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
         bodies |= dict.fromkeys(found.parts[self._group], mine)
         told = {**self._me.control.swap(bodies), self._rank: mine}
 
         def planned() -> bool:
-            for group, records in found.tables.items():
-                members = enumerate(self._topology.group(*group))
-                wanted = {dp: [Piece(*row) for row in msgpack.unpackb(told[rank])] for dp, rank in members}
-                of_version = found.decision, found.findings, group, found.sources[group]
-                found.plans[group] = plan_decided(*of_version, records, wanted=wanted)
+            wanted = {
+                self._topology.coordinates[rank]: [
+                    Piece(Coordinate(pp, dp, tp), Section(section), start, nbytes)
+                    for pp, dp, tp, section, start, nbytes in msgpack.unpackb(body)
+                ]
+                for rank, body in told.items()
+                if body
+            }
+            self._plan_groups(wanted)
             return False
 
-        self._me.agree(planned, f"planning for the partitions of {found.decision.label}")
+        self._me.agree(planned, f"planning for what is wanted of {found.decision.label}")
 
     # -- what there is --------------------------------------------------------------------------------
 
@@ -469,21 +508,24 @@ class Recovery:
         mine: list[ArenaRecord] = []
 
         def summarized() -> bytes:
-            inventory = self._me.inventory()
+            inventory = self._me.place.inventory()
             mine.extend(
                 arenas_to_tell(
                     *(inventory.arenas, self._topology, self._rank),
                     job_id=self._me.job_id,
-                    any_dp=self._resizable,
+                    any_layout=self._any_layout,
                 )
             )
-            problems = inventory.problems if self._me.is_first_on_node else ()
+            is_first = self._topology.local_ranks(self._me.node)[0] == self._rank
+            problems = inventory.problems if is_first else ()
             return summarize(self._me.node, mine, problems).encode()
 
         labels: dict[tuple[int, int], Label] = {}
         told = self._me.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
-        findings = put_together(summaries, self._topology, job_id=self._me.job_id, any_dp=self._resizable)
+        findings = put_together(
+            summaries, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
+        )
         parts = parts_of(findings, self._rank)
         self._found = _Found(findings, parts, self._swap_tables(mine, parts))
 
@@ -491,7 +533,7 @@ class Recovery:
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
-        tables = tables_of(mine, parts, self._topology, job_id=self._me.job_id, any_dp=self._resizable)
+        tables = tables_of(mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout)
         packed = {group: Inventory(self._me.node, tuple(records)).pack() for group, records in tables.items()}
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):
@@ -514,30 +556,40 @@ class Recovery:
 
         def judged() -> bytes:
             for group, records in found.tables.items():
-                sources[group] = judge(group, records, found.findings.sizes, self._ledger.bad)
+                sources[group] = judge(group, records, found.findings.written, self._ledger.bad)
             if self._me.at.dp:
                 return b""
             return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
 
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
-        decision = decide(found.findings, {g: decode_verdicts(told[rank]) for g, rank in speakers.items()})
+        verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
+        for group, of_group in sources.items():  # also those of other layouts, which all ranks have judged
+            verdicts.setdefault(group, {label: Verdict.of(s) for label, s in of_group.items()})
+        decision = decide(found.findings, verdicts)
         found.plans = {}
         if isinstance(decision, NotRecoverable):
             found.refusal = decision
             return
         found.decision = decision
-        found.sources = {group: of_group[decision.label] for group, of_group in sources.items()}
-        for group, records in found.tables.items():
-            of_version = found.sources[group]
-            plan = plan_decided(decision, found.findings, group, of_version, records)
-            if self._completing is not None and not decision.decodes and not plan.resized:
-                held = [r for r in records if r.header.label == decision.label]
-                plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
-            found.plans[group] = plan
+        found.sources = {g: s for g, of in sources.items() if (s := of.get(decision.label)) is not None}
+        self._plan_groups({})
         here = [r for records in found.tables.values() for r in records if r.node == self._me.node]
         used = tuple(r for r in here if r.header.label == decision.label)
         found.inventory = Inventory(self._me.node, used)
+
+    def _plan_groups(self, wanted: Wanted) -> None:
+        found, decision = self._found, self._found.decision
+        for group, of_version in found.sources.items():
+            records = found.tables[group]
+            plan = plan_decided(decision, found.findings, group, of_version, records, wanted=wanted)
+            if self._completing is not None and not decision.decodes and not plan.other_layout:
+                held = [r for r in records if r.header.label == decision.label]
+                plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
+            found.plans[group] = plan
+        in_groups = groups_of(found.findings.written[decision.label]) == self._topology.groups()
+        own = [found.plans[self._group]] if in_groups else [*found.plans.values()]
+        found.own = RecoveryPlan.joined(own, found.findings.notes)
 
 
 @dataclass
@@ -549,8 +601,10 @@ class _Found:
     # the version; there is none before it was decided, and where ``plans`` is empty
     decision: Decision = field(init=False)
     sources: Mapping[Group, GroupSources] = field(default_factory=dict)  # what they have of the version
-    # their plans, the own group's first; empty if nothing can be recovered
+    # their plans; empty if nothing can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
+    # that of the own group; of a version with other stages or slices, of all groups
+    own: RecoveryPlan = field(init=False)
     refusal: NotRecoverable = field(init=False)  # why nothing can be; there is none where there are plans
     # arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))

@@ -5,8 +5,10 @@ What is one and the same element is told by names: a parameter has one name in a
 ``PipelineModule`` numbers layers over all stages), and with it its master and the optimizer's state for
 it. Of a parameter that tensor slices share, each holds an equal part of one dimension; where that has several
 matrices one behind the other (a gate and what is gated; queries, keys and values), of each of them. ZeRO's
-partitions are equal parts of a group's parameters laid end to end, padded with zeros. Offsets and counts are
-in elements.
+partitions are equal parts of a group's parameters laid end to end, padded with zeros. Where only the number
+of replicas is another one, the tensors of the images say enough (:class:`Imaged`), whatever the optimizer
+keeps in them: stages and slices keep theirs. Offsets and counts are in elements; tensors are called as in the
+images.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -23,9 +25,11 @@ import msgpack
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.recover.inventory import Group, listing
+from reft.recover.inventory import listing
+from reft.recover.plan import Group
 
 WEIGHT = "model"  # what a model computes with; the other parts of a parameter's state are the optimizer's
+MASTER = "master"
 WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
 
 
@@ -73,6 +77,59 @@ class Held:
             tuple(parted),
         )
 
+    def extents(self, dp: int) -> Iterator[_Extent]:
+        """All that replica ``dp`` holds."""
+        sizes = {p.name: p.numel for p in self.parameters}
+        for name, numel in sizes.items():
+            yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
+        for group, names in enumerate(self.groups):
+            for kind in self.kinds[group]:
+                if not self.flat:
+                    for position, name in enumerate(names):
+                        yield _Extent(kind, name, 0, sizes[name], tensor_name(kind, group, position), 0)
+                    continue
+                part = self.parted[group] if self.parted else sum(sizes[name] for name in names)
+                low = dp * part if self.parted else 0
+                begin = 0
+                for name in names:
+                    end = begin + sizes[name]
+                    first, last = max(begin, low), min(end, low + part)
+                    if first < last:
+                        tensor, at = tensor_name(kind, group, 0), first - low
+                        yield _Extent(kind, name, first - begin, last - first, tensor, at)
+                    begin = end
+
+    def paddings(self, dp: int) -> Iterator[Padding]:
+        """What lies behind the end of the groups in the partitions of replica ``dp``."""
+        sizes = {p.name: p.numel for p in self.parameters}
+        for group, part in enumerate(self.parted):
+            filled = min(part, max(0, sum(sizes[name] for name in self.groups[group]) - dp * part))
+            if filled < part:
+                for kind in self.kinds[group]:
+                    yield Padding(tensor_name(kind, group, 0), filled, part - filled)
+
+
+@dataclass(frozen=True)
+class Imaged:
+    """What the ranks of one (pp, tp) hold, by the tensors of their images."""
+
+    whole: Mapping[str, int]  # elements of what is equal on all replicas
+    # of what they have equal parts of: elements of a part, and of all parts without the padding at their end
+    parts: Mapping[str, tuple[int, int]]
+
+    def extents(self, dp: int) -> Iterator[_Extent]:
+        for name, numel in self.whole.items():
+            yield _Extent("", name, 0, numel, name, 0)
+        for name, (part, length) in self.parts.items():
+            if (first := dp * part) < length:
+                yield _Extent("", name, first, min(part, length - first), name, 0)
+
+    def paddings(self, dp: int) -> Iterator[Padding]:
+        for name, (part, length) in self.parts.items():
+            filled = min(part, max(0, length - dp * part))
+            if filled < part:
+                yield Padding(name, filled, part - filled)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -85,6 +142,48 @@ class Layout:
             for part in held.parameters:
                 found[part.name].add(pp)
         return found
+
+
+def tensor_name(kind: str, group: int, position: int) -> str:
+    """What an image calls it."""
+    if kind == MASTER:
+        return f"{MASTER}.{group}.{position}"
+    return f"optimizer.{group}.{position}.{kind}"
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Other replicas: what a rank takes up that is not a part of an image."""
+
+    old: int
+    new: int
+
+    def host_from(self, dp: int) -> int:
+        """The old member whose host state the new member ``dp`` takes up: its own where there was one, else
+        another one's, for what is equal on all."""
+        return dp % self.old
+
+    def is_new(self, dp: int) -> bool:
+        """Whether there was no such member before: what is a rank's own is not in the version."""
+        return dp >= self.old
+
+    def __str__(self) -> str:
+        return f"DP{self.old} to DP{self.new}"
+
+
+def only_replicas_differ(was: Degrees, now: Degrees) -> bool:
+    return was != now and (was.pp, was.tp) == (now.pp, now.tp)
+
+
+def spoken_by(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
+    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another replica. In
+    another layout the first replica's, which say what is held, and those of its own replica, which have its
+    buffers."""
+    if (was.pp, was.tp) == (now.pp, now.tp):
+        return {Coordinate(at.pp, at.dp % was.dp, at.tp)}
+    groups = set(product(range(was.pp), range(was.tp)))
+    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
+    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
 
 
 class Move(NamedTuple):
@@ -115,57 +214,45 @@ class _Extent(NamedTuple):
     at: int
 
 
-def _extents(held: Held, dp: int) -> Iterator[_Extent]:
-    """All that replica ``dp`` holds."""
-    sizes = {p.name: p.numel for p in held.parameters}
-    for name, numel in sizes.items():
-        yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
-    for group, names in enumerate(held.groups):
-        for kind in held.kinds[group]:
-            if not held.flat:
-                for position, name in enumerate(names):
-                    yield _Extent(kind, name, 0, sizes[name], f"{kind}.{group}.{position}", 0)
-                continue
-            part = held.parted[group] if held.parted else sum(sizes[name] for name in names)
-            low = dp * part if held.parted else 0
-            begin = 0
-            for name in names:
-                end = begin + sizes[name]
-                first, last = max(begin, low), min(end, low + part)
-                if first < last:
-                    yield _Extent(kind, name, first - begin, last - first, f"{kind}.{group}.0", first - low)
-                begin = end
-
-
-def paddings(held: Held, dp: int) -> tuple[Padding, ...]:
-    """What lies behind the end of the groups in the partitions of replica ``dp``."""
-    sizes = {p.name: p.numel for p in held.parameters}
-    found = []
-    for group, part in enumerate(held.parted):
-        total = sum(sizes[name] for name in held.groups[group])
-        filled = max(0, min(part, total - dp * part))
-        if filled < part:
-            found += [Padding(f"{kind}.{group}.0", filled, part - filled) for kind in held.kinds[group]]
-    return tuple(found)
-
-
 def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
-    """Where all that the new rank ``at`` holds comes from, but for padding (:func:`paddings`).
+    """Where all that the new rank ``at`` holds comes from, but for its paddings.
 
     Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
     what slices hold whole), one of them is named, the nearest by its coordinate."""
     splits = _splits(old, new)
     _check_same(old, new, splits)
-    index = _Index(old)
-    held = new.held[at.pp, at.tp]
+    index, held = _Index(old.held, old.degrees.dp), new.held[at.pp, at.tp]
     shapes = {p.name: p.shape for p in held.parameters}
     moves: list[Move] = []
-    for extent in _extents(held, at.dp):
+    for extent in held.extents(at.dp):
         was, now = index.parts[extent.name].shape, shapes[extent.name]
         for tp, start, count, skip in _slices(extent, was, now, splits[extent.name], at.tp):
             here = extent._replace(start=start, numel=count, at=extent.at + skip)
             moves += index.moves(here, at, tp % old.degrees.tp)
     return tuple(moves)
+
+
+def plan_replica(old: Imaged, new: Imaged, resize: Resize, at: Coordinate) -> tuple[Move, ...]:
+    """The same where only the number of replicas is another one: of what one (pp, tp) held and holds."""
+    for name in old.whole.keys() | new.whole.keys():
+        was, now = old.whole.get(name), new.whole.get(name)
+        if was != now:
+            raise LayoutError(
+                f"{name} has {was} elements in the version and {now} in the running job; expected it equal "
+                f"on all replicas: {_AS_IT_WAS}"
+            )
+    for name in old.parts.keys() | new.parts.keys():
+        (part, length), (own, total) = old.parts.get(name, (0, 0)), new.parts.get(name, (0, 0))
+        if not total == length <= min(resize.old * part, resize.new * own):
+            raise LayoutError(
+                f"{name} has {part} elements on each of {resize.old} replicas in the version and {own} on "
+                f"each of {resize.new} in the running job; expected parts of {total} elements: {_AS_IT_WAS}"
+            )
+    index = _Index({(at.pp, at.tp): old}, resize.old)
+    return tuple(move for extent in new.extents(at.dp) for move in index.moves(extent, at, at.tp))
+
+
+_AS_IT_WAS = "start the job with the model and the optimizer that wrote the version"
 
 
 def _slices(
@@ -197,22 +284,22 @@ def _slices(
 
 
 class _Index:
-    def __init__(self, old: Layout) -> None:
-        self._old = old
+    def __init__(self, held: Mapping[Group, Held | Imaged], replicas: int) -> None:
+        self._held = held
+        self._replicas = replicas
         self._stages: dict[str, list[int]] = defaultdict(list)
         self.parts: dict[str, Parameter] = {}
         self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
-        for (pp, tp), held in sorted(old.held.items()):
-            for part in held.parameters if tp == 0 else ():
+        for (pp, tp), of_group in sorted(held.items()):
+            for part in of_group.parameters if tp == 0 and isinstance(of_group, Held) else ():
                 self._stages[part.name].append(pp)
                 self.parts.setdefault(part.name, part)
 
     def _of_group(self, group: Group) -> dict[tuple[str, str], list[tuple[int, int, _Extent]]]:
         if group not in self._found:
             found = defaultdict(list)
-            held = self._old.held[group]
-            for dp in range(self._old.degrees.dp):
-                for extent in _extents(held, dp):
+            for dp in range(self._replicas):
+                for extent in self._held[group].extents(dp):
                     found[extent.kind, extent.name].append((extent.start, dp, extent))
             self._found[group] = {key: sorted(extents) for key, extents in found.items()}
         return self._found[group]
@@ -220,7 +307,7 @@ class _Index:
     def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[Move]:
         """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank ``at``."""
         _, _, start, numel, _, target = extent
-        stages = self._stages[extent.name]
+        stages = self._stages.get(extent.name, [at.pp])
         pp = at.pp if at.pp in stages else stages[0]
         extents = self._of_group((pp, tp))[extent.kind, extent.name]
         end = start + numel
@@ -228,7 +315,7 @@ class _Index:
             last = bisect_right(extents, start, key=lambda e: e[0]) - 1
             begin = extents[last][0]
             same = [e for e in extents[: last + 1] if e[0] == begin]
-            _, dp, found = next((e for e in same if e[1] == at.dp % self._old.degrees.dp), same[0])
+            _, dp, found = next((e for e in same if e[1] == at.dp % self._replicas), same[0])
             here = min(end, begin + found.numel) - start
             if here <= 0:
                 raise LayoutError(

@@ -25,7 +25,7 @@ import torch
 
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup
-from reft.errors import TransferError
+from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import BlockKey, Topology
 from reft.memory.header import checksum
@@ -40,9 +40,10 @@ from reft.recover.plan import (
     stripes_of,
 )
 from reft.recover.rebuild import Bytes, Pool
-from reft.recover.stages import DEFAULT_WINDOW_BYTES, BrokenOffError
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_WINDOW_BYTES = 64 * 2**20
 
 RoomFor = Callable[[Fetch], torch.Tensor | None]
 """Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length), or None: a
@@ -223,6 +224,10 @@ copied: one pass over them. If the checksum is not the block's, what was copied 
 Else as :data:`Sink`."""
 
 
+class BrokenOffError(ReftError, RuntimeError):
+    """This rank cannot go on, and has left the control plane: its peers hear of it at once."""
+
+
 @dataclass(frozen=True)
 class TransferStats:
     bytes_from: Mapping[str, int]  # bytes handed to the sink by kind of source
@@ -253,7 +258,8 @@ def execute(
     did not arrive intact here.
 
     Args:
-        plans: of one version: this rank's own sharding group first, then those it sends for besides.
+        plans: of one version: of all sharding groups that this rank fetches from or sends for. Between two
+            ranks that have several in common, in the same order on both.
         sink: receives the blocks of this rank's coordinate, each verified.
         copy: gets them before that; by default they are only hashed.
         room_for: where blocks arrive that are to stay there, beside the window.
@@ -263,9 +269,9 @@ def execute(
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
-    transfer = _Transfer(plans[0], topology, control, copy, sink, faults or FaultPlan())
+    transfer = _Transfer(plans, topology, control, copy, sink, faults or FaultPlan())
     try:
-        return transfer.run(plans, arenas, room_for, window_bytes)
+        return transfer.run(arenas, room_for, window_bytes)
     except TransferError:
         raise
     except Exception as error:
@@ -280,7 +286,7 @@ def execute(
 
 @dataclass
 class _Transfer:
-    plan: RecoveryPlan
+    plans: Sequence[RecoveryPlan]
     topology: Topology
     control: ControlGroup
     copy: Copy
@@ -289,7 +295,8 @@ class _Transfer:
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
-        self._fetches = self.plan.fetches[self.topology.coordinates[self.control.rank]]
+        at = self.topology.coordinates[self.control.rank]
+        self._fetches = [fetch for plan in self.plans for fetch in plan.fetches.get(at, ())]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
         self._bad: set[BlockSource] = set()
@@ -298,12 +305,12 @@ class _Transfer:
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
 
     def run(
-        self, plans: Sequence[RecoveryPlan], arenas: ArenaSet, room_for: RoomFor, window_bytes: int
+        self, arenas: ArenaSet, room_for: RoomFor, window_bytes: int
     ) -> tuple[TransferStats, frozenset[BlockSource]]:
         started = time.perf_counter()
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
         me = self.control.rank
-        moves = [move for plan in plans for move in make_moves(plan, self.topology)]
+        moves = [move for plan in self.plans for move in make_moves(plan, self.topology)]
         sends: dict[int, list[memoryview]] = {}
         for move in moves:
             if move.src == me:
@@ -368,7 +375,7 @@ class _Transfer:
             return
         try:
             if half:
-                self.faults.reach(FaultPoint.DURING_RECOVERY, self.plan.label.step)
+                self.faults.reach(FaultPoint.DURING_RECOVERY, self.plans[0].label.step)
             data = self._read(fetch) if data is None else data
             if self.copy(fetch, data) != fetch.checksum:
                 logger.debug("%s: corrupt on arrival", fetch)

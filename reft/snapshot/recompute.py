@@ -51,7 +51,7 @@ class PeerOptimizers:
         self.base: Filling | None = None
         """The newest committed version: what the next one's partitions are recomputed from."""
         self.replicas: dict[int, AdamReplica] = {}  # by member
-        self._told: set[object] = set()
+        self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
 
@@ -156,15 +156,14 @@ class PeerOptimizers:
         """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave here. What is
         no error of ours, and so perhaps a mistake, is told with where it came from, once per class."""
         if isinstance(error, StaleReplicaError):
-            self._give_up(member, filling, "its optimizer cannot follow", detail=str(error))
+            cause, detail = "its optimizer cannot follow", str(error)
         elif isinstance(error, ReftError):
-            self._give_up(member, filling, str(error))
+            cause, detail = str(error), ""
         else:
-            unknown = type(error) not in self._told
-            self._told.add(type(error))
-            if unknown:
+            cause, detail = type(error).__name__, str(error)
+            if cause not in self._told:
                 logger.warning("recomputing of step %d failed", filling.label.step, exc_info=error)
-            self._give_up(member, filling, type(error).__name__, detail=str(error))
+        self._give_up(member, filling, cause, detail)
 
     def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
         """Have the owner send the partition."""

@@ -24,14 +24,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-import numpy as np
-
+from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.node.protection import (
-    MOST_CHARACTERS,
     Degradation,
     Order,
     OrderWatch,
@@ -65,15 +63,6 @@ class Room:
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
         return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
-
-    @classmethod
-    def told(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
-        """The same, for peers that wait for it: where the memory cannot be looked at, there is none."""
-        try:
-            return cls.of(arenas, layout, count, margin_bytes)
-        except OSError as error:
-            logger.warning("the node's memory use cannot be read: %s", error)
-            return cls(arenas.needed_bytes(layout, count), 0, 0, _NO_LIMIT, margin_bytes)
 
     @property
     def over_limit(self) -> bool:
@@ -176,23 +165,34 @@ class Keeping:
 
 
 class SchemeSwitch:
-    """The protection in force on one rank, and how it changes. Used by the worker thread. ``control,
-    topology``: carry the agreement. ``record``: what this incarnation begins with, the same on all ranks.
-    ``orders``: where this node's orders are found; None: only those of others are followed. ``keeping``:
-    how much is kept. ``on_change``: called with the new record after every change and refusal."""
+    """The protection in force on one rank, and how it changes. Used by the worker thread.
+
+    Args:
+        control, topology: carry the agreement.
+        arenas: this rank's memory.
+        record: what this incarnation begins with, the same on all ranks.
+        orders: where this node's orders are found; None: only those of others are followed.
+        keeping: how much is kept.
+        on_change: called with the new record after every change and refusal.
+        reach: called between reserving memory and saying so, with the step.
+    """
 
     def __init__(
         self,
         control: WorkerControl,
         topology: Topology,
+        arenas: ArenaSet,
         record: ProtectionRecord,
         orders: OrderWatch | None = None,
         *,
         keeping: Keeping = Keeping(),
         on_change: Callable[[ProtectionRecord], None] = lambda record: None,
+        reach: Callable[[FaultPoint, int], None] = lambda point, step: None,
     ) -> None:
         self._control = control
         self._topology = topology
+        self._arenas = arenas
+        self._reach = reach
         self._orders = orders
         self._keeping = keeping
         self._on_change = on_change
@@ -218,7 +218,7 @@ class SchemeSwitch:
         order = self._orders.newest() if self._orders is not None else None
         return max(self.record.number, order.number if order is not None else 0)
 
-    def wanted_level(self, layout: GroupLayout | None, arenas: ArenaSet) -> int:
+    def wanted_level(self, layout: GroupLayout | None) -> int:
         """The level that this rank would be on, by the memory its node has left: what it says in a vote.
         Looked at now and then, and only once a version is committed under what is in force: what the last
         change gave back is not free before."""
@@ -226,12 +226,12 @@ class SchemeSwitch:
         if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
             try:
-                room = Room.of(arenas, layout, arenas.count)
+                room = Room.of(self._arenas, layout, self._arenas.count)
                 self._wanted_level = self._watch.wanted_level(
                     self.in_force.level,
                     len(self._ladder),
                     room.left_bytes,
-                    lambda: self._growth(layout, arenas),
+                    lambda: self._growth(layout),
                     now,
                 )
             except OSError as error:
@@ -241,12 +241,12 @@ class SchemeSwitch:
                 self._look_failed = True
         return self._wanted_level
 
-    def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
+    def _growth(self, layout: GroupLayout) -> int:
         """What this node would take for the next level up, as far as one rank can tell."""
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
-        room = Room.of(arenas, self._above, level.arenas)
+        room = Room.of(self._arenas, self._above, level.arenas)
         node = self._topology.nodes[self._control.rank]
         return room.growth_bytes * len(self._topology.local_ranks(node))
 
@@ -271,45 +271,40 @@ class SchemeSwitch:
         self.settled = False
         self._above = None
 
-    def fit(self, label: Label, layout: GroupLayout, arenas: ArenaSet) -> GroupLayout:
+    def fit(self, label: Label, layout: GroupLayout) -> GroupLayout:
         """A new layout, planned for what is wanted: take the first level that every node has memory for, or
         the last. Collective; nothing is reserved yet."""
         cause = None
         for level in self._ladder:
             found = self._under(layout, level)
-            short = agree_on_room(
-                self._control,
-                self._topology,
-                Room.told(arenas, found, level.arenas, self._keeping.margin_bytes),
-            )
+            short = agree_on_room(self._control, self._topology, self._room(found, level.arenas))
             if short is None:
                 break
             cause = cause or f"{level} {short}"
-        if self._now_on(self._ladder.index(level), arenas):
+        if self._now_on(self._ladder.index(level)):
             self._publish(label, cause)
         return found
 
-    def carry_out(
-        self,
-        label: Label,
-        layout: GroupLayout | None,
-        arenas: ArenaSet,
-        *,
-        before_record: Callable[[], None] = lambda: None,
-    ) -> GroupLayout | None:
+    def _room(self, layout: GroupLayout, count: int) -> Room:
+        """For peers that wait for it: where the memory cannot be looked at, there is none."""
+        try:
+            return Room.of(self._arenas, layout, count, self._keeping.margin_bytes)
+        except OSError as error:
+            logger.warning("the node's memory use cannot be read: %s", error)
+            needed = self._arenas.needed_bytes(layout, count)
+            return Room(needed, 0, 0, _NO_LIMIT, self._keeping.margin_bytes)
+
+    def carry_out(self, label: Label, layout: GroupLayout | None) -> GroupLayout | None:
         """Do what is due, between two versions; returns the layout to go on with. ``label``: the version
-        after which the change takes place. ``layout``: in force; None before the first version.
-        ``arenas``: this rank's memory. ``before_record``: called between reserving memory and saying so."""
+        after which the change takes place. ``layout``: in force; None before the first version."""
         if self.in_force.ordered:
-            return self._follow_order(label, layout, arenas, before_record)
+            return self._follow_order(label, layout)
         if layout is None:
             self.in_force = self.in_force.now_on(self.in_force.level)
             return layout
-        return self._change_level(label, layout, arenas, before_record)
+        return self._change_level(label, layout)
 
-    def _follow_order(
-        self, label: Label, layout: GroupLayout | None, arenas: ArenaSet, before_record: Callable[[], None]
-    ) -> GroupLayout | None:
+    def _follow_order(self, label: Label, layout: GroupLayout | None) -> GroupLayout | None:
         order = self._agree_on_order()
         cause: str | None
         new: GroupLayout | None = None
@@ -319,15 +314,15 @@ class SchemeSwitch:
         except ConfigError as error:
             cause = str(error)
         else:
-            cause, new = self._move(Level(scheme, self._keeping.versions), layout, arenas)
-        before_record()
+            cause, new = self._move(Level(scheme, self._keeping.versions), layout)
+        self._reach(FaultPoint.DURING_SWITCH, label.step)
         self.in_force = self.in_force.followed(order.number)
         if cause is None:
             self.record = replace(
                 self.record, scheme=str(scheme), number=order.number, refused=None, ordered=True
             )
             self._ladder = self._ladder_of(self.record)
-            self._now_on(0, arenas)
+            self._now_on(0)
             self._publish(label, None)
         else:
             refused = Refusal(order.scheme, cause, label.step)
@@ -335,33 +330,28 @@ class SchemeSwitch:
             self._on_change(self.record)
         return new or layout
 
-    def _change_level(
-        self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
-    ) -> GroupLayout:
+    def _change_level(self, label: Label, layout: GroupLayout) -> GroupLayout:
         """Go down, past levels that cannot be reserved; or up, since there is room again on every node, it
         seems."""
         down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
-        why = self._why_short(layout, arenas) if down else degraded.cause if degraded is not None else None
+        why = self._why_short(layout) if down else degraded.cause if degraded is not None else None
         new, target = None, self.in_force.level
         for target in self.in_force.targets(len(self._ladder)):
-            _, new = self._move(self._ladder[target], layout, arenas)
+            _, new = self._move(self._ladder[target], layout)
             if new is not None:
                 break
-        before_record()
-        if self._now_on(target if new is not None else self.in_force.level, arenas):
+        self._reach(FaultPoint.DURING_SWITCH, label.step)
+        if self._now_on(target if new is not None else self.in_force.level):
             self._publish(label, why)
         return new or layout
 
-    def _move(
-        self, level: Level, layout: GroupLayout | None, arenas: ArenaSet
-    ) -> tuple[str | None, GroupLayout | None]:
+    def _move(self, level: Level, layout: GroupLayout | None) -> tuple[str | None, GroupLayout | None]:
         """Reserve what a level needs; all ranks do, or none. Returns why not, or the new layout."""
         if layout is None:
             return None, None
-        new = self._under(layout, level)
-        room = Room.told(arenas, new, level.arenas, self._keeping.margin_bytes)
-        cause = agree_on_room(self._control, self._topology, room)
+        new, arenas = self._under(layout, level), self._arenas
+        cause = agree_on_room(self._control, self._topology, self._room(new, level.arenas))
         if cause is not None:
             return cause, None
         before = arenas.count
@@ -375,8 +365,8 @@ class SchemeSwitch:
         nodes = sorted({n for n, bad in zip(self._topology.nodes, failed, strict=True) if bad})
         return f"memory could not be reserved on {', '.join(nodes)}: {problem or 'see their logs'}", None
 
-    def _why_short(self, layout: GroupLayout, arenas: ArenaSet) -> str:
-        room = Room.told(arenas, layout, arenas.count)
+    def _why_short(self, layout: GroupLayout) -> str:
+        room = self._room(layout, self._arenas.count)
         gathered = self._control.gather_ints([room.left_bytes, self._keeping.margin_bytes])
         (left, margin), node = min(zip(gathered, self._topology.nodes, strict=True))
         return (
@@ -384,10 +374,10 @@ class SchemeSwitch:
             f"reft.memory_margin_bytes keeps {margin / 2**20:.1f} MiB free"
         )
 
-    def _now_on(self, level: int, arenas: ArenaSet) -> bool:
+    def _now_on(self, level: int) -> bool:
         """This is the level in force, on all ranks; returns whether it is another one."""
         before = self.in_force.level
-        arenas.use(self._ladder[level].arenas)
+        self._arenas.use(self._ladder[level].arenas)
         self._watch.moved(before, level, time.monotonic())
         self.in_force, self._wanted_level = self.in_force.now_on(level), level
         self.settled = False
@@ -418,10 +408,7 @@ class SchemeSwitch:
         return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> Order:
-        order = self._orders.newest() if self._orders is not None else None
-        number, text = (order.number, order.scheme) if order is not None else (0, "")
-        padded = text.encode()[:MOST_CHARACTERS].ljust(MOST_CHARACTERS, b"\0")
-        words = np.frombuffer(padded, np.int64).tolist()
-        newest = max(self._control.gather_ints([number, *words]))
-        chosen = np.array(newest[1:], np.int64).tobytes().rstrip(b"\0").decode(errors="replace")
-        return Order(newest[0], chosen)
+        """The newest that any rank knows of."""
+        order = (self._orders.newest() if self._orders is not None else None) or Order(0, "")
+        told = self._control.gather_bytes(json.dumps(astuple(order)).encode())
+        return Order(*max(json.loads(data) for data in told))

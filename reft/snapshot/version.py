@@ -26,22 +26,22 @@ Who owns what:
 
 How the promises are kept:
 
-- **P2** A version that is not wholly copied when the tensors change (:class:`TensorsChange`) gets a cause,
-  at the latest then, and no rank approves a version that has a cause: what is committed was read from one
-  state.
+- **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`) gets a
+  cause, at the latest then, and no rank approves a version that has a cause: what is committed was read from
+  one state.
 - **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed, of one
   whose fate is not known, or of what is being recovered. A rank retires a version only when it has
   *learned* of a newer commit, at which point all ranks have sealed the newer one.
 - **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever cannot go
   on (:class:`Broke`) leaves its peers' groups at once, so that they hear of it, and meets them in new ones
   (:attr:`Task.MEET`); a version that all ranks gave up while they met needs no vote. Training waits only for
-  :attr:`Version.holds_training`, and its fence is bounded: :class:`TensorsChange` is always allowed.
+  :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is always allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -108,19 +108,34 @@ class Version:
 class Task(Enum):
     """What the worker thread does. Each ends with one of the events named, or with :class:`Broke`."""
 
-    WAIT = auto()  # For a version or the end: `Turn`
-    # `Unfit`; or `Begin`, `SlotTaken`, `Released` and then `Copied`; or, at any point, `CopyFailed`
+    WAIT = auto()  # For a version or the end: `TURN`
+    # `UNFIT`; or `BEGIN`, `SlotTaken`, `Released` and then `COPIED`; or, at any point, `CopyFailed`
     COPY = auto()
     VOTE_COPIED = auto()  # `Voted`
-    LAYOUT = auto()  # Agree on a layout anew: `LaidOut`
-    SEAL = auto()  # `Drained` if a part was staged, then `Sealed` or `SealFailed`
+    LAYOUT = auto()  # Agree on a layout anew: `LAID_OUT`
+    SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
     VOTE_SEALED = auto()  # `Voted`
-    SWITCH = auto()  # Between two versions, change the protection if the votes say so: `Switched`
+    SWITCH = auto()  # Between two versions, change the protection if the votes say so: `SWITCHED`
     MEET = auto()  # Leave the groups and meet all ranks in new ones: `Met` or `Parted`
     END = auto()  # No version is taken any more
 
 
-# -- events: of the training thread, then of the worker ---------------------------------------------
+# -- events ------------------------------------------------------------------------------------------------
+
+
+class Signal(Enum):
+    """Those without content: of the training thread, then of the worker."""
+
+    TENSORS_CHANGE = auto()  # The optimizer writes from here on: the fence has waited, as long as it may (P2)
+    CLOSING = auto()  # The job ends
+    TURN = auto()  # The worker is free
+    UNFIT = auto()  # The layout is not made for this state
+    BEGIN = auto()  # The worker would begin to read the live tensors
+    COPIED = auto()  # What was not staged has arrived in the slot
+    LAID_OUT = auto()  # All ranks have agreed on a layout for the version
+    DRAINED = auto()  # Nothing is kept on the device any more, whether or not it arrived
+    SEALED = auto()  # The slot is recorded SEALED
+    SWITCHED = auto()  # What was due between two versions is done
 
 
 @dataclass(frozen=True)
@@ -134,31 +149,6 @@ class FenceNear:
     there, its device may not have, and versions may begin until it has."""
 
     ahead: bool = False
-
-
-@dataclass(frozen=True)
-class TensorsChange:
-    """The optimizer writes from here on: the fence has waited, as long as it may (P2)."""
-
-
-@dataclass(frozen=True)
-class Closing:
-    """The job ends."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The worker is free."""
-
-
-@dataclass(frozen=True)
-class Unfit:
-    """The layout is not made for this state."""
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The worker would begin to read the live tensors."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +166,6 @@ class Released:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What was not staged has arrived in the slot."""
-
-
-@dataclass(frozen=True)
 class CopyFailed:
     cause: Cause
 
@@ -194,28 +179,8 @@ class Voted:
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """All ranks have agreed on a layout for the version."""
-
-
-@dataclass(frozen=True)
-class Drained:
-    """Nothing is kept on the device any more, whether or not it arrived."""
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """The slot is recorded SEALED."""
-
-
-@dataclass(frozen=True)
 class SealFailed:
     cause: Cause
-
-
-@dataclass(frozen=True)
-class Switched:
-    """What was due between two versions is done."""
 
 
 @dataclass(frozen=True)
@@ -241,9 +206,8 @@ class Parted:
 
 
 Event = (
-    HandedOver | FenceNear | TensorsChange | Closing
-    | Turn | Unfit | Begin | SlotTaken | Released | Copied | CopyFailed | Voted | LaidOut | Drained | Sealed
-    | SealFailed | Switched | Broke | Met | Parted
+    Signal | HandedOver | FenceNear | SlotTaken | Released | CopyFailed | Voted | SealFailed | Broke | Met
+    | Parted
 )  # fmt: skip
 
 
@@ -300,46 +264,24 @@ Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank knows when the ranks have come together again."""
+    """What one rank knows when the ranks have come together again; and where all of them go on."""
 
-    newest: Label  # last version that was handed over
+    # last version that was handed over. Versions up to the last one of any rank are given up everywhere,
+    # without a vote; not by the step alone: a job that goes back to an older checkpoint takes its steps
+    # again, in a new incarnation
+    newest: Label
     committed: Label | None  # newest version that it knows to be committed
-    stop_step: int  # after which it heard that all stop; 0: it has heard of none
-
-    def to_ints(self) -> list[int]:
-        """For a gather of integers."""
-        committed = self.committed or NONE_YET
-        return [*astuple(self.newest), *astuple(committed), self.stop_step]
-
-    @classmethod
-    def from_ints(cls, values: Sequence[int]) -> Standing:
-        """Inverse of :meth:`to_ints`."""
-        *labels, stop_step = values
-        newest, committed = Label(*labels[:2]), Label(*labels[2:])
-        return cls(newest, None if committed == NONE_YET else committed, stop_step)
+    stop_step: int | None  # after which it heard that all stop; None: it has heard of none
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """Where all ranks go on."""
-
-    # versions up to this one are given up everywhere, without a vote. Not by the step alone: a job that goes
-    # back to an older checkpoint takes its steps again, in a new incarnation.
-    after: Label
-    committed: Label | None  # the newest version that any rank knows to be committed
-    stop_step: int | None  # after which all stop, if any has heard of one that is still to come on all ranks
-
-
-def resume_from(standings: Sequence[Standing]) -> Resumption:
+def resume_from(standings: Sequence[Standing]) -> Standing:
     """What all ranks make of what each has told. Pure: equal everywhere."""
-    after = max(s.newest for s in standings)
-    stops = [s.stop_step for s in standings if s.stop_step]
-    return Resumption(
-        after=after,
-        committed=max((s.committed for s in standings if s.committed is not None), default=None),
-        # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
-        stop_step=min(stops) if stops and min(stops) > after.step + 1 else None,
-    )
+    newest = max(s.newest for s in standings)
+    committed = max((s.committed for s in standings if s.committed is not None), default=None)
+    stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
+    # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
+    late = stop_step is not None and stop_step <= newest.step + 1
+    return Standing(newest, committed, None if late else stop_step)
 
 
 # -- what a rank knows about its arenas: which may be written, and which must stay (P3) ----------------------
@@ -592,7 +534,7 @@ def _leave_gate(state: State) -> tuple[Effect, ...]:
 
 def step(state: State, event: Event) -> Next:
     """The next state and what is to be done, in this order."""
-    transition, tasks = _TRANSITIONS[type(event)]
+    transition, tasks = _TRANSITIONS[event if isinstance(event, Signal) else type(event)]
     if tasks and state.task not in tasks:
         raise ValueError(f"{event} while the worker is at {state.task}; expected {tasks}")
     return transition(state, event)
@@ -617,13 +559,13 @@ def _fence_near(state: State, event: FenceNear) -> Next:
     return replace(near, fence_near=True), ()
 
 
-def _tensors_change(state: State, _: TensorsChange) -> Next:
+def _tensors_change(state: State, _: Signal) -> Next:
     """P2: what still reads them is lost."""
     late = _doom(state, lambda version: version.holds_training, OVERRUN)
     return replace(late, fence_near=False), ()
 
 
-def _closing(state: State, _: Closing) -> Next:
+def _closing(state: State, _: Signal) -> Next:
     closing = replace(state, closing=True)
     return (_freed(closing) if state.task is Task.WAIT else closing), ()
 
@@ -631,7 +573,7 @@ def _closing(state: State, _: Closing) -> Next:
 # Of the worker.
 
 
-def _turn(state: State, _: Turn) -> Next:
+def _turn(state: State, _: Signal) -> Next:
     """The next version, which every rank votes on (P6); those that all have given up are told of."""
     if not state.versions:
         return _freed(state), ()
@@ -641,12 +583,12 @@ def _turn(state: State, _: Turn) -> Next:
     return replace(state, task=_first_task(state.head)), ()
 
 
-def _unfit(state: State, _: Unfit) -> Next:
+def _unfit(state: State, _: Signal) -> Next:
     state, effects = _take_back(state)
     return replace(_head(state, unfit=True), task=Task.VOTE_COPIED), effects
 
 
-def _begin(state: State, _: Begin) -> Next:
+def _begin(state: State, _: Signal) -> Next:
     if state.head.cause is not None:  # the fence came first (P2)
         return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
     return _head(state, stage=Stage.COPYING), ()
@@ -662,7 +604,7 @@ def _released(state: State, event: Released) -> Next:
     return _head(state, stage=Stage.COPIED, staged=event.staged), ()
 
 
-def _copied(state: State, _: Copied) -> Next:
+def _copied(state: State, _: Signal) -> Next:
     _check(state.head, state.head.stage is Stage.COPIED)
     effects = () if state.head.staged else _leave_gate(state)
     return replace(state, task=Task.VOTE_COPIED), effects
@@ -706,16 +648,16 @@ def _decided(state: State, ok: bool) -> Next:
     return replace(committed, task=Task.SWITCH), (Commit(slot, head.label),)
 
 
-def _laid_out(state: State, _: LaidOut) -> Next:
+def _laid_out(state: State, _: Signal) -> Next:
     known = _head(state, unfit=False)
     return replace(known, task=_first_task(known.head)), ()
 
 
-def _drained(state: State, _: Drained) -> Next:
+def _drained(state: State, _: Signal) -> Next:
     return _head(state, staged=False), (DropStaged(), *_leave_gate(state))
 
 
-def _sealed(state: State, _: Sealed) -> Next:
+def _sealed(state: State, _: Signal) -> Next:
     head, slot = state.head, state.slots.open_slot
     _check(head, head.stage is Stage.COPIED and head.cause is None and not head.staged)
     assert slot is not None  # the version was copied into it
@@ -727,7 +669,7 @@ def _seal_failed(state: State, event: SealFailed) -> Next:
     return replace(_head(state, cause=state.head.cause or event.cause), task=Task.VOTE_SEALED), ()
 
 
-def _switched(state: State, _: Switched) -> Next:
+def _switched(state: State, _: Signal) -> Next:
     return _freed(replace(state, versions=state.versions[1:])), ()
 
 
@@ -768,24 +710,24 @@ def _parted(state: State, event: Parted) -> Next:
 
 
 _ANY: tuple[Task, ...] = ()
-_TRANSITIONS: Mapping[type[Event], tuple[Callable[[State, Any], Next], tuple[Task, ...]]] = {
+_TRANSITIONS: Mapping[type[Event] | Signal, tuple[Callable[[State, Any], Next], tuple[Task, ...]]] = {
     HandedOver: (_handed_over, _ANY),
     FenceNear: (_fence_near, _ANY),
-    TensorsChange: (_tensors_change, _ANY),
-    Closing: (_closing, _ANY),
-    Turn: (_turn, (Task.WAIT,)),
-    Unfit: (_unfit, (Task.COPY,)),
-    Begin: (_begin, (Task.COPY,)),
+    Signal.TENSORS_CHANGE: (_tensors_change, _ANY),
+    Signal.CLOSING: (_closing, _ANY),
+    Signal.TURN: (_turn, (Task.WAIT,)),
+    Signal.UNFIT: (_unfit, (Task.COPY,)),
+    Signal.BEGIN: (_begin, (Task.COPY,)),
     SlotTaken: (_slot_taken, (Task.COPY,)),
     Released: (_released, (Task.COPY,)),
-    Copied: (_copied, (Task.COPY,)),
+    Signal.COPIED: (_copied, (Task.COPY,)),
     CopyFailed: (_copy_failed, (Task.COPY,)),
     Voted: (_voted, (Task.VOTE_COPIED, Task.VOTE_SEALED)),
-    LaidOut: (_laid_out, (Task.LAYOUT,)),
-    Drained: (_drained, (Task.SEAL,)),
-    Sealed: (_sealed, (Task.SEAL,)),
+    Signal.LAID_OUT: (_laid_out, (Task.LAYOUT,)),
+    Signal.DRAINED: (_drained, (Task.SEAL,)),
+    Signal.SEALED: (_sealed, (Task.SEAL,)),
     SealFailed: (_seal_failed, (Task.SEAL,)),
-    Switched: (_switched, (Task.SWITCH,)),
+    Signal.SWITCHED: (_switched, (Task.SWITCH,)),
     Broke: (_broke, _ANY),
     Met: (_met, (Task.MEET,)),
     Parted: (_parted, (Task.MEET,)),

@@ -21,6 +21,7 @@ from functools import partial
 
 import msgpack
 import torch
+from pydantic import TypeAdapter
 
 from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
@@ -32,19 +33,13 @@ from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
-from reft.snapshot.copying.gate import Gate, OpenGate, Pacer, Permit
+from reft.snapshot.copying.gate import Gate, Pacer, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Complaints, SnapshotStats, say
 from reft.snapshot.switching import SchemeSwitch
-from reft.snapshot.version import (
-    Cause,
-    Stage,
-    State,
-    Task,
-    Version,
-)
+from reft.snapshot.version import Cause, Signal, Stage, State, Task, Version
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +248,7 @@ class Votes:
         self.stop_step = stop_step
 
 
+_STANDING = TypeAdapter(versions.Standing)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 _POLL_SECS = 0.0005  # how often a host that is ahead of its device asks whether the device is at the write
@@ -312,7 +308,7 @@ class SnapshotWorker:
         self._vote_missed = False
         self._broke_off = ""
         self._pacer = pacer
-        self._gate: Gate = OpenGate(2, lambda: False) if pacer is None else pacer.gate  # of the windows
+        self._gate: Gate = Gate() if pacer is None else pacer.gate  # of the windows
         self._filling: Filling | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
@@ -413,7 +409,7 @@ class SnapshotWorker:
                         *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
         # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
-        self._tell(versions.TensorsChange())
+        self._tell(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
@@ -422,9 +418,10 @@ class SnapshotWorker:
         more; what it waits here is not the device's time."""
         if not self._state.may_begin:
             return
-        mark, until = self.copier.engine.mark(), time.perf_counter() + FENCE_SECS
+        engine, until = self.copier.engine, time.perf_counter() + FENCE_SECS
+        here = engine.stamp()
         with self._changed:
-            while self._state.may_begin and not mark.reached() and time.perf_counter() < until:
+            while self._state.may_begin and not engine.reached(here) and time.perf_counter() < until:
                 self._changed.wait(_POLL_SECS)
 
     @contextmanager
@@ -476,7 +473,7 @@ class SnapshotWorker:
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
         self.drain(timeout_secs)
-        self._tell(versions.Closing())
+        self._tell(Signal.CLOSING)
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
@@ -488,7 +485,7 @@ class SnapshotWorker:
 
     def _run(self) -> None:
         tasks: dict[Task, Callable[[], versions.Event | None]] = {
-            Task.WAIT: versions.Turn,
+            Task.WAIT: lambda: Signal.TURN,
             Task.COPY: lambda: self._copy(self._requests[0]),
             Task.VOTE_COPIED: lambda: self._vote(self._requests[0].label),
             Task.LAYOUT: lambda: self._renew_layout(self._requests[0]),
@@ -549,8 +546,8 @@ class SnapshotWorker:
         if request.images is None:
             return versions.CopyFailed(Cause("the state could not be captured"))
         if not self._fits(request):
-            return versions.Unfit()
-        self._tell(versions.Begin())
+            return Signal.UNFIT
+        self._tell(Signal.BEGIN)
         if self._state.task is not Task.COPY:
             return None
         self._paced = request.paced
@@ -568,7 +565,7 @@ class SnapshotWorker:
         self.watchers.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
         if layout is None:  # it went with the files
-            return versions.Unfit()
+            return Signal.UNFIT
         # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
         # and training waits where a window closes for whoever has a permit.
         self._filling = self.arenas.begin(
@@ -581,12 +578,12 @@ class SnapshotWorker:
         try:
             _encode(request)
             if not self._fits(request):  # the host state has grown
-                return versions.Unfit()
+                return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)
         self._copy_bytes(request, self._filling, gate)
         self.watchers.stats.copy_secs.append(time.perf_counter() - began)
-        return versions.Copied()
+        return Signal.COPIED
 
     def _copy_bytes(self, request: SnapshotRequest, filling: Filling, gate: Gate) -> None:
         assert request.images is not None
@@ -629,7 +626,7 @@ class SnapshotWorker:
             return Cause.of(error)
         finally:
             stats.drain_secs.append(time.perf_counter() - began)
-            self._apply(versions.Drained())
+            self._apply(Signal.DRAINED)
 
     def _drop(self) -> None:
         """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
@@ -647,7 +644,7 @@ class SnapshotWorker:
         if request.paced and self._pacer is not None:
             return self._gate
         waited_for = request.must or request.variant is Variant.BLOCKING
-        return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
+        return Gate(0 if waited_for else 2, lambda: self._fence_waiting)
 
     @property
     def _advised_interval_steps(self) -> int:
@@ -681,7 +678,7 @@ class SnapshotWorker:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
         switch = self.switch
         try:
-            order, level = switch.newest_order(), switch.wanted_level(self.layout, self.arenas)
+            order, level = switch.newest_order(), switch.wanted_level(self.layout)
             # Memory may be reserved after this version, before the next vote.
             late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             kind = state.head.cause.kind if state.head.cause else ""
@@ -716,7 +713,7 @@ class SnapshotWorker:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
         failure = failure or self._differs or _attempt(lambda: self._seal_arena(filling, arrived))
-        return versions.Sealed() if failure is None else versions.SealFailed(failure)
+        return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
@@ -862,25 +859,20 @@ class SnapshotWorker:
             host_bytes=self._host_bytes,
         )
         self._signature = images.signature
-        layout = self.switch.fit(request.label, layout, self.arenas)
+        layout = self.switch.fit(request.label, layout)
         self._adopt(layout)
         self.arenas.reserve(layout)
-        return versions.LaidOut()
+        return Signal.LAID_OUT
 
     def _switch_layout(self, label: Label) -> versions.Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
         if self.switch.in_force.due:
             self._unmap()
-            layout = self.switch.carry_out(
-                label,
-                self.layout,
-                self.arenas,
-                before_record=lambda: self.watchers.faults.reach(FaultPoint.DURING_SWITCH, label.step),
-            )
+            layout = self.switch.carry_out(label, self.layout)
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
-        return versions.Switched()
+        return Signal.SWITCHED
 
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
@@ -909,17 +901,17 @@ class SnapshotWorker:
 
     def _agree_where_to_go_on(self, state: State) -> versions.Met:
         """Collective."""
-        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step or 0)
-        gathered = self.control.gather_ints(mine.to_ints())
-        agreed = versions.resume_from([versions.Standing.from_ints(values) for values in gathered])
+        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step)
+        told = self.control.gather_bytes(_STANDING.dump_json(mine))
+        agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         self.votes.resync(agreed.stop_step)
         if self.copier.peers is not None:
             self.copier.peers.meet()
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
-        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.after)
-        return versions.Met(agreed.after, agreed.committed)
+        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.newest)
+        return versions.Met(agreed.newest, agreed.committed)
 
 
 def _attempt(act: Callable[[], object]) -> Cause | None:

@@ -49,6 +49,9 @@ class TensorSpec:
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
+_SECTIONS = ("replicated", "owned")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The tensors of both sections of one rank, in image order."""
@@ -63,30 +66,27 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Bytes for the host section."""
-        sections = {"replicated": self.replicated, "owned": self.owned}
-        fields = {
-            name: [[t.name, t.dtype, list(t.shape), list(t.stride)] for t in specs]
-            for name, specs in sections.items()
-        }
-        return codec.encode(fields)
+        return codec.encode(
+            {
+                name: [[t.name, t.dtype, list(t.shape), list(t.stride)] for t in getattr(self, name)]
+                for name in _SECTIONS
+            }
+        )
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
         fields = codec.decode(data)
-        sections = (
-            tuple(
-                TensorSpec(name, dtype, tuple(shape), tuple(stride))
-                for name, dtype, shape, stride in fields[s]
+        return cls(
+            *(
+                tuple(TensorSpec(n, d, tuple(shape), tuple(stride)) for n, d, shape, stride in fields[name])
+                for name in _SECTIONS
             )
-            for s in ("replicated", "owned")
         )
-        return cls(*sections)
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
         """Refuse images that are not exactly what this manifest describes."""
-        found = Manifest.of(images)
-        for section in ("replicated", "owned"):
-            _check_section(section, getattr(self, section), getattr(found, section))
+        for section, image in zip(_SECTIONS, images, strict=True):
+            _check_section(section, getattr(self, section), image.specs)
 
 
 def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> None:
@@ -139,9 +139,9 @@ class SectionImage:
         self.nbytes: int
         self.offsets, self.nbytes = end_to_end(view.numel() for view in self._views)
         # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
-        self._parts = [(o, v) for o, v in zip(self.offsets, self._views, strict=True) if v.numel()]
-        self._starts = [o for o, _ in self._parts]
-        self._named = [spec for spec, view in zip(self.specs, self._views, strict=True) if view.numel()]
+        parts = zip(self.offsets, self._views, self.specs, strict=True)
+        self._parts = [part for part in parts if part[1].numel()]
+        self._starts = [start for start, _, _ in self._parts]
 
     @property
     def device(self) -> torch.device:
@@ -150,14 +150,11 @@ class SectionImage:
 
     def live(self, start: int, stop: int) -> list[torch.Tensor]:
         """The live bytes of ``image[start : stop]`` without padding, 1-D uint8 views."""
-        return [v[max(0, start - o) : stop - o] for o, v in self._overlapping(start, stop)]
+        return [v[max(0, start - o) : stop - o] for o, v, _ in self._overlapping(start, stop)]
 
     def tensors_at(self, start: int, stop: int) -> list[TensorSpec]:
         """What has bytes in ``image[start : stop]``, in order."""
-        first = max(0, bisect_right(self._starts, start) - 1)
-        last = bisect_right(self._starts, stop - 1)
-        parts = zip(self._parts[first:last], self._named[first:last], strict=True)
-        return [spec for (offset, view), spec in parts if offset + view.numel() > start]
+        return [spec for _, _, spec in self._overlapping(start, stop)]
 
     def read_into(self, start: int, out: torch.Tensor) -> None:
         """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0.
@@ -174,7 +171,7 @@ class SectionImage:
         them is set to 0 here."""
         position, stop = self._range(start, out)
         pieces = []
-        for offset, view in self._overlapping(start, stop):
+        for offset, view, _ in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
             out[position - start : begin - start].zero_()
             pieces.append((view[begin - offset : end - offset], out[begin - start : end - start]))
@@ -191,12 +188,12 @@ class SectionImage:
         """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``. ``copy``:
         called with (live bytes, part of data), 1-D uint8 views of equal size."""
         _, stop = self._range(start, data)
-        for offset, view in self._overlapping(start, stop):
+        for offset, view, _ in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
             copy(view[begin - offset : end - offset], data[begin - start : end - start])
 
-    def locate(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """``(offset,)`` of the tensor's first element in the image, or None.
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """Offset of the tensor's first element in the image, or None.
 
         The tensor must lie within the memory of one member; its element with strides ``s`` then is at
         ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
@@ -211,16 +208,16 @@ class SectionImage:
             return None
         offset, view = parts[at]
         inside = address + extent <= starts[at] + view.numel()
-        return (offset + address - starts[at],) if inside else None
+        return offset + address - starts[at] if inside else None
 
     @cached_property
     def _addresses(self) -> dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]]:
         """Per device: addresses of the members, ascending, and the members."""
         by_device: dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]] = {}
-        for part in sorted(self._parts, key=lambda p: p[1].data_ptr()):
-            starts, parts = by_device.setdefault(str(part[1].device), ([], []))
-            starts.append(part[1].data_ptr())
-            parts.append(part)
+        for offset, view, _ in sorted(self._parts, key=lambda part: part[1].data_ptr()):
+            starts, parts = by_device.setdefault(str(view.device), ([], []))
+            starts.append(view.data_ptr())
+            parts.append((offset, view))
         return by_device
 
     def _range(self, start: int, data: torch.Tensor) -> tuple[int, int]:
@@ -231,10 +228,10 @@ class SectionImage:
             raise ValueError(f"bytes [{start}, {stop}) are not within the image of {self.nbytes} bytes")
         return start, stop
 
-    def _overlapping(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+    def _overlapping(self, start: int, stop: int) -> list[tuple[int, torch.Tensor, TensorSpec]]:
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_right(self._starts, stop - 1) if stop > start else first
-        return [(o, v) for o, v in self._parts[first:last] if o < stop and o + v.numel() > start]
+        return [part for part in self._parts[first:last] if part[0] < stop and part[0] + len(part[1]) > start]
 
 
 class Adapter(Protocol):

@@ -89,7 +89,7 @@ def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
     given: dict[str, list[str]] = {"": []}
     name = ""
     for word in arguments:
-        if word.startswith("-") and not _is_number(word):
+        if word.startswith("-") and not _NUMBER.match(word):
             name, equals, value = word.lstrip("-").partition("=")
             given[name] = [value] if equals else []
         elif not name and _ASSIGNMENT.match(word):  # Hydra's
@@ -107,6 +107,7 @@ def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+_NUMBER = re.compile(r"-\.?\d")
 
 
 def _words(name: str) -> list[str]:
@@ -130,14 +131,6 @@ def _counts(name: str) -> bool:
 def _last_part(value: str) -> str:
     """Of a path; a text in brackets stays what it is."""
     return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:

@@ -136,7 +136,7 @@ class TemplateBuilder:
         for section, image in zip((Section.REPLICATED, Section.OWNED), self.images, strict=True):
             found = image.locate(tensor)
             if found is not None:
-                return ["tensor", str(section), found[0], form]
+                return ["tensor", str(section), found, form]
         raise UnsupportedStateError(
             f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is neither "
             f"part of the snapshot's images nor of the captured host state; register it as a parameter or "
@@ -157,24 +157,16 @@ class Rebuilder:
         self._read = read
         self._host_state = host_state
         self._storages: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._make: dict[str, Callable[..., Any]] = {
-            "host": self._host,
-            "dict": self._dict,
-            "tensor": self._tensor,
-            "empty": self._empty_tensor,
-            "object": self._object,
-            "enum": self._enum,
-        }
 
     def build(self, node: Node) -> Any:
-        kind, *parts = node
-        if kind == "value":
-            return parts[0]
-        if kind in ("list", "tuple"):
-            return _CONTAINERS[kind](self.build(part) for part in parts[0])
-        if kind not in self._make:
-            raise PersistError(f"the template has a node of kind {kind!r}; was it written by a newer reft?")
-        return self._make[kind](*parts)
+        match node:
+            case ["value", value]:
+                return value
+            case [("list" | "tuple") as kind, items]:
+                return _CONTAINERS[kind](map(self.build, items))
+            case [("host" | "dict" | "tensor" | "empty" | "object" | "enum") as kind, *parts]:
+                return getattr(self, f"_{kind}")(*parts)
+        raise PersistError(f"the template has a node of kind {node[0]!r}; was it written by a newer reft?")
 
     def _host(self, path: list[Any]) -> Any:
         try:
@@ -226,7 +218,7 @@ class Rebuilder:
         flat = self._storages[place].view(dtype)
         return self._finish(flat.as_strided(shape, stride), form)
 
-    def _empty_tensor(self, form: list[Any]) -> torch.Tensor:
+    def _empty(self, form: list[Any]) -> torch.Tensor:
         return self._finish(torch.empty_strided(form[1], form[2], dtype=codec.torch_dtype(form[0])), form)
 
     def _finish(self, tensor: torch.Tensor, form: list[Any]) -> torch.Tensor:

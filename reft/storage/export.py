@@ -21,34 +21,14 @@ from reft.storage.staging import LEADER, SourceBlock, WorkDir
 
 
 class Images:
-    """The images of one coordinate, read from blocks of its sharding group."""
+    """The images of one coordinate, read from blocks that tile them (:mod:`reft.recover.decide`)."""
 
-    def __init__(self, source: VersionSource, at: Coordinate) -> None:
+    def __init__(self, blocks: Iterable[SourceBlock]) -> None:
         self._blocks: dict[Section, list[SourceBlock]] = {s: [] for s in Section}
-        for dp in range(source.degrees.dp):
-            for block in source.blocks[Coordinate(at.pp, dp, at.tp)]:
-                section = block.entry.key.section
-                if section is Section.REPLICATED or dp == at.dp:
-                    self._blocks[section].append(block)
-        self._starts: dict[Section, list[int]] = {}
-        for section, blocks in self._blocks.items():
-            blocks.sort(key=lambda b: b.entry.start_bytes)
-            self._starts[section] = [b.entry.start_bytes for b in blocks]
-            self._check_cover(section, at)
+        for block in sorted(blocks, key=lambda b: b.entry.start_bytes):
+            self._blocks[block.entry.key.section].append(block)
+        self._starts = {s: [b.entry.start_bytes for b in blocks] for s, blocks in self._blocks.items()}
         self._sound: set[int] = set()
-
-    def _check_cover(self, section: Section, at: Coordinate) -> None:
-        entries, end = [b.entry for b in self._blocks[section]], 0
-        sizes = {entry.image_bytes for entry in entries}
-        for entry in entries:
-            if entry.start_bytes != end:
-                break
-            end += entry.nbytes
-        if len(sizes) > 1 or sum(entry.nbytes for entry in entries) != end or end != sum(sizes):
-            raise PersistError(
-                f"the {section} image of {at} is not covered exactly: blocks reach byte {end}, image sizes "
-                f"on record are {sorted(sizes)}"
-            )
 
     def image_bytes(self, section: Section) -> int:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
@@ -84,7 +64,7 @@ def write_deepspeed_files(
     source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
 ) -> Files:
     """Write the files that ``save_checkpoint`` would have written on this coordinate at that step."""
-    images = Images(source, at)
+    images = Images(source.blocks[at])
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)
     if template.recovery_scripts:
@@ -94,9 +74,5 @@ def write_deepspeed_files(
         work.pointers.mkdir(exist_ok=True)
         (work.pointers / TRACKER_NAME).write_bytes(tracker)
     files = write_checkpoint(template, images.read, blob.state, work.root, at)
-    on_block(_own_bytes(source.blocks[at]))
+    on_block(sum(block.entry.nbytes for block in source.blocks[at]))
     return {name: FileRecord(*record) for name, record in files.items()}
-
-
-def _own_bytes(blocks: Iterable[SourceBlock]) -> int:
-    return sum(block.entry.nbytes for block in blocks)

@@ -87,7 +87,7 @@ class VersionSource:
     label: Label
     degrees: Degrees  # parallel degrees of the job
     # of every coordinate that is written here what it is, and its own blocks: its shard of the replicated
-    # image, its owned and its host image, whole
+    # image, its owned and its host image, whole; to export it, all of the replicated image
     headers: Mapping[Coordinate, ArenaHeader]
     blocks: Mapping[Coordinate, Sequence[SourceBlock]]
     secret: bytes  # authenticates the records that the writing processes exchange

@@ -117,7 +117,7 @@ def test_a_benchmark_runs_and_its_intervals_hold_their_medians(
 
 @pytest.mark.process
 def test_the_chosen_interval_is_within_two_percent_of_the_best_simulated(tmp_path: Path) -> None:
-    """tests/policy/test_storage_interval.py holds the formulas against brute force."""
+    """tests/policy/test_rate.py holds the formulas against brute force."""
     result = run("frequency.py", folder=tmp_path)
     assert result["simulated"] is True
     # Far below that, in truth: an interval half as long again would still be within 2 %.

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from reft.data.passes import dealt_by
 from reft.engine.data import LEFT, move_data
-from reft.recover.sources import Resize
+from reft.recover.relayout import Resize
 
 SIZES = (12, 13, 24, 25, 26)
 FLAGS = (False, True)

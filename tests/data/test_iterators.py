@@ -8,7 +8,7 @@ import pytest
 
 from reft.engine.data import DataPosition, move_data
 from reft.env import ENV_NODES
-from reft.recover.sources import Resize
+from reft.recover.relayout import Resize
 from tests.data.life import Pipeline
 
 HERE = f"{__name__}.Counted"

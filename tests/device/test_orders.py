@@ -104,7 +104,7 @@ def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
         for start, stop, encoding in chunks:
             training.compute()
             if buffer is None:
-                engine.copy((), engine.mark(), encoding)
+                engine.copy((), engine.stamp(), encoding)
             else:
                 parts.append(((), buffer[at : at + stop - start], encoding))
                 at += stop - start

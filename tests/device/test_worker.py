@@ -20,7 +20,7 @@ from reft.memory.arena import scan
 from reft.naming import Label
 from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
-from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
+from reft.snapshot.copying.engine import CopyTicket, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Pacer, Permit, StreamGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.schedule import Overflow
@@ -298,7 +298,7 @@ def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
     assert plan.overflow is Overflow.INTERVAL
     assert plan.advised_interval_steps > 1
     assert job.stats.staged == 0
-    assert "no memory to stage snapshots: has.overflow is 'interval'" in caplog.text
+    assert "no device memory to stage snapshots: has.overflow is 'interval'" in caplog.text
     # It comes back with the memory.
     settings.others_bytes = 0
     job.train(range(11, 40))
@@ -319,7 +319,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     release, given_up = job.sim.hold(job.engine.drain_stream), threading.Event()  # the link is slow now
     drain = job.engine.drain
 
-    def fail_in_the_middle(staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+    def fail_in_the_middle(staged: Sequence[Piece], after: Any = None) -> CopyTicket:
         if given_up.is_set():
             return drain(staged, after)
         given_up.set()

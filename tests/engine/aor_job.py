@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def missed_version(root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     def sometimes(request: Any) -> None:
         if request.label.step == 5:
-            request.cause = Cause("missed")
+            request.version = replace(request.version, cause=Cause("missed"))
         submit(request)
 
     watched.session.worker.submit = sometimes

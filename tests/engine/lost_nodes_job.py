@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reft.engine.deepspeed import session_of
-from reft.recover.inventory import take_inventory
+from reft.recover.inventory import Place
 from tests.engine.aor_job import USUAL, Watched, make, train
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import block_of, images_of
@@ -96,7 +96,9 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
         engine, path = begin()
         session = session_of(engine)
         job = session.memory.job_dir
-        newest = max(r.header.label for r in take_inventory(job.path, "here", job.secret).arenas if r.usable)
+        newest = max(
+            r.header.label for r in Place(job.path, "here", job.secret).inventory().arenas if r.usable
+        )
         restored.append({"path": path, "digest": images_of(engine), "incarnation": newest.incarnation})
         session.close()
         dist.barrier()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.load.memory import MemoryRestorer
-from reft.recover.inventory import take_inventory
+from reft.recover.inventory import Place
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import Mlp, groups, images_of
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
@@ -174,7 +174,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     path, _ = engine.load_checkpoint(saved_in(root, case))
     session = session_of(engine)
     job = session.memory.job_dir
-    found = [r.header for r in take_inventory(job.path, "here", job.secret).arenas if r.usable]
+    found = [r.header for r in Place(job.path, "here", job.secret).inventory().arenas if r.usable]
     out = {
         "path": path,
         "begins": engine.global_steps,

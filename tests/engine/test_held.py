@@ -152,9 +152,15 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
 
 
 def test_p12_what_deepspeeds_configuration_alone_tells_is_refused_at_the_start() -> None:
-    config = {"quantize_training": {"enabled": True}}
+    module = torch.nn.Linear(1, 1)
+    engine = Namespace(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), 0.1),
+        lr_scheduler=None,
+        _config=Namespace(_param_dict={"quantize_training": {"enabled": True}}),
+    )
     with pytest.raises(UnsupportedStateError, match="quantize_training"):
-        DeepSpeedEngine(Namespace(_config=Namespace(_param_dict=config)))
+        DeepSpeedEngine(engine)
 
 
 def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:

@@ -237,32 +237,6 @@ def test_what_is_copied_is_planned_and_counted_by_tier(results: Ranks) -> None:
         assert has["without_copies_secs"] >= min(end - begin for begin, end in has["updates"])
 
 
-@pytest.mark.process
-def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: Ranks) -> None:
-    for r in results:
-        run, stats = r["staged"], r["staged"]["stats"]
-        assert run["losses"] == r["long_reference"][: run["steps"]]
-        assert stats["staged"] > 0
-        assert stats["staged_bytes"] > 0
-        assert len(run["compared"]) >= 3
-        assert all(run["compared"].values()), "committed bytes are another step's"
-        # The version after a staged one finds no room, and is counted.
-        assert sum(stats["skipped"].values()) > 0
-        path = r["staged_resumed"]["path"]
-        assert path == f"memory:staged/{stats['committed_step']}"
-        assert r["staged_resumed"]["losses"] == r["long_reference"][stats["committed_step"] :]
-
-
-@pytest.mark.integration  # a busy machine may leave no such window
-def test_what_was_staged_is_drained_in_windows_of_later_steps(results: Ranks) -> None:
-    for r in results:
-        run, stats = r["staged"], r["staged"]["stats"]
-        assert run["overflow"] == "staging"
-        copied_whole(stats, run["bytes"])
-        # What a version copies in its own step and what it drains do not fit into one.
-        assert run["drained_later"]
-
-
 def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
     """Every version taken was copied to its last byte; beyond them only what a slower peer then gave up."""
     beyond = sum(stats["tier_bytes"].values()) - stats["taken"] * nbytes

@@ -7,16 +7,14 @@ import importlib.util
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
@@ -25,8 +23,6 @@ from torch import nn
 import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot
-from reft.grid import Section
-from reft.memory.arena import Arena, scan
 from tests.engine.ranks import be_a_rank
 from tests.engine.shared import block_of
 
@@ -34,9 +30,6 @@ VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
 SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
 WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
 CHUNK_BYTES = 64 * 1024
-STAGED_STEPS = 40
-MOST_STAGED_STEPS = 400
-"""On a machine that is busy with other things it takes more steps until all has happened that is looked at."""
 
 
 class GPipe(schedule.PipeSchedule):
@@ -128,7 +121,7 @@ def note_updates(engine: Any) -> list[tuple[float, float]]:
 
 
 def slow_link(engine: Any, secs: float) -> None:
-    """Chunks to host memory take longer, as from a device; those within it do not."""
+    """Chunks take longer, as from a device."""
 
     def slowed(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -137,105 +130,8 @@ def slow_link(engine: Any, secs: float) -> None:
 
         return call
 
-    for name in ("copy", "copy_hashed", "drain"):
+    for name in ("copy", "copy_hashed"):
         setattr(engine, name, slowed(getattr(engine, name)))
-
-
-class Witness:
-    """Keeps the state of every version handed over; compares what is committed with it, byte by byte."""
-
-    def __init__(self, session: Any) -> None:
-        self.session = session
-        self.states: dict[int, bytes] = {}
-        self.compared: dict[int, bool] = {}
-        self.handed_over_secs: dict[int, float] = {}
-        self.told, session.worker.watchers.on_commit = session.worker.watchers.on_commit, self.committed
-        self.handed_over, session.submit = session.submit, self.submit
-
-    def submit(self, **options: Any) -> Any:
-        image = self.session.state.adapter.images()[0]
-        data = torch.zeros(image.nbytes, dtype=torch.uint8)
-        for source, target in image.pieces_into(0, data):
-            target.copy_(source.detach().reshape(-1).view(torch.uint8))
-        step = int(self.session.engine.global_steps)
-        self.states[step], self.handed_over_secs[step] = data.numpy().tobytes(), time.perf_counter()
-        return self.handed_over(**options)
-
-    def committed(self, label: Any) -> None:
-        self.told(label)
-        step = label.step
-        if step not in self.states:
-            return  # handed over before
-        for _, arena in scan(self.session.memory.job_dir.path, self.session.memory.job_dir.secret):
-            header = arena.header() if isinstance(arena, Arena) else None
-            if header is not None and header.state.whole and header.label.step == step:
-                entries = [e for e in header.entries if e.key.section is Section.REPLICATED]
-                self.compared[step] = bool(entries) and all(
-                    bytes(arena.read_block(e)) == self.states[step][e.start_bytes : e.start_bytes + e.nbytes]
-                    for e in entries
-                )
-
-
-def drained_later(
-    updates: Sequence[Sequence[float]], begins: Sequence[float], handed_over: Sequence[float]
-) -> bool:
-    """Whether the chunks of one version, which begin at these times, were copied before and after an update.
-    ``updates``: begin and end of each. ``begins``: of the chunks of all versions that were copied in
-    windows. ``handed_over``: when each committed version was."""
-    for since, until in pairwise([*sorted(handed_over), float("inf")]):
-        of_version = [begin for begin in begins if since <= begin < until]
-        if of_version and any(min(of_version) < begin < max(of_version) for begin, _ in updates):
-            return True
-    return False
-
-
-def everywhere(here: bool) -> bool:
-    answer = torch.tensor([int(here)])
-    dist.all_reduce(answer, dist.ReduceOp.MIN)
-    return bool(answer.item())
-
-
-def staged(root: Path, name: str) -> dict[str, Any]:
-    """Train a state that is too large for its windows; versions are staged and committed later."""
-    engine = make()
-    has = {"chunk_bytes": CHUNK_BYTES, "overflow": "staging", "compute_share": 0.0}
-    session = reft.attach(engine, config=block(root, name, has=has))
-    session.tracer.traces = deque(maxlen=MOST_STAGED_STEPS)
-    updates = note_updates(engine)
-    losses = train(engine, 2)
-    witness = Witness(session)
-    slow_link(session.copying.engine, 0.0003)
-    session.copying.pacer.model.window = 1e8  # what it would learn in some more steps
-
-    def facts() -> dict[str, Any]:
-        chunks = [c for t in session.tracer.traces for c in t.chunks if c.tier == 1]
-        compared = dict(witness.compared)
-        handed_over = [witness.handed_over_secs[step] for step in compared]
-        return {
-            "compared": compared,
-            "drained_later": drained_later(updates, [c.begin_secs for c in chunks], handed_over),
-        }
-
-    def all_seen() -> bool:
-        found, stats = facts(), session.stats.to_json()
-        seen = len(found["compared"]) >= 3 and found["drained_later"]
-        return bool(seen and stats["staged"] and sum(stats["skipped"].values()))
-
-    losses += train(engine, STAGED_STEPS)
-    while not everywhere(all_seen()) and engine.global_steps < MOST_STAGED_STEPS:
-        losses += train(engine, engine.global_steps + STAGED_STEPS // 4)
-    session.worker.drain(60)
-    plan = session.copying.pacer.plan
-    result = {
-        **facts(),
-        "losses": losses,
-        "steps": int(engine.global_steps),
-        "stats": session.stats.to_json(),
-        "overflow": None if plan is None else plan.overflow.value,
-        "bytes": None if plan is None else plan.total_bytes,
-    }
-    session.close()
-    return result
 
 
 def traced(
@@ -309,10 +205,6 @@ def main(root: Path) -> dict[str, Any]:
     for separate in (True, False):
         found = traced(root, f"linked{separate}", "has", separate_links=separate, **slow)
         out.setdefault("linked", {})[str(separate)] = found
-    out["staged"] = staged(root, "staged")
-    steps = out["staged"]["steps"] + 3
-    out["staged_resumed"] = resumed(root, "staged", "has", steps)
-    out["long_reference"] = train(make(), steps)
     if DUAL:  # last: two stages on each rank
         out["dualpipev_reference"] = train(make("dualpipev"), STEPS + 3)
         out["dualpipev"] = traced(root, "dualpipev", "has", schedule_kind="dualpipev", compute_share=0.0)

@@ -17,15 +17,19 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.config import parse_block
+from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
+from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.arena import arena_name
+from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import END_SIGNAL, SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
+from reft.node.daemon import Daemon
+from reft.storage.persist import PersistProgress
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 
@@ -183,3 +187,89 @@ def test_ctrl_c_is_not_for_it_and_sigterm_only_without_a_launcher(
     finally:
         daemon.kill()
         daemon.wait()
+
+
+LOOK_SECS = 1.0
+STORAGE_SECS = 60  # After so many, what is being written is said to hang
+
+
+def test_only_what_is_not_written_at_all_hangs(
+    job_dir: JobDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = Daemon(job_dir)
+    persist = daemon.status.persist
+
+    def looked(times: int) -> str | None:
+        for _ in range(times):
+            daemon.look_at_storage(LOOK_SECS)
+        return persist.error
+
+    assert looked(1000) is None, "nothing is known of it"
+    daemon.persister.configure(ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path)))
+    assert looked(1000) is None, "nothing is to be written"
+    daemon.status.persist.update(writing=Label(1, 2))
+    for nbytes in range(4):
+        daemon.persister.progress = PersistProgress("writing", nbytes, 4)
+        assert looked(1 + STORAGE_SECS) is None, "it is slow"
+    said = "nothing has been written for 60 s: the file system hangs, or another node does not write its part"
+    assert looked(1) == said
+    assert persist.stale_since_step == 2
+    looked(1000)
+    assert len(caplog.records) == 1
+
+
+END_SECS = 120.0
+
+
+@pytest.mark.integration
+def test_p6_it_stays_while_a_step_runs_and_ends_when_none_comes(
+    job_dir: JobDir,
+) -> None:
+    lock = JobLock(job_dir.path, "job")
+    daemon = spawn(job_dir, "--linger-secs", "0.2")
+    wait_for(lambda: answers(job_dir), "the daemon")
+    # Far more looks at the lock than it takes to end one that is forsaken.
+    with pytest.raises(subprocess.TimeoutExpired):
+        daemon.wait(2.0)
+    lock.close()
+    assert daemon.wait(END_SECS) == 0
+    assert "no step of the job has come" in log_path(job_dir).read_text()
+    assert job_dir.path.is_dir(), "the memory stays"
+
+
+@pytest.mark.integration
+def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
+    """Slurm without cgroups, MPI's launchers and others end the descendants of the processes of a step."""
+    keep_daemon(job_dir, 3600.0)
+    wait_for(lambda: answers(job_dir), "the daemon")
+    daemon = psutil.Process(int(request(job_dir.path, job_dir.secret, "ping")))
+    keep_daemon(job_dir, 3600.0)
+    assert psutil.Process(int(request(job_dir.path, job_dir.secret, "ping"))) == daemon, (
+        "the one that is there stays"
+    )
+    assert os.getpid() not in [parent.pid for parent in daemon.parents()]
+    assert os.getsid(daemon.pid) != os.getsid(0)
+    end_daemon(job_dir)
+    assert not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.process
+def test_p3_when_a_step_has_ended_the_newest_version_goes_to_storage(
+    job_dir: JobDir, run_here, tmp_path: Path
+) -> None:
+    written: list[Label] = []
+
+    def persist(job_dir: JobDir, label: Label, config: PersistConfig, *rest: object, **more: object) -> Path:
+        written.append(label)
+        return tmp_path / str(label.step)
+
+    lock = JobLock(job_dir.path, "job")
+    daemon: Daemon = run_here(persist=persist, linger_secs=3600.0)
+    config = ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path / "disk"))
+    request(job_dir.path, job_dir.secret, "configure", config=config.as_block())
+    commit(job_dir, 0, Label(1, 7))
+    assert not written, "nobody has asked for it while the step runs"
+    lock.close()
+    wait_for(lambda: written, "the newest version on storage")
+    assert written == [Label(1, 7)]
+    assert daemon.persister.config == config

@@ -42,7 +42,7 @@ def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
     handler = node_of(least=least)
     handler.node, handler.agreement, handler.info = "a", AGREEMENT, handler.info.after(AGREEMENT)
     handler._trains = True
-    handler.view.state = State(AGREEMENT, complete=True, nodes=nodes)
+    handler.state = State(AGREEMENT, complete=True, nodes=nodes)
     return handler
 
 
@@ -85,7 +85,7 @@ def test_p3_the_place_of_a_launcher_that_has_ended_is_free_at_once_if_a_round_is
 def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody() -> None:
     """It has waited for the round that is complete now without it; as soon as it looks, it is a spare."""
     job = training(a=TRAINS, b=TRAINS, late=WAITS._replace(seated=True))
-    job.view.state = looked(job)
+    job.state = looked(job)
     assert job.state.role("late") is Role.WAITS
     assert job.num_nodes_waiting() == 0
     assert job.state.seats == {"a", "b"}, "a seat more than places"

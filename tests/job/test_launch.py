@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from reft import cli
 from reft.control.keyvalue import KeyValueStore
+from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
 from reft.job.launch import Launcher, main
@@ -23,8 +27,10 @@ from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
+from reft.node.report import PARTS, note, read_history
+from reft.protect.builds import abandoned_locks
 
-from .cluster import cluster
+from .cluster import WatchedCluster, cluster, deepspeed_json
 from .conftest import SECRET
 
 
@@ -328,3 +334,120 @@ def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
         job.signal_node(0, signal.SIGKILL)
         job.wait_until(job.none_left, 240, "the end of all processes")
         assert job.job_dir(0).is_dir()
+
+
+BUILDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("building", flush=True)
+time.sleep(600)
+"""
+SAID = "by a build that has ended"
+
+
+@contextmanager
+def building(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    lock.parent.mkdir(parents=True)
+    command = [sys.executable, "-c", BUILDER, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as builder:
+        try:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == "building\n"
+            yield builder
+        finally:
+            builder.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(ENV_EXTENSIONS, str(tmp_path / "extensions"))
+    return tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+
+
+@pytest.mark.integration
+def test_a_lock_whose_builder_is_gone_is_named_by_the_launcher_and_left_there(
+    lock: Path, tmp_path: Path
+) -> None:
+    with building(lock):
+        assert abandoned_locks() == []
+    assert abandoned_locks() == [(lock, lock.stat().st_mtime)]
+    with cluster(tmp_path / "left", "light.py", "end", nodes=1) as job:
+        assert set(job.wait(240).values()) == {0}
+        said = [line for line in job.log(0).splitlines() if SAID in line]
+    assert len(said) == 1, "the launcher, and not its trainers"
+    assert f"rm '{lock}'" in said[0]
+    assert lock.exists()
+
+
+LIVES = 4  # More than the restarts that are allowed without a new version
+
+
+def one_node(directory: Path, script: str, *args: str):
+    options = ("--keep-memory",)
+    return cluster(directory, script, *args, nodes=1, options=options, external_rendezvous=False)
+
+
+def restarts_used(job: WatchedCluster) -> list[int]:
+    return [event["restarts_used"] for event in job.launcher_events("round")]
+
+
+@pytest.mark.nightly
+def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with one_node(tmp_path, "relapse.py", deepspeed_json(tmp_path), str(LIVES)) as job:
+        assert job.wait(300) == {0: 0}
+        assert restarts_used(job) == [0] + [1] * LIVES
+        began = [int(line) for line in (job.events_dir / "lives").read_text().split()]
+        first, *later = read_history(job.job_dir(0))
+        where = ("--memory-dir", str(job.current[0].memory_dir))
+        assert cli.main(["history", *where, "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert cli.main(["history", *where]) == 0
+        assert "SIGKILL" in capsys.readouterr().out
+        cli.main(["status", *where, "--json"])
+        (status,) = json.loads(capsys.readouterr().out)["here"]
+    assert (first.resumed_from, first.failures, first.nodes) == (None, [], ["node0"])
+    assert [row.resumed_step for row in later] == began[1:]
+    for row in later:
+        assert row.failures == ["node0, rank 0, local rank 0: killed by SIGKILL"]
+        assert (row.resumed_from or "").startswith("memory, ")
+        assert list(row.secs) == list(PARTS), "one record of what the launcher and the trainer have seen"
+        assert min(row.secs.values()) >= 0
+        assert row.failed_unix_secs is not None
+        assert (row.resumed_step or 0) >= row.newest_step > 0
+    assert told["rounds"] == [vars(row) for row in (first, *later)]
+    assert status["last_recovery"] == vars(later[-1])
+    assert status["restarts"] == f"{LIVES}; the last: node0, rank 0, local rank 0: killed by SIGKILL"
+    assert began == sorted(set(began)), "every life resumed from a newer version"
+
+
+@pytest.mark.process
+@pytest.mark.integration
+def test_the_same_error_twice_before_the_first_version_ends_the_job(tmp_path: Path) -> None:
+    with one_node(tmp_path, "light.py", "raise") as job:
+        assert job.wait(300) == {0: 1}
+        assert restarts_used(job) == [0, 1]
+        last = read_history(job.job_dir(0))[-1]
+        assert last.failures == ["node0, rank 0, local rank 0: ValueError: a bad sample"]
+        assert last.ended == "local rank 0: ValueError: a bad sample"
+        assert "the same error twice, and no version was committed: the job ends" in job.log(0)
+
+
+def test_p6_a_history_that_is_torn_or_cannot_be_written_costs_a_line_at_most(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_history(tmp_path) == []
+    facts = {"nodes": ["a"], "failures": [], "lost": [], "joined": [], "newest_step": -1}
+    note(tmp_path, "stepped")  # of a round whose start was not noted
+    note(tmp_path, "started", round=1, gathering_secs=None, **facts)
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"event": "resu\n[]\n')
+    note(tmp_path, "started", round=2, gathering_secs=1.5, **{**facts, "lost": ["b"], "newest_step": 7})
+    note(tmp_path, "resumed", source="disk, /d", step=5, secs=0.0)
+    first, second = read_history(tmp_path)
+    assert (first.round, first.secs) == (1, {})
+    assert (second.lost, second.resumed_step, second.secs["gathering"]) == (["b"], 5, 1.5)
+    note(tmp_path / "gone", "stepped")
+    assert "the restart history in" in caplog.text

@@ -215,7 +215,7 @@ def test_what_costs_too_much_is_not_well(tmp_path: Path) -> None:
 
 
 def test_how_often_versions_go_to_storage_is_said_with_the_reason(tmp_path: Path) -> None:
-    """What decides is in test_storage_interval.py; here, that a plan asks with the block's and cluster's figures."""
+    """What decides is in test_rate.py; here, that a plan asks with the block's and cluster's figures."""
 
     def plan(cluster: dict[str, Any] | None = None, **persist: Any) -> dict[str, Any]:
         path = with_block(tmp_path / "ds.json", BF16_ZERO1, persist=persist)

@@ -22,13 +22,12 @@ from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
     Inventory,
+    Place,
     matches,
-    opened_arenas,
     stored_bytes,
-    take_inventory,
 )
 from reft.recover.plan import Fetch, RecoveryPlan
-from reft.recover.recover import Blueprint, Room
+from reft.recover.rebuild import Blueprint, Room
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 
 JOB = "job-a"
@@ -293,9 +292,10 @@ def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]
 
 @contextmanager
 def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], ArenaSet]]:
-    found = [take_inventory(root / node, node, SECRET) for node in nodes]
+    places = [Place(root / node, node, SECRET) for node in nodes]
+    found = [place.inventory() for place in places]
     with ExitStack() as stack:
-        each = [stack.enter_context(opened_arenas(root / i.node, i, SECRET)) for i in found]
+        each = [stack.enter_context(p.opened(i)) for p, i in zip(places, found, strict=True)]
         yield found, {key: arena for of_node in each for key, arena in of_node.items()}
 
 

@@ -42,7 +42,13 @@ _THREE = Fleet(place(Degrees(1, 3, 1), "single"), scale=50, block_bytes=1024, un
 _FIVE = Fleet(place(Degrees(1, 5, 1), "single"), copies=0, parities=1, scale=50, block_bytes=1024, uneven=0)
 _FOUR = place(Degrees(1, 4, 1), "single")
 PADDING = 5  # Bytes at the end of the last old partition
-RESIZED = ("shrunk", "shrunk_corrupt", "grown", "shrunk_decoded")
+# Two stages become one, with as many replicas as there were ranks, or the ranks of one stage become two.
+_STAGES = Fleet(place(Degrees(2, 3, 1), "replica"), scale=50, block_bytes=1024)
+_CODED = Fleet(_STAGES.topology, copies=0, parities=1, scale=50, block_bytes=1024)
+_TWO = place(Degrees(2, 2, 1), "single")
+RESIZED = {"shrunk": _SIX, "shrunk_corrupt": _SIX, "grown": _THREE, "shrunk_decoded": _FIVE}
+RELAID = {"merged": _STAGES, "merged_corrupt": _STAGES, "merged_decoded": _CODED, "parted": _THREE}
+OTHER_LAYOUTS = RESIZED | RELAID
 SCENARIOS = {
     "nothing_lost": Scenario(),
     "node_lost": Scenario(lost=("n2",)),
@@ -76,6 +82,10 @@ SCENARIOS = {
     "shrunk_corrupt": Scenario(_SIX, lost=("n4", "n5"), topology=_FOUR),
     "grown": Scenario(_THREE, topology=_FOUR),
     "shrunk_decoded": Scenario(_FIVE, lost=("n4",), topology=_FOUR),
+    "merged": Scenario(_STAGES, lost=("n2",), topology=_FOUR),
+    "merged_corrupt": Scenario(_STAGES, topology=_FOUR),
+    "merged_decoded": Scenario(_CODED, lost=("n1",), topology=_FOUR),
+    "parted": Scenario(_THREE, topology=_TWO),
     "peer_killed": Scenario(lost=("n2",)),
 }
 
@@ -112,6 +122,8 @@ def prepare_memory(root: Path) -> None:
         falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
     damage(root / "shrunk_corrupt" / "n0" / arena, Section.OWNED, member=1, index=2)
     damage(root / "shrunk_corrupt" / "n2" / arena, Section.HOST, member=2)
+    damage(root / "merged_corrupt" / "n1" / "rank1-slot0.arena", Section.REPLICATED, member=1)
+    damage(root / "merged_corrupt" / "n2" / arena, Section.HOST, member=2)
     damage(root / "corrupt_while_completing" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_in_a_moved_group" / "n0" / arena, Section.REPLICATED, member=0)
     damage(root / "older_in_one_group" / "n2" / "rank0-slot1.arena", Section.OWNED, member=1)

@@ -8,8 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +16,11 @@ from reft.errors import ArenaError, LayoutError
 from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.memory.header import ArenaState
 from reft.protect.placement import place_group
-from reft.recover import recover as complete
+from reft.recover import rebuild as complete
 from reft.recover.decide import judge, plan_recovery
-from reft.recover.inventory import opened_arenas, stored_bytes, take_inventory
+from reft.recover.inventory import Place, stored_bytes
 from reft.recover.plan import RecoveryPlan
-from reft.recover.recover import Completing, Completion, plan_kept
-from reft.recover.stages import Participant
+from reft.recover.rebuild import Completing, Completion, plan_kept
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
 
@@ -42,7 +39,7 @@ def memory(tmp_path: Path) -> Path:
 
 
 def found(memory: Path, gone: str | None = None):
-    return [take_inventory(memory / node, node, SECRET) for node in TOPOLOGY.nodes if node != gone]
+    return [Place(memory / node, node, SECRET).inventory() for node in TOPOLOGY.nodes if node != gone]
 
 
 def planned(memory: Path) -> RecoveryPlan:
@@ -51,29 +48,28 @@ def planned(memory: Path) -> RecoveryPlan:
     assert isinstance(plan, RecoveryPlan)
     assert plan.label == NEW
     held = [r for i in inventories for r in i.arenas if r.usable and r.header.label == NEW]
-    sources = judge((0, 0), held, {NEW: FLEET.topology.degrees.dp})[NEW]
+    sources = judge((0, 0), held, {NEW: FLEET.topology.degrees})[NEW]
     return replace(plan, kept=plan_kept((0, 0), sources, held, TOPOLOGY))
 
 
 def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
     stored = next(r.header for i in found(memory) for r in i.arenas if r.header.label == NEW)
     how = Completing("arc", path, lambda *_: FLEET.blueprint(AT))
-    control: Any = SimpleNamespace(rank=TOPOLOGY.rank_of(AT))
-    return Completion(plan, Participant(TOPOLOGY, control, JOB, path.parent, SECRET), how, stored)
+    return Completion(plan, AT, Place(path.parent, NODE, SECRET), how, stored)
 
 
 def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = None) -> int:
     fetches = plan.with_kept().fetches[AT]
     for fetch in fetches[:blocks]:
-        inventory = take_inventory(memory / fetch.node, fetch.node, SECRET)
-        with opened_arenas(memory / fetch.node, inventory, SECRET) as arenas:
+        there = Place(memory / fetch.node, fetch.node, SECRET)
+        with there.opened(there.inventory()) as arenas:
             data = torch.frombuffer(bytearray(stored_bytes(fetch, arenas)), dtype=torch.uint8)
         of.take(fetch, data)
     return len(fetches)
 
 
 def left(path: Path, memory: Path) -> ArenaState | None:
-    return next((r.header.state for r in take_inventory(memory / NODE, NODE, SECRET).arenas), None)
+    return next((r.header.state for r in Place(memory / NODE, NODE, SECRET).inventory().arenas), None)
 
 
 def test_p3_cut_off_after_any_block_the_newcomer_holds_nothing_that_is_read(memory: Path) -> None:
@@ -139,7 +135,7 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
 
 def kept_by_newcomers(lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
     records = [r for r in FLEET.records(NEW) if r.node != NODES[lost]]
-    sources = judge((0, 0), records, {NEW: len(NODES)})[NEW]
+    sources = judge((0, 0), records, {NEW: FLEET.topology.degrees})[NEW]
     kept = plan_kept((0, 0), sources, records, moved(lost, moved_to))
     return {at: {fetch.key.member for fetch in fetches} for at, fetches in kept.items()}
 

@@ -102,7 +102,7 @@ def survey(found, topology, bad):
             ]
             records = [r for inventory in sent for r in Inventory.unpack(inventory.pack()).arenas]
             tables[group] = sorted(records, key=lambda r: (r.node, r.path))
-        sources = {group: judge(group, records, findings.sizes, bad) for group, records in tables.items()}
+        sources = {group: judge(group, records, findings.written, bad) for group, records in tables.items()}
         ranks.append((parts, tables, sources))
     verdicts = {}
     for pp, tp in topology.groups():

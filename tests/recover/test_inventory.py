@@ -11,7 +11,7 @@ from reft.errors import AuthenticationError
 from reft.grid import Coordinate, Degrees
 from reft.memory.header import ArenaState
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import Inventory, take_inventory
+from reft.recover.inventory import Inventory, Place
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, inventories, place
@@ -43,10 +43,10 @@ def test_p11_every_flipped_byte_and_every_other_secret_is_refused():
         check_authentic(message, SECRET, b"reft-profile-1")
 
 
-def test_take_inventory_lists_arenas_and_names_unreadable_ones(tmp_path):
+def test_a_place_lists_arenas_and_names_unreadable_ones(tmp_path):
     FLEET.write(tmp_path, OLD, NEW)
     (tmp_path / "n0" / "rank7-slot0.arena").write_bytes(b"not an arena" * 1000)
-    taken = [take_inventory(tmp_path / node, node, SECRET) for node in ("n0", "n1")]
+    taken = [Place(tmp_path / node, node, SECRET).inventory() for node in ("n0", "n1")]
     assert [r.path for r in taken[0].arenas] == ["rank0-slot0.arena", "rank0-slot1.arena"]
     assert {r.header.label for r in taken[0].arenas} == {OLD, NEW}
     assert len(taken[0].problems) == 1
@@ -56,8 +56,8 @@ def test_take_inventory_lists_arenas_and_names_unreadable_ones(tmp_path):
     assert plan.label == NEW
     assert any("rank7-slot0.arena" in note for note in plan.notes)
 
-    assert take_inventory(tmp_path / "missing", "n9", SECRET) == Inventory("n9", ())
-    stranger = take_inventory(tmp_path / "n0", "n0", b"y" * 32)
+    assert Place(tmp_path / "missing", "n9", SECRET).inventory() == Inventory("n9", ())
+    stranger = Place(tmp_path / "n0", "n0", b"y" * 32).inventory()
     assert stranger.arenas == ()
     assert len(stranger.problems) == 3
     assert isinstance(plan_recovery([stranger], FLEET.topology, job_id=JOB), NotRecoverable)

@@ -13,7 +13,7 @@ from reft.errors import LayoutError
 from reft.grid import STATE_SECTIONS, Degrees, Section, Topology
 from reft.memory.arena import Arena
 from reft.recover.decide import offline_topology, plan_verified
-from reft.recover.inventory import opened_arenas, take_inventory
+from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, opened, place, read_image
@@ -60,17 +60,17 @@ def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(m
 
 
 def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
-    found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
+    found = [Place(memory / node, node, SECRET).inventory() for node in ("n0", "n2")]
     with Arena.open(memory / "n0" / "rank0-slot1.arena", SECRET, writable=True) as arena:
         arena.begin(arena.header())
-    with opened_arenas(memory / "n0", found[0], SECRET) as arenas:
+    with Place(memory / "n0", "n0", SECRET).opened(found[0]) as arenas:
         plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
     assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
 
 
 def test_offline_topology_names_what_is_missing(memory):
-    found = [take_inventory(memory / "n0", "n0", SECRET)]
+    found = [Place(memory / "n0", "n0", SECRET).inventory()]
     topology = offline_topology(found, JOB)
     assert isinstance(topology, Topology)
     assert topology.degrees == FLEET.topology.degrees

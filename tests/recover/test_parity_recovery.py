@@ -11,7 +11,7 @@ import pytest
 from reft.grid import STATE_SECTIONS, Degrees, Section
 from reft.protect.placement import tolerance
 from reft.recover.decide import plan_verified
-from reft.recover.inventory import opened_arenas
+from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 
@@ -36,9 +36,10 @@ def recovered(fleet, root, lost, scratch):
         while isinstance(plan, RecoveryPlan) and plan.rebuilds:
             folder = scratch / f"round{len(found)}"
             folder.mkdir()
-            decoded, refused = rebuild_offline(plan, arenas, folder, folder.name, SECRET)
-            arenas.update(stack.enter_context(opened_arenas(folder, decoded, SECRET)))
-            found.append(decoded)
+            decoded = Place(folder, folder.name, SECRET)
+            refused = rebuild_offline(plan, arenas, decoded)
+            found.append(decoded.inventory())
+            arenas.update(stack.enter_context(decoded.opened(found[-1])))
             bad |= refused
             plan, bad = plan_verified(found, topology, arenas, job_id=JOB, bad=bad)
         if isinstance(plan, NotRecoverable):

@@ -13,7 +13,7 @@ import pytest
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.recover.relayout import WHOLE, Held, Layout, Move, Parameter, paddings, plan_layout
+from reft.recover.relayout import WHOLE, Held, Layout, Move, Parameter, plan_layout, tensor_name
 
 WIDTH = 4
 TIED = "tied_modules.embed.weight"
@@ -78,14 +78,14 @@ def state_of(layout: Layout, at: Coordinate) -> dict[str, np.ndarray]:
         for kind in held.kinds[group]:
             each = [truth(kind, name, at.tp, slices) for name in names]
             if not held.flat:
-                state |= {f"{kind}.{group}.{i}": values for i, values in enumerate(each)}
+                state |= {tensor_name(kind, group, i): values for i, values in enumerate(each)}
                 continue
             flat = np.concatenate([*each, np.zeros(0, int)])
             if held.parted:
                 part = held.parted[group]
                 flat = np.pad(flat, (0, part * layout.degrees.dp - len(flat)))
                 flat = flat[at.dp * part : (at.dp + 1) * part]
-            state[f"{kind}.{group}.0"] = flat
+            state[tensor_name(kind, group, 0)] = flat
     return state
 
 
@@ -107,7 +107,7 @@ def made(
         assert move.at + move.numel <= len(found[move.target]), f"{move} is beyond what the new rank has"
         found[move.target][move.at : move.at + move.numel] = values
         written[move.target][move.at : move.at + move.numel] += 1
-    for zeros in paddings(new.held[at.pp, at.tp], at.dp):
+    for zeros in new.held[at.pp, at.tp].paddings(at.dp):
         found[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
         written[zeros.target][zeros.at : zeros.at + zeros.numel] += 1
     assert all((times == 1).all() for times in written.values()), "every element is written once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +13,8 @@ from reft.naming import Label
 from reft.recover import transfer
 from reft.recover.decide import plan_recovery
 from reft.recover.plan import RecoveryPlan
-from reft.recover.stages import BrokenOffError, Flaw, Ledger, Participant
+from reft.recover.recover import Flaw, Ledger, Participant
+from reft.recover.transfer import BrokenOffError
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, place
 
@@ -31,7 +31,7 @@ def execute(control: mock.MagicMock) -> Any:
 def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
     control = mock.MagicMock(rank=1)
     control.any_of.side_effect = control.gather_bytes.side_effect = AssertionError("it waits")
-    ledger = Ledger(Participant(mock.MagicMock(), control, JOB, Path(), b""))
+    ledger = Ledger(Participant(mock.MagicMock(), control, JOB, mock.MagicMock()))
     plans: Any = {(0, 0): SimpleNamespace(label=Label(1, 7))}
     with pytest.raises(BrokenOffError, match=r"rank 1: MemoryError: no room"):
         ledger.share(plans, {(0, 0): [0, 1]}, lambda: execute(control), Flaw.IN_TRANSIT)

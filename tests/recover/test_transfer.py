@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import take_inventory
+from reft.recover.inventory import Place
 from reft.recover.plan import RecoveryPlan
 from tests import mpi
 from tests.prefork import Popen
 
 from .fleet import JOB, NEW, OLD, SECRET, without
-from .scenarios import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+from .scenarios import DEAD, MORE, OTHER_LAYOUTS, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 pytestmark = pytest.mark.integration
 
@@ -160,6 +160,10 @@ FOUND = {
         *(NEW, None, "host block 0 of pp0.dp2.tp0", "owned block 2 of pp0.dp1.tp0"),
         "restored from rank0-slot0.arena on node n",
     ),
+    "merged_corrupt": (
+        *(NEW, None, "host block 0 of pp0.dp2.tp0", "replicated block 0 of pp1.dp1.tp0"),
+        "restored from rank1-slot0.arena on node n",
+    ),
     "corrupt_at_source": (
         *(NEW, ["STORED"] * 2, "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)"),
         "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0",
@@ -193,20 +197,22 @@ def test_p9_a_state_passes_through_a_small_window(results):
     assert 0 < newcomer["buffer_bytes"] <= 4096
 
 
-@pytest.mark.parametrize(("name", "old"), [("shrunk", 6), ("grown", 3), ("shrunk_decoded", 5)])
-def test_p3_a_version_of_another_degree_is_taken_up_and_stays_as_it_is(results, memory, name, old):
+@pytest.mark.parametrize("name", [name for name in OTHER_LAYOUTS if "corrupt" not in name])
+def test_p3_a_version_of_another_layout_is_taken_up_and_stays_as_it_is(results, memory, name):
     """Whoever starts again before anything newer is committed finds it as it was."""
+    old, new = OTHER_LAYOUTS[name].topology.degrees, SCENARIOS[name].placement.degrees
     for result in restored(results, name):
-        assert result["written_dp"] == old
+        assert result["written"] == str(old)
         assert result["again"]["equal"]
-        assert result["again"]["written_dp"] == old
+        assert result["again"]["written"] == str(old)
         assert result["bytes_from"] == result["planned"]
-        assert f"written at DP{old}, resumed at DP4" in result["text"]
-        assert f"PP1xDP{old}xTP1 instead of PP1xDP4xTP1" in result["refused"]
+        assert f"written in {old}, resumed in {new}" in result["text"]
+        assert f"{old} instead of {new}" in result["refused"]
     total = results[name][0]["total"]
-    assert total["parity"] > 0 if name == "shrunk_decoded" else total["local"] > 0
+    assert total["parity"] > 0 if name.endswith("decoded") else total["local"] > 0
     left = {p.name for node in ("n0", "n1", "n2", "n3") for p in (memory / name / node).glob("*.arena")}
-    assert {n for n in left if not n.startswith("decoded")} == {"rank0-slot0.arena"}
+    stages = range(2) if name.startswith("merged") else range(1)
+    assert {n for n in left if not n.startswith("decoded")} == {f"rank{n}-slot0.arena" for n in stages}
 
 
 def test_beyond_tolerance_all_ranks_refuse_alike_and_touch_nothing(results):
@@ -257,7 +263,7 @@ def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
 def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
     placement = SCENARIOS[name].placement
     for lost in sorted(set(placement.nodes)):
-        left = [take_inventory(memory / name / n, n, SECRET) for n in placement.nodes if n != lost]
+        left = [Place(memory / name / n, n, SECRET).inventory() for n in placement.nodes if n != lost]
         plan = plan_recovery(left, without(placement, [lost]), job_id=JOB)
         assert isinstance(plan, RecoveryPlan), f"{lost} lost: {plan}"
         assert (plan.label, plan.committed) == (NEW, True)
@@ -277,7 +283,7 @@ def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_i
         pytest.skip("a rank that dies ends an MPI job")
     scenario = SCENARIOS["peer_killed"]
     nodes = scenario.placement.nodes
-    inventories = [take_inventory(memory / "peer_killed" / node, node, SECRET) for node in nodes]
+    inventories = [Place(memory / "peer_killed" / node, node, SECRET).inventory() for node in nodes]
     torn = [r for i in inventories for r in i.arenas if not r.usable]
     assert [r.header.coordinate for r in torn] == [DEAD]
     plan = plan_recovery(inventories, scenario.placement, job_id=JOB)

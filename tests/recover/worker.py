@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -25,19 +25,22 @@ from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import STATE_SECTIONS, Coordinate, Section
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.naming import Label
+from reft.recover.decide import Piece
+from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable, count_bytes
-from reft.recover.recover import Blueprint, Completing, Recovery
-from reft.recover.sources import OwnedTensor, Piece, Resize, Scatter, cut
-from reft.recover.stages import Participant
+from reft.recover.rebuild import Blueprint, Completing
+from reft.recover.recover import Participant, Recovery
+from reft.recover.relayout import Imaged, Move, Resize, only_replicas_differ, plan_replica, spoken_by
 from tests.control.mpi_calls import refuse_pickling
 
 from .fleet import JOB, NEW, SECRET, arena_name
-from .scenarios import DEAD, MORE, NOT_OVER_MPI, PADDING, RESIZED, RING, SCENARIOS, WORLD_SIZE
+from .scenarios import DEAD, MORE, NOT_OVER_MPI, OTHER_LAYOUTS, PADDING, RING, SCENARIOS, WORLD_SIZE
 
+IMAGES = Section.REPLICATED, Section.OWNED
 OVER_MPI = sys.argv[2:] == ["mpi"]
 TRANSPORT = {"transport": "mpi" if OVER_MPI else "sockets"}
 
@@ -51,56 +54,100 @@ class Rank:
         self.at = self.topology.coordinates[rank]
         self.node = self.topology.nodes[rank]
         self.job_dir = root / name / self.node
-        self.images: dict[Section, np.ndarray] = {}
+        self.written = self.scenario.fleet.topology.degrees
+        self.images: dict[tuple[Coordinate, Section], np.ndarray] = {}
         self.calls = 0
         self.prepared = 0
-        self.scatter: Scatter | None = None
+        self.moves: Sequence[Move] = ()
 
-    def prepare(self, host: bytes, resize: Resize) -> Sequence[Piece]:
+    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[Piece]:
+        """Of other replicas this rank takes its part of the partitions; of other stages or slices the whole images
+        of the old ranks whose host states it has, but for the first byte."""
         self.prepared += 1
-        self.images[Section.HOST] = np.frombuffer(host, np.uint8)
-        for section in (Section.REPLICATED, Section.OWNED):
-            nbytes = self.expected(section, NEW).size
-            self.images[section] = np.zeros(nbytes, np.uint8)
-        if resize.old == resize.new:
+        assert was == self.written
+        assert set(hosts) == spoken_by(was, self.topology.degrees, self.at)
+        self.images = {(at, Section.HOST): np.frombuffer(host, np.uint8) for at, host in hosts.items()}
+        if was == self.topology.degrees:
+            for section in IMAGES:
+                self.images[self.at, section] = np.zeros(self.expected(self.at, section, NEW).size, np.uint8)
             return ()
-        pieces = cut([self.owned(resize)], resize, self.at.dp)
-        self.scatter = Scatter(pieces)
-        return pieces
+        if only_replicas_differ(was, self.topology.degrees):
+            resize = Resize(was.dp, self.topology.degrees.dp)
+            self.moves = plan_replica(self.held(was), self.held(self.topology.degrees), resize, self.at)
+        else:
+            sizes = {
+                (at, section): self.scenario.fleet.image_bytes(at, section)
+                for at in hosts
+                for section in IMAGES
+            }
+            self.moves = [Move(at, s, 1, n - 1, f"{at} {s}", 1) for (at, s), n in sizes.items()]
+        for at, section in {(move.source, Section(move.tensor)) for move in self.moves}:
+            to = self.target(at)
+            self.images[to, section] = np.zeros(self.expected(to, section, NEW).size, np.uint8)
+        return [Piece(move.source, Section(move.tensor), move.start, move.numel) for move in self.moves]
 
-    def owned(self, resize: Resize) -> OwnedTensor:
-        part = self.scenario.fleet.image_bytes(self.at_of(Section.OWNED), Section.OWNED)
-        length = part * resize.old - PADDING
-        return OwnedTensor("owned", 1, 0, part, 0, -(-length // resize.new), length)
+    def target(self, at: Coordinate) -> Coordinate:
+        return self.at if only_replicas_differ(self.written, self.topology.degrees) else at
 
-    def at_of(self, section: Section) -> Coordinate:
-        return replace(self.at, dp=self.at.dp % self.scenario.fleet.topology.degrees.dp)
+    def held(self, degrees: Degrees) -> Imaged:
+        fleet, at = self.scenario.fleet, replace(self.at, dp=0)
+        part = fleet.image_bytes(at, Section.OWNED)
+        length = part * self.written.dp - PADDING
+        whole = {str(Section.REPLICATED): fleet.image_bytes(at, Section.REPLICATED)}
+        return Imaged(
+            whole,
+            {str(Section.OWNED): (part if degrees == self.written else -(-length // degrees.dp), length)},
+        )
 
-    def expected(self, section: Section, label: Label) -> np.ndarray:
-        fleet, old = self.scenario.fleet, self.scenario.fleet.topology.degrees.dp
-        resize = Resize(old, self.topology.degrees.dp)
-        if section is not Section.OWNED or resize.old == resize.new:
-            return fleet.image(self.at_of(section), section, label)
-        tensor = self.owned(resize)
-        parts = [fleet.image(replace(self.at, dp=dp), section, label) for dp in range(old)]
-        whole = np.zeros(tensor.new_numel * resize.new, np.uint8)
-        whole[: tensor.length] = np.concatenate(parts)[: tensor.length]
-        return whole[self.at.dp * tensor.new_numel :][: tensor.new_numel]
+    def expected(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
+        """An image of a rank, of this layout where the replicas alone are others."""
+        fleet, now = self.scenario.fleet, self.topology.degrees
+        if not only_replicas_differ(self.written, now):
+            return fleet.image(at, section, label)
+        if section is not Section.OWNED:
+            return fleet.image(replace(at, dp=at.dp % self.written.dp), section, label)
+        old = [fleet.image(replace(at, dp=dp), section, label) for dp in range(self.written.dp)]
+        (part, length) = self.held(now).parts[str(section)]
+        whole = np.zeros(part * now.dp, np.uint8)
+        whole[:length] = np.concatenate(old)[:length]
+        return whole[at.dp * part :][:part]
 
     def copy(self, fetch, data: torch.Tensor) -> int:
         self.calls += 1
         assert fetch.key.section is not Section.HOST
-        if fetch.key.section is Section.OWNED and self.scatter is not None:
-            for at, nbytes, target in self.scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
-                self.images[Section.OWNED][target : target + nbytes] = data[at : at + nbytes].numpy()
-            return checksum(data.numpy().data)
-        self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
-        return checksum(data.numpy().data)
+        block, section = data.numpy(), fetch.key.section
+        if self.written == self.topology.degrees:
+            self.images[self.at, section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = block
+        for move in self.moves:
+            of = move.source.pp, move.source.tp, move.tensor
+            if of != (fetch.pp, fetch.tp, section) or (
+                fetch.key.member != move.source.dp and section is Section.OWNED
+            ):
+                continue
+            begin, end = (
+                max(move.start, fetch.start_bytes),
+                min(move.start + move.numel, fetch.start_bytes + fetch.nbytes),
+            )
+            if begin < end:
+                target = self.images[self.target(move.source), section]
+                target[move.at + begin - move.start : move.at + end - move.start] = block[
+                    begin - fetch.start_bytes : end - fetch.start_bytes
+                ]
+        return checksum(block.data)
+
+    def equal(self, label: Label) -> bool:
+        skip = 0 if self.topology.degrees.pp == self.written.pp else 1
+        wrong = [
+            (at, section)
+            for (at, section), image in self.images.items()
+            if not np.array_equal(image[skip:], self.expected(at, section, label)[skip:])
+        ]
+        return not wrong and {section for _, section in self.images} == set(STATE_SECTIONS)
 
     def recovery(self, **options) -> Recovery:
-        options.setdefault("resizable", self.scenario.fleet.topology.degrees != self.topology.degrees)
-        where, faults = (JOB, self.job_dir, SECRET), options.pop("faults", None)
-        return Recovery(Participant(self.topology, self.control, *where, faults, 4096), **options)
+        options.setdefault("any_layout", self.written != self.topology.degrees)
+        place, faults = Place(self.job_dir, self.node, SECRET), options.pop("faults", None)
+        return Recovery(Participant(self.topology, self.control, JOB, place, faults, 4096), **options)
 
     def completing(self, scheme: str = "arc", slot: int = 0) -> Completing:
         def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
@@ -137,8 +184,8 @@ class Rank:
         label = outcome.label
         return {
             "label": [label.incarnation, label.step],
-            "equal": all(np.array_equal(self.images[s], self.expected(s, label)) for s in STATE_SECTIONS),
-            "written_dp": outcome.plan.written_dp,
+            "equal": self.equal(label),
+            "written": str(outcome.plan.written),
             "bytes_from": dict(outcome.stats.bytes_from),
             "planned": count_bytes(outcome.plan.fetches[self.at]),
             "total": outcome.plan.bytes_from,
@@ -224,9 +271,9 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     return me.report(me.recover())
 
 
-def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+def run_other_layout(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
     me, again = Rank(root, name, control), Rank(root, name, control)
-    refused = str(me.recovery(resizable=False).survey())
+    refused = str(me.recovery(any_layout=False).survey())
     report = me.report(me.recover(completing=me.completing(slot=7)))  # no arena is made
     return {**report, "again": again.report(again.recover()), "refused": refused}
 
@@ -289,8 +336,8 @@ def main() -> None:
             continue
         if name == "forged_message":
             results[name] = greeting(name, rank)
-        elif name in RESIZED:
-            results[name] = run_resized(root, name, control)
+        elif name in OTHER_LAYOUTS:
+            results[name] = run_other_layout(root, name, control)
         else:
             results[name] = run_scenario(root, name, control)
         (root / f"result-{rank}.json").write_text(json.dumps(results))

@@ -75,29 +75,33 @@ def make_worker(
     ``frozen``: slots that hold what is being recovered. ``remake``: makes ``folder`` anew."""
     at, (local_rank, ranks_here) = topology.coordinates[rank], local
     control = control or ControlGroup(WAIT_SECS).for_worker()
+    arenas = ArenaSet(
+        SlotFiles(folder, local_rank, keeping.versions, SECRET, ranks_here),
+        *("job", topology, rank),
+        frozen=frozen,
+        limit_bytes=None,
+        engine=copier.engine,
+        remake=remake,
+    )
+    plan = FaultPlan(faults, at)
     return SnapshotWorker(
         control=control,
         topology=topology,
-        arenas=ArenaSet(
-            SlotFiles(folder, local_rank, keeping.versions, SECRET, ranks_here),
-            *("job", topology, rank),
-            frozen=frozen,
-            limit_bytes=None,
-            engine=copier.engine,
-            remake=remake,
-        ),
+        arenas=arenas,
         **{"block_bytes": 65536, "host_bytes": 4096, "verify": verify},
         switch=SchemeSwitch(
             control,
             topology,
+            arenas,
             ProtectionRecord(scheme, scheme),
             OrderWatch(folder),
             keeping=keeping,
             on_change=on_change,
+            reach=plan.reach,
         ),
         copier=copier,
         pacer=pacer,
-        watchers=Watchers(SnapshotStats(), FaultPlan(faults, at), **watchers),
+        watchers=Watchers(SnapshotStats(), plan, **watchers),
     )
 
 

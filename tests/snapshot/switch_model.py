@@ -19,7 +19,7 @@ from itertools import product
 
 from reft.protect.placement import Level
 from reft.snapshot.switching import InForce
-from reft.snapshot.version import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
+from reft.snapshot.version import CopyFailed, Met, Signal, Task, Voted
 from tests.snapshot.version_model import (
     EMPTY,
     SOME,
@@ -121,7 +121,7 @@ class SwitchingRank(OneRank):
             # Another layout at any time is explored without changes; here, where there is none.
             yield from (move for move in super()._copying(rank) if not move[1].state.wants_layout)
             return
-        yield "has no layout", self.tell(rank, Unfit())
+        yield "has no layout", self.tell(rank, Signal.UNFIT)
         if self.rules.errors:
             yield "fails before it has a layout", self.tell(rank, CopyFailed(SOME))
 
@@ -135,7 +135,7 @@ class SwitchingRank(OneRank):
         keeps = replace(rank.keeps, in_force=rank.keeps.in_force.now_on(ladder.index(found)))
         after = self._use(replace(rank, keeps=replace(keeps, layout=found.scheme)), found.arenas)
         for text, reserved in self._reserved(after):
-            yield f"has agreed on {found}, {text}", self.tell(reserved, LaidOut())
+            yield f"has agreed on {found}, {text}", self.tell(reserved, Signal.LAID_OUT)
 
     @staticmethod
     def _use(rank: Rank, count: int) -> Rank:
@@ -169,7 +169,7 @@ class SwitchingRank(OneRank):
         if keeps.before is not None:
             yield from self._trying(rank)
         elif not now.due:
-            yield "goes on", self.tell(rank, Switched())
+            yield "goes on", self.tell(rank, Signal.SWITCHED)
         elif keeps.layout is not None:
             yield from self._try(rank, 0 if now.ordered else self._targets(keeps)[0])
         elif now.ordered:

@@ -134,7 +134,7 @@ def test_a_copy_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine
     engine.begin()
     early = engine.copy([(live[:1000], memory[:1000])])
     release = device.hold()
-    mark = engine.mark()
+    mark = engine.stamp()
     late = engine.copy([(live[1000:], memory[1000:])], after=mark)
     early.wait()  # does not depend on the mark
     assert late.done() is not device.asynchronous
@@ -192,7 +192,6 @@ def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None
     engine.synchronize()
     with pytest.raises(CopyOrderError, match="no version is open"):
         engine.copy([(live, memory)])
-    engine.mark()  # for what may be draining
     engine.begin()
     with pytest.raises(CopyOrderError, match="was not fenced"):
         engine.begin()
@@ -215,7 +214,7 @@ def test_after_close_nothing_works_and_nothing_breaks(device: Cpu) -> None:
     engine.close()
     engine.fence()
     engine.unregister(memory)
-    for call in (engine.begin, engine.mark, engine.synchronize, lambda: engine.copy([(live, memory)])):
+    for call in (engine.begin, engine.synchronize, lambda: engine.copy([(live, memory)])):
         with pytest.raises(CopyOrderError, match="closed"):
             call()
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from reft.snapshot.copying.engine import Mark
-from reft.snapshot.copying.gate import HostGate, OpenGate, Permit, StreamGate
+from reft.snapshot.copying.gate import Gate, HostGate, Permit, StreamGate
 
 LONG = 60.0  # Seconds: nothing in these tests may need them
 
@@ -112,7 +111,7 @@ def test_the_fence_lets_everything_through_and_then_nothing_is_wanted(gate: Host
     gate.open(0, 64, None)
     assert gate.close() == 0.0, "closing costs nothing when nothing is to be copied"
     waiting = False
-    always = OpenGate(2, lambda: waiting)
+    always = Gate(2, lambda: waiting)
     assert always.admit().tier == 2
     waiting = True
     assert always.admit().tier == 0
@@ -153,14 +152,14 @@ def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() 
     gate = StreamGate()
     gate.patience_secs = LONG
     gate.enter()
-    gate.open(0, 100, Mark(1))
-    gate.open(1, 100, Mark(1))
+    gate.open(0, 100, 1)
+    gate.open(1, 100, 1)
     gate.enter(draining=True)
-    gate.open(0, 100, Mark(2))
-    assert gate.admit().mark == Mark(1)
+    gate.open(0, 100, 2)
+    assert gate.admit().mark == 1
     gate.begin()
-    assert gate.admit().mark == Mark(2)
-    gate.open(1, 100, Mark(2))
+    assert gate.admit().mark == 2
+    gate.open(1, 100, 2)
     gate.enter()  # nothing is being drained: what is left is over
     gate.hurry()
     assert gate.admit().tier == 0
@@ -169,13 +168,13 @@ def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() 
 def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -> None:
     gate = StreamGate()
     gate.patience_secs = LONG
-    gate.open(9, 100, Mark(1))  # nobody wants to copy yet
+    gate.open(9, 100, 1)  # nobody wants to copy yet
     gate.enter()
-    gate.open(None, 200, Mark(1))
-    gate.open(0, 100, Mark(1))
-    gate.open(1, 0, Mark(1))  # nothing planned
-    gate.open(2, 300, Mark(2))
-    expected = [Permit(3, None, 200, Mark(1)), Permit(1, 0, 100, Mark(1)), Permit(1, 2, 300, Mark(2))]
+    gate.open(None, 200, 1)
+    gate.open(0, 100, 1)
+    gate.open(1, 0, 1)  # nothing planned
+    gate.open(2, 300, 2)
+    expected = [Permit(3, None, 200, 1), Permit(1, 0, 100, 1), Permit(1, 2, 300, 2)]
     assert [gate.admit() for _ in expected] == expected
     gate.hurry()
     assert gate.admit().tier == 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from reft.config import HasConfig
-from reft.snapshot.copying.engine import Mark
 from reft.snapshot.copying.gate import (
     Gate,
     HostGate,
@@ -70,9 +69,6 @@ class Clock:
     def __init__(self, *, asynchronous: bool = False) -> None:
         self.now, self.asynchronous = 0.0, asynchronous
 
-    def mark(self) -> Mark:
-        return Mark()
-
     def stamp(self) -> float:
         return self.now
 
@@ -86,7 +82,7 @@ EVALUATION = ["RecvActivation", "ForwardPass"]
 
 def make_pacer(clock: Clock, gate: Gate | None = None, stages: int = 2, micro: int = 1, **has: Any) -> Pacer:
     place = {"stage_id": 1, "stages": stages, "micro_batches": micro}
-    return Pacer(HasConfig.model_validate(has), clock, gate=gate, **place)
+    return Pacer(HasConfig.model_validate({"compute_share": 0.0, **has}), clock, gate=gate, **place)
 
 
 def run_step(
@@ -231,7 +227,7 @@ class Link(Gate):
         self.wanted = True
         self.queued: list[tuple[int | None, int, float]] = []
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         self.queued.append((window, nbytes, self.clock.now))
 
     def copy(self, nbytes: int, chunk_bytes: int, fence_secs: float) -> list[ChunkRecord]:

@@ -1,8 +1,7 @@
-"""Staging: what is not in host memory by the fence is kept on the device, and drained later."""
+"""Staging: what is not in host memory by the fence is kept on the device, and drained later. Of devices only."""
 
 from __future__ import annotations
 
-import psutil
 import pytest
 import torch
 
@@ -12,10 +11,21 @@ from reft.snapshot.copying.copier import Chunk, StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
-from tests.snapshot.devices import Cpu, Simulated, host_memory, random_bytes
+from tests.snapshot.devices import Cuda, Simulated, host_memory, random_bytes
 
 
-def test_p2_what_is_staged_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Simulated:
+    if request.param == "simulated":
+        return Simulated(request.getfixturevalue("sim"))
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    return Cuda(torch.cuda)
+
+
+def test_p2_what_is_staged_is_the_state_between_begin_and_fence(
+    device: Simulated, engine: CopyEngine
+) -> None:
     live = device.put(torch.zeros(100_000, dtype=torch.uint8))
     memory = host_memory(engine, live.numel())
     buffer = engine.staging_buffer(60_000)
@@ -36,7 +46,7 @@ def test_p2_what_is_staged_is_the_state_between_begin_and_fence(device: Cpu, eng
     assert torch.all(memory == 1)
 
 
-def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engine: CopyEngine) -> None:
+def test_draining_goes_on_under_the_next_version_and_its_fence(device: Simulated, engine: CopyEngine) -> None:
     live = device.put(random_bytes(3000))
     before = live.cpu().clone()
     first, second = host_memory(engine, 3000), host_memory(engine, 3000)
@@ -46,14 +56,14 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engi
     staged = [piece for pieces in engine.stage(parts) for piece in pieces]
     engine.fence()
     device.write(live, 9)
-    idle = engine.mark()  # no version is open
+    idle = engine.stamp()  # no version is open
     one = engine.drain(staged[:1], after=idle)
     release = device.hold()
-    held = engine.mark()
+    held = engine.stamp()
     engine.begin()
     engine.copy([(live, second)])
     two = engine.drain(staged[1:], after=held)
-    assert two.done() is not device.asynchronous
+    assert not two.done()
     release()
     engine.fence()
     device.write(live, 10)
@@ -64,7 +74,7 @@ def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engi
     assert two.secs is not None
 
 
-def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngine) -> None:
+def test_staging_out_of_order_or_place_is_refused(device: Simulated, engine: CopyEngine) -> None:
     live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
     buffer = engine.staging_buffer(8)
     with pytest.raises(CopyOrderError, match="no version is open"):
@@ -79,7 +89,7 @@ def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngin
     assert torch.all(memory == 0xEE)
 
 
-def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: CopyEngine) -> None:
+def test_a_margin_of_device_memory_is_left_to_training(device: Simulated, engine: CopyEngine) -> None:
     if type(device) is not Simulated:
         pytest.skip("only the simulated device can be made full")
     settings = device.torch.settings
@@ -110,14 +120,8 @@ def test_the_area_is_given_back_when_plans_have_long_not_asked_for_it(engine: Co
     assert area.room() > free // 2
 
 
-def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(
-    engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(engine: CopyEngine) -> None:
     """What the area gives up stays in the caching allocator."""
-    # Others take and give host memory meanwhile.
-    memory = psutil.virtual_memory()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr("reft.snapshot.copying.engine.cgroup_free_bytes", list)
     area = StagingArea(engine)
     assert area.reserve(10_000)
     room = area.room()
@@ -125,7 +129,7 @@ def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(
 
 
 def test_what_fits_the_area_is_the_end_of_a_version_which_is_staged_with_one_event(
-    device: Cpu, engine: CopyEngine
+    device: Simulated, engine: CopyEngine
 ) -> None:
     live, memory = device.put(random_bytes(10_000)), host_memory(engine, 10_000)
     pieces = [CheckedPieces.of([piece]) for piece in zip(live.split(1000), memory.split(1000), strict=True)]

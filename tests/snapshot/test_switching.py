@@ -30,7 +30,7 @@ from reft.node.protection import (
 )
 from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import take_inventory
+from reft.recover.inventory import Place
 from reft.recover.plan import RecoveryPlan
 from reft.snapshot.switching import Keeping, Room, agree_on_room
 from tests.snapshot.ranks import FOUR, SECRET, Rank, Results
@@ -159,7 +159,7 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     (root / "fault").write_text(fault)
     with pytest.raises(RankError, match="SIGKILL"):
         Results(tmp_path, switch_killed, world=4)
-    inventories = [take_inventory(root / f"node{r}", FOUR.nodes[r], SECRET) for r in range(4)]
+    inventories = [Place(root / f"node{r}", FOUR.nodes[r], SECRET).inventory() for r in range(4)]
     for lost in (None, 0, 1, 2, 3):
         present = [inventory for r, inventory in enumerate(inventories) if r != lost]
         plan = plan_recovery(present, FOUR, job_id="job")

@@ -13,32 +13,23 @@ from reft.snapshot.version import (
     NOT_STARTED,
     OVERRUN,
     Abort,
-    Begin,
     Broke,
     Cause,
-    Closing,
     Commit,
-    Copied,
     CopyFailed,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
-    LaidOut,
     Met,
     Parted,
     Released,
-    Resumption,
-    Sealed,
+    Signal,
     Slots,
     SlotTaken,
     Standing,
     State,
-    Switched,
     Task,
-    TensorsChange,
-    Turn,
-    Unfit,
     Version,
     Voted,
     resume_from,
@@ -151,21 +142,21 @@ def told(*events: Event, slots: Slots | None = None) -> tuple[State, list[object
 
 
 FIRST, SECOND = Label(1, 1), Label(1, 2)
-COPY = (Turn(), Begin(), SlotTaken(0), Released(), Copied())
+COPY = (Signal.TURN, Signal.BEGIN, SlotTaken(0), Released(), Signal.COPIED)
 
 
 def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> None:
     state, _ = told(HandedOver(Version(FIRST)), FenceNear())
     assert not state.holds_training
     assert state.head.cause == NOT_STARTED
-    state, _ = step(state, Turn())
+    state, _ = step(state, Signal.TURN)
     assert (state.task, state.approves) == (Task.VOTE_COPIED, False)
 
 
 def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> None:
     state, _ = told(HandedOver(Version(FIRST)), FenceNear(ahead=True))
     assert (state.may_begin, state.head.cause) == (True, None)
-    begun, _ = step(step(step(state, Turn())[0], Begin())[0], FenceNear())
+    begun, _ = step(step(step(state, Signal.TURN)[0], Signal.BEGIN)[0], FenceNear())
     assert (begun.may_begin, begun.holds_training, begun.head.cause) == (False, True, None)
     assert step(state, FenceNear())[0].head.cause == NOT_STARTED
 
@@ -173,42 +164,44 @@ def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_dev
 def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
     state, _ = told(HandedOver(Version(FIRST, must=True)), FenceNear())
     assert state.holds_training
-    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), TensorsChange(), *COPY[3:])
+    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), Signal.TENSORS_CHANGE, *COPY[3:])
     assert (state.task, state.approves, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
     state, effects = step(state, Voted(False))
     assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
 
 
 def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> None:
-    state, _ = told(HandedOver(Version(FIRST)), Turn(), Unfit())
+    state, _ = told(HandedOver(Version(FIRST)), Signal.TURN, Signal.UNFIT)
     assert (state.wants_layout, state.holds_training) == (True, True)
-    state, _ = step(step(state, Voted(False, relayout=True))[0], LaidOut())
+    state, _ = step(step(state, Voted(False, relayout=True))[0], Signal.LAID_OUT)
     assert (state.task, state.holds_training) == (Task.COPY, True)
-    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), LaidOut())
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), Signal.LAID_OUT)
     assert (state.task, state.approves, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
 
 
 @pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
 def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: Label | None, then: object) -> None:
     """What one of them knows to be committed is committed by all."""
-    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(True), Sealed(), Broke("a peer vanished"))
+    state, effects = told(
+        HandedOver(Version(FIRST)), *COPY, Voted(True), Signal.SEALED, Broke("a peer vanished")
+    )
     assert (state.task, state.slots.open_slot) == (Task.MEET, 0)
     assert effects == [GiveUp(FIRST, Cause("interrupted", "a peer vanished"))]
     state, _ = step(state, HandedOver(Version(SECOND)))
     assert not state.holds_training
     state, effects = step(state, Met(SECOND, known))
     assert (state.task, effects, state.slots.committed_label) == (Task.WAIT, (then,), known)
-    state, effects = step(state, Turn())  # all ranks have given it up: no vote
+    state, effects = step(state, Signal.TURN)  # all ranks have given it up: no vote
     assert (state.versions, effects) == ((), (GiveUp(SECOND, Cause("interrupted")),))
 
 
 def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
-    assert told(Closing())[0].task is Task.END
-    state, _ = told(HandedOver(Version(FIRST)), Closing())
+    assert told(Signal.CLOSING)[0].task is Task.END
+    state, _ = told(HandedOver(Version(FIRST)), Signal.CLOSING)
     assert state.task is Task.WAIT
     assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("closed")),)
     state, effects = told(
-        HandedOver(Version(FIRST)), Turn(), Broke("x"), HandedOver(Version(SECOND)), Parted("y")
+        HandedOver(Version(FIRST)), Signal.TURN, Broke("x"), HandedOver(Version(SECOND)), Parted("y")
     )
     assert (state.task, state.broken, state.versions) == (Task.END, "y", ())
     assert effects == [GiveUp(FIRST, Cause("interrupted", "x")), GiveUp(SECOND, Cause("broken", "y"))]
@@ -218,12 +211,12 @@ def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (Turn(), Broke("x"), Met(FIRST, None)),
-        (Broke("x"), Met(FIRST, None), Turn()),
-        (Turn(), Broke("x"), Parted("y")),
+        (Signal.TURN, Broke("x"), Met(FIRST, None)),
+        (Broke("x"), Met(FIRST, None), Signal.TURN),
+        (Signal.TURN, Broke("x"), Parted("y")),
         (Broke("x"), Parted("y")),
         (Broke("x"), Parted("y"), HandedOver(Version(SECOND, idle=True))),
-        (Closing(), Turn(), Voted(False), Switched(), HandedOver(Version(SECOND, idle=True))),
+        (Signal.CLOSING, Signal.TURN, Voted(False), Signal.SWITCHED, HandedOver(Version(SECOND, idle=True))),
     ],
 )
 def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(
@@ -235,9 +228,9 @@ def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(
 
 def test_an_event_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="while the worker is at"):
-        told(Copied())
+        told(Signal.COPIED)
     with pytest.raises(ValueError, match="cannot happen"):
-        told(HandedOver(Version(FIRST)), Turn(), Copied())
+        told(HandedOver(Version(FIRST)), Signal.TURN, Signal.COPIED)
     with pytest.raises(ValueError, match="cannot happen"):
         told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(Cause("x")), Voted(True))
 
@@ -247,22 +240,21 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
 
 def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> None:
     standings = [
-        Standing(Label(1, 7), Label(1, 5), 0),
-        Standing(Label(1, 8), Label(1, 6), 0),
-        Standing(Label(1, 7), None, 0),
+        Standing(Label(1, 7), Label(1, 5), None),
+        Standing(Label(1, 8), Label(1, 6), None),
+        Standing(Label(1, 7), None, None),
     ]
-    assert resume_from(standings) == Resumption(Label(1, 8), Label(1, 6), None)
-    assert [Standing.from_ints(standing.to_ints()) for standing in standings] == standings
-    assert resume_from([Standing(Label(1, 3), None, 0)]) == Resumption(Label(1, 3), None, None)
+    assert resume_from(standings) == Standing(Label(1, 8), Label(1, 6), None)
+    assert resume_from([Standing(Label(1, 3), None, None)]) == Standing(Label(1, 3), None, None)
 
 
 def test_p3_steps_that_are_taken_again_in_a_new_incarnation_are_newer() -> None:
-    agreed = resume_from([Standing(Label(1, 7), None, 0), Standing(Label(2, 3), None, 0)])
-    assert agreed.after == Label(2, 3)
-    assert resume_from([Standing(Label(1, 7), None, 0)]).after < Label(2, 1)
+    agreed = resume_from([Standing(Label(1, 7), None, None), Standing(Label(2, 3), None, None)])
+    assert agreed.newest == Label(2, 3)
+    assert resume_from([Standing(Label(1, 7), None, None)]).newest < Label(2, 1)
 
 
 def test_a_stop_is_kept_only_where_no_rank_can_have_passed_it() -> None:
-    assert resume_from([Standing(Label(1, 7), None, 9), Standing(Label(1, 7), None, 0)]).stop_step == 9
-    assert resume_from([Standing(Label(1, 7), None, 8), Standing(Label(1, 7), None, 0)]).stop_step is None
-    assert resume_from([Standing(Label(1, 8), None, 0), Standing(Label(1, 7), None, 9)]).stop_step is None
+    assert resume_from([Standing(Label(1, 7), None, 9), Standing(Label(1, 7), None, None)]).stop_step == 9
+    assert resume_from([Standing(Label(1, 7), None, 8), Standing(Label(1, 7), None, None)]).stop_step is None
+    assert resume_from([Standing(Label(1, 8), None, None), Standing(Label(1, 7), None, 9)]).stop_step is None

@@ -24,7 +24,6 @@ from reft.memory.header import ArenaState
 from reft.naming import Label
 from reft.snapshot.version import (
     Broke,
-    Copied,
     CopyFailed,
     Event,
     FenceNear,
@@ -33,14 +32,13 @@ from reft.snapshot.version import (
     Met,
     Next,
     Parted,
-    Sealed,
     SealFailed,
+    Signal,
     Slot,
     Slots,
     Stage,
     State,
     Task,
-    TensorsChange,
     Voted,
     step,
 )
@@ -59,7 +57,7 @@ class OverwritingSlots(Slots):
 def retire_before_commit(state: State, event: Event) -> Next:
     """Gives the older version up as soon as the newer one is sealed *here*."""
     after, effects = step(state, event)
-    if isinstance(event, Sealed):
+    if event is Signal.SEALED:
         held = tuple(Slot() if s.state is ArenaState.COMMITTED else s for s in after.slots.held)
         after = replace(after, slots=replace(after.slots, held=held))
     return after, effects
@@ -67,7 +65,7 @@ def retire_before_commit(state: State, event: Event) -> Next:
 
 def fence_skipped(state: State, event: Event) -> Next:
     """The optimizer writes, and what is being copied counts nevertheless."""
-    if isinstance(event, TensorsChange):
+    if event is Signal.TENSORS_CHANGE:
         return replace(state, fence_near=False), ()
     return step(state, event)
 
@@ -89,7 +87,7 @@ def silent_rank(state: State, event: Event) -> Next:
 def stale_parity(state: State, event: Event) -> Next:
     """Approves a version whose redundant part did not arrive: what is there is of an older one."""
     if isinstance(event, SealFailed):
-        return step(state, Sealed())
+        return step(state, Signal.SEALED)
     return step(state, event)
 
 
@@ -125,7 +123,7 @@ def parted_in_silence(state: State, event: Event) -> Next:
 
 def permit_kept(state: State, event: Event) -> Next:
     after, effects = step(state, event)
-    if isinstance(event, Copied):
+    if event is Signal.COPIED:
         effects = tuple(effect for effect in effects if not isinstance(effect, LeaveGate))
     return after, effects
 

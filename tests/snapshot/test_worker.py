@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from reft.config import FaultConfig, FaultPoint, Variant
+from reft.config import FaultConfig, FaultPoint
 from reft.grid import STATE_SECTIONS, Section
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaState
 from reft.naming import Label
-from reft.snapshot.copying.copier import StagingArea
-from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine, Mark, Piece
+from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.schedule import Overflow
 from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
@@ -120,48 +117,10 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
     return {"taken": taken, "agreed": me.agreed}
 
 
-def staging(rank: int, root: Path) -> dict[str, Any]:
-    pacer = Pacer()
-    me = Rank(rank, root, FOUR, pacer=pacer if rank == 2 else None)
-    me.take(1)
-    gate, engine, release = pacer.gate, me.worker.copier.engine, threading.Event()
-    if rank == 2:
-        gate.patience_secs = 600  # without a window nothing is copied
-        me.worker.copier.staging = StagingArea(engine)
-        assert me.worker.copier.staging.reserve(2**20)
-        drain = engine.drain
-
-        def held(staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-            assert release.wait(60)
-            return drain(staged, after)
-
-        engine.drain = held  # type: ignore[method-assign]
-    second = me.begin(2, variant=Variant.HAS)
-    while not second.started:
-        time.sleep(0.001)
-    me.step(3)  # the fence: one rank stages everything
-    while me.worker.votes.voted_step < 2 and second.given_up is None:
-        time.sleep(0.001)
-    result: dict[str, Any] = {"late": me.worker.votes.late, "staged": me.stats.staged}
-    third = me.snapshot(3, variant=Variant.HAS)
-    gate.open(0, 0, None)
-    me.step(4)  # nobody waits for the drain
-    me.worker.votes.stop_proposal = 4 if rank == 0 else 0  # too soon for ranks that have passed step 4
-    fourth = me.snapshot(4, variant=Variant.HAS)
-    dist.barrier()
-    result["early"] = second.done.is_set()
-    dist.barrier()  # all have looked
-    release.set()
-    result["outcome"] = [me.wait_for(request) for request in (second, third, fourth)]
-    result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
-    me.worker.close(10)
-    return result
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("worker")
-    return Results(root, protocol, memory, fence, wants, staging, world=4)
+    return Results(root, protocol, memory, fence, wants, world=4)
 
 
 def versions_in(root: Path, rank: int) -> dict[int, Arena]:
@@ -233,20 +192,3 @@ def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_stora
         # Step 3 carries the request; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
         assert result["agreed"] == [[1, 13], [2, 13], [3, 13], [4, 30], [6, 7], [9, 7]]
-
-
-def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(results: Results) -> None:
-    for rank, result in enumerate(results.of(staging)):
-        assert result == {
-            "late": True,  # on every rank: votes may lag behind training
-            "staged": int(rank == 2),
-            "early": False,
-            "outcome": [True, False, True],
-            # Nobody can have passed step 6 when it hears of it, though step 4 was asked for.
-            "stop": 6,
-            "late_at_last": False,
-        }
-        versions = versions_in(results.root / "staging", rank)
-        assert set(versions) == {2, 4}
-        _check_content(versions[2], rank, 2)
-        _check_content(versions[4], rank, 4)

@@ -22,36 +22,27 @@ from reft.recover.decide import preferred_label
 from reft.snapshot import version
 from reft.snapshot.switching import InForce
 from reft.snapshot.version import (
-    Begin,
     Broke,
     Cause,
-    Closing,
     Commit,
-    Copied,
     CopyFailed,
-    Drained,
     EnterGate,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
-    LaidOut,
     LeaveGate,
     Met,
     Next,
     Parted,
     Released,
-    Sealed,
     SealFailed,
+    Signal,
     Slots,
     SlotTaken,
     Stage,
     State,
-    Switched,
     Task,
-    TensorsChange,
-    Turn,
-    Unfit,
     Version,
     Voted,
 )
@@ -225,7 +216,7 @@ class OneRank:
         state, rules = rank.state, self.rules
         if rank.tensors > rules.steps:
             if not state.closing:
-                yield "closes", self.tell(rank, Closing())
+                yield "closes", self.tell(rank, Signal.CLOSING)
         elif not rank.handed:
             if len(state.versions) < rules.ahead:
                 made = Version(
@@ -249,7 +240,7 @@ class OneRank:
         elif state.may_begin and rank.device == rank.tensors:
             yield "waits until the device is at the fence", self.tell(rank, FenceNear())
         elif (rules.errors or not state.holds_training) and rank.tensors - rank.device < 2:
-            changed = self.tell(rank, TensorsChange())
+            changed = self.tell(rank, Signal.TENSORS_CHANGE)
             after = rank.tensors + 1
             yield (
                 "changes the tensors",
@@ -260,7 +251,7 @@ class OneRank:
         state = rank.state
         match state.task:
             case Task.WAIT if state.versions:
-                yield "takes its turn", self.tell(rank, Turn())
+                yield "takes its turn", self.tell(rank, Signal.TURN)
             case Task.COPY:
                 yield from self._copying(rank)
             case Task.VOTE_COPIED | Task.VOTE_SEALED:
@@ -280,10 +271,10 @@ class OneRank:
             yield "cannot tell how it is, votes no", replace(rank, cast=replace(ballot, ok=False))
 
     def laying_out(self, rank: Rank) -> Iterator[Move]:
-        yield "has agreed on a layout", self.tell(rank, LaidOut())
+        yield "has agreed on a layout", self.tell(rank, Signal.LAID_OUT)
 
     def switching(self, rank: Rank) -> Iterator[Move]:
-        yield "goes on", self.tell(rank, Switched())
+        yield "goes on", self.tell(rank, Signal.SWITCHED)
 
     def slot(self, rank: Rank) -> int | None:
         return rank.state.slots.choose()
@@ -295,7 +286,7 @@ class OneRank:
         state, errors = rank.state, self.rules.errors
         slot, head = state.slots.open_slot, state.head
         if head.stage is Stage.QUEUED:
-            yield "begins to copy", self.tell(rank, Begin())
+            yield "begins to copy", self.tell(rank, Signal.BEGIN)
         elif head.stage is Stage.COPYING and slot is None:
             free = self.slot(rank)
             if free is None:
@@ -314,9 +305,9 @@ class OneRank:
             yield f"has copied {head.label}", self.tell(read, Released())
             yield f"has copied and staged {head.label}", self.tell(read, Released(staged=True))
         elif not rank.queued:
-            yield "has what it copied", self.tell(rank, Copied())
+            yield "has what it copied", self.tell(rank, Signal.COPIED)
         if errors and head.stage in (Stage.QUEUED, Stage.COPYING):
-            yield "needs another layout", self.tell(rank, Unfit())
+            yield "needs another layout", self.tell(rank, Signal.UNFIT)
         if errors and not rank.queued:
             yield f"fails to copy {head.label}", self.tell(rank, CopyFailed(SOME))
 
@@ -326,7 +317,7 @@ class OneRank:
         if slot is None:
             raise PromiseError("P3", f"{head.label} is to be sealed, and has no slot")
         if head.staged:
-            drained = self.tell(rank, Drained())
+            drained = self.tell(rank, Signal.DRAINED)
             yield "drains", drained
             if errors:
                 yield "fails to drain", self.tell(drained, SealFailed(SOME))
@@ -336,7 +327,7 @@ class OneRank:
             sealed = rank.files[slot]._replace(state=ArenaState.SEALED, good=good)
             yield f"seals {head.label}", write(rank, slot, sealed)
         else:
-            yield "has sealed", self.tell(rank, Sealed())
+            yield "has sealed", self.tell(rank, Signal.SEALED)
         if errors:
             yield f"fails to seal {head.label}", self.tell(rank, SealFailed(SOME))
 

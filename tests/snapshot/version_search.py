@@ -215,13 +215,13 @@ def whole_jobs(rules: Rules, ranks: int) -> set[tuple[Left, ...]]:
 
 
 def _stands(rank: Rank) -> Standing:
-    return Standing(rank.state.newest, rank.state.slots.committed_label, 0)
+    return Standing(rank.state.newest, rank.state.slots.committed_label, None)
 
 
 def _met(told: Iterable[tuple[Standing, tuple[int, ...]]]) -> tuple[Met, tuple[int, ...]]:
     standings, records = zip(*told, strict=True)
     agreed = resume_from(standings)
-    return Met(agreed.after, agreed.committed), max(records)
+    return Met(agreed.newest, agreed.committed), max(records)
 
 
 def _may_have_told(rank: Rank, met: Met) -> bool:

@@ -109,7 +109,7 @@ def test_locate_finds_memory_inside_a_member() -> None:
     image = SectionImage([("a", a.t()), ("flat", flat)])
     data = whole(image)
     for view in (a, a[2:], a[1, 3:], a[:, 2], flat[3:9], flat.view(8, 8)[:, 5]):
-        (offset,) = image.locate(view)
+        offset = image.locate(view)
         stored = data[offset:].clone()
         stored = stored[: len(stored) // 4 * 4].view(torch.float32)
         assert torch.equal(stored.as_strided(view.shape, view.stride()), view)
@@ -118,7 +118,7 @@ def test_locate_finds_memory_inside_a_member() -> None:
     part = SectionImage([("part", flat[4:8])])
     assert part.locate(flat) is None
     assert part.locate(flat[6:9]) is None
-    assert part.locate(flat[6:8]) == (8,)
+    assert part.locate(flat[6:8]) == 8
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ import torch
 
 from reft.config import AOR, ReftConfig
 from reft.device import Vendor, vendor_of
+from reft.engine.engine import margin_bytes
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
-from reft.memory.files import default_margin_bytes, free_bytes
+from reft.memory.files import free_bytes
 from reft.optim import ExactAdam
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
@@ -137,11 +138,6 @@ def _say(choice: Choice) -> None:
     for other in choice.alternatives:
         if other is not choice.chosen:
             logger.info("not %s: %s", other.name, choice.why_not_chosen(other))
-
-
-def margin_bytes(config: ReftConfig, job_dir: Path) -> int:
-    margin = config.memory_margin_bytes
-    return default_margin_bytes(job_dir) if margin is None else margin
 
 
 # -- what every rank tries on its own device at attach; rank 0 says it in one paragraph ---------------------

@@ -24,7 +24,7 @@ from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
 from reft.grid import Coordinate, Degrees
 from reft.naming import Label
-from reft.recover.relayout import Held
+from reft.recover.relayout import MASTER, WEIGHT, Held
 from reft.state.codec import decode, encode
 from reft.storage.persisted import (
     FileRecord,
@@ -79,7 +79,7 @@ class CheckpointParts:
         if at != self._at:
             self._at, self._files = at, {}
         kind, _, rest = name.partition(".")
-        found = self._weight(at, rest) if kind == "model" else self._of_optimizer(at, kind, rest)
+        found = self._weight(at, rest) if kind == WEIGHT else self._of_optimizer(at, name)
         return found.detach().reshape(-1)
 
     def _load(self, name: str) -> Any:
@@ -148,20 +148,21 @@ class CheckpointParts:
 
         return sorted(layers, key=other)
 
-    def _of_optimizer(self, at: Coordinate, kind: str, place: str) -> torch.Tensor:
-        group, position = map(int, place.split("."))
+    def _of_optimizer(self, at: Coordinate, name: str) -> torch.Tensor:
+        _, number, place, *key = name.split(".", 3)  # reft.recover.relayout.tensor_name
+        group, position, kind = int(number), int(place), "".join(key) or MASTER
         held = self._held[at.pp, at.tp]
         if held.parted:
             file = self._load(f"*zero_pp_rank_{at.dp}_mp_rank_{self._model_parallel(at):02d}_optim_states.pt")
             wrapper = (file or {}).get("optimizer_state_dict") or {}
             self._check_names(at, wrapper, held)
-            if kind == "master":
-                return self._is_tensor(wrapper["single_partition_of_fp32_groups"][group], at, place)
-            state, number = wrapper["base_optimizer_state"]["state"], group
+            if kind == MASTER:
+                return self._is_tensor(wrapper["single_partition_of_fp32_groups"][group], at, name)
+            state, index = wrapper["base_optimizer_state"]["state"], group
         else:
             state = (self._model_file(at).get("optimizer") or {}).get("state") or {}
-            number = sum(len(names) for names in held.groups[:group]) + position
-        return self._is_tensor(state.get(number, {}).get(kind), at, f"{kind}.{place}")
+            index = sum(len(names) for names in held.groups[:group]) + position
+        return self._is_tensor(state.get(index, {}).get(kind), at, name)
 
     def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: Held) -> None:
         """That the file is the one of these ranks: an order of ranks that reft does not know has others."""

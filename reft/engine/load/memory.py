@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,92 +19,111 @@ from reft.engine.identity import local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
-from reft.grid import Section
+from reft.grid import Coordinate, Degrees, Section
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
-from reft.naming import Label
 from reft.node import report
 from reft.protect.placement import place_group
+from reft.recover.decide import Piece
+from reft.recover.inventory import Place
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
-from reft.recover.recover import Blueprint, Completing, Recovery, RecoveryOutcome, Room
-from reft.recover.sources import Piece, Resize, Scatter
-from reft.recover.stages import Participant, Repair
+from reft.recover.rebuild import Blueprint, Completing, Room
+from reft.recover.recover import Participant, Recovery, RecoveryOutcome
+from reft.recover.relayout import only_replicas_differ
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
-from reft.state.fingerprint import BY_REPLICAS
+from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)
 
 
 class Target:
-    def __init__(self, session: Session) -> None:
-        self._adapter = session.state.adapter
-        self._resizing = session.engine.resizing
-        self._dp = session.coordinate.dp
-        self._scatter: Scatter | None = None
+    """The engine, while a version in arenas is written into it. ``state``: the host state, as this rank has
+    it now."""
+
+    def __init__(self, session: Session, version: str) -> None:
+        self._session = session
+        self._version = version
         self._on_host = session.engine.device.type == "cpu"
         self._own = threading.local()
-        self.blob: DecodedBlob
+        self._parts: Callable[[Fetch, torch.Tensor], Iterable[Pair]]
+        self.state: dict[str, Any]
 
-    def prepare(self, host: bytes, resize: Resize) -> tuple[Piece, ...]:
-        """The host block of this coordinate is there: give the engine's state the shape it had, or has
-        at this data-parallel degree."""
-        self.blob = DecodedBlob(host)
-        if resize.old == resize.new:
-            self._images = self._adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[Piece]:
+        """The host states are there: give the engine's state the shape it had, or has in this layout."""
+        session, engine = self._session, self._session.engine
+        if was == session.topology.degrees:
+            blob = DecodedBlob(hosts[session.coordinate])
+            self.state = blob.state
+            images = engine.adapter.prepare(blob.manifest, self.state["adapter"])
+            self._parts = lambda fetch, data: _parts_of(images, fetch, data)
             return ()
-        assert self._resizing is not None  # else no such version is found
-        self._images, pieces = self._resizing.prepare(self.blob, resize, self._dp)
-        self._scatter = Scatter(pieces)
-        return pieces
+        from reft.engine.load.relayout import ArenaSource, Relayout
+
+        source = ArenaSource(hosts, was, self._version)
+        self.state = Relayout(session, engine, source).prepare()  # type: ignore[arg-type]
+        self._parts = source.parts
+        return source.pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
         """Copy a block into the live tensors and return its checksum; into host memory in one pass. Several
         threads may bring blocks at once."""
-        image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
-        if self._scatter is not None and fetch.key.section is Section.OWNED:
-            for at, nbytes, target in self._scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
-                image.write_from(target, data[at : at + nbytes], copy_tensor)
-            return checksum(data.numpy().data)
+        parts = self._parts(fetch, data)
         if not self._on_host:
-            image.write_from(fetch.start_bytes, data, copy_tensor)
+            for target, part in parts:
+                copy_tensor(target, part)
             return checksum(data.numpy().data)
         if not hasattr(self._own, "hasher"):
             self._own.hasher = hashing_copier()
-        return write_and_hash(image, fetch.start_bytes, data, self._own.hasher)
+        return write_and_hash(parts, data, self._own.hasher)
 
 
-def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: HashingCopier) -> int:
-    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``. Returns
-    the checksum of all of ``data``, what pads the image's tensors included."""
+Pair = tuple[torch.Tensor, torch.Tensor]  # live bytes, and what goes there: 1-D uint8 of equal length
+
+
+def _parts_of(images: tuple[SectionImage, SectionImage], fetch: Fetch, data: torch.Tensor) -> list[Pair]:
+    image = images[0] if fetch.key.section is Section.REPLICATED else images[1]
+    parts: list[Pair] = []
+    image.write_from(fetch.start_bytes, data, lambda *pair: parts.append(pair))
+    return parts
+
+
+def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCopier) -> int:
+    """Copy parts of ``data`` (1-D uint8, on the host as their targets are), which are in its order. Returns
+    the checksum of all of ``data``, what lies between them included."""
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
-
-    def note(target: torch.Tensor, source: torch.Tensor) -> None:
-        nonlocal at
+    for target, source in parts:
         begin = source.data_ptr() - base
         ranges.append((0, base + at, begin - at))
         ranges.append((target.data_ptr(), base + begin, source.numel()))
         at = begin + source.numel()
-
-    image.write_from(start, data, note)
     ranges.append((0, base + at, data.numel() - at))
     hasher.copy(ranges_of(row for row in ranges if row[2]))
     return hasher.take()
 
 
 def participant(session: Session) -> Participant:
-    job = session.memory.job_dir
-    where = job.job_id, job.path, job.secret
-    return Participant(session.topology, session.control, *where, session.faults)
+    job, node = session.memory.job_dir, session.topology.nodes[session.control.rank]
+    place = Place(job.path, node, job.secret)
+    return Participant(session.topology, session.control, job.job_id, place, session.faults)
 
 
 def stored_participant(session: Session, version: Path, job_id: str) -> Participant:
-    """In the recovery of a version on storage, which another job may have written."""
-    return Participant(session.topology, session.control, job_id, version, STORAGE_KEY, stored=True)
+    """In the recovery of a version on storage, which another job may have written. All nodes see it, and each
+    reads a part: own arenas those that need them most; those of another layout are dealt out."""
+    topology = session.topology
+    node, nodes = topology.nodes[session.control.rank], sorted(set(topology.nodes))
+    homes = {str(c): n for c, n in zip(topology.coordinates, topology.nodes, strict=True)}
+
+    def is_read_here(path: Path) -> bool:
+        return homes.get(path.stem, nodes[zlib.crc32(path.stem.encode()) % len(nodes)]) == node
+
+    place = Place(version, node, STORAGE_KEY, is_read_here)
+    return Participant(topology, session.control, job_id, place)
 
 
 def completing(session: Session) -> Completing | None:
@@ -144,6 +164,13 @@ def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: R
     return all(values[0] for values in session.control.gather_ints([int(here)]))
 
 
+def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
+    """Facts of the fingerprint that may be other ones where a version of another layout is taken up."""
+    if was == now:
+        return ()
+    return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT
+
+
 class ClientStateView(dict[str, Any]):
     """The client state of a version in memory. A key that was never given to reft is an error that
     says so, not a ``KeyError`` that looks like a broken checkpoint."""
@@ -166,11 +193,15 @@ class MemoryRestorer:
         self.client_state = ClientStateView()
 
     @uncollected()
-    def survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """What is in the memory of all nodes, and what would be restored from it. Collective."""
+    def survey(
+        self, me: Participant | None = None, *, any_layout: bool = True
+    ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
+        """What is in the memory of all nodes, or where ``me`` says, and what would be restored from it.
+        ``any_layout``: from whichever layout, if the engine can. Collective."""
         session = self._session
-        resizable = session.engine.resizing is not None
-        recovery = Recovery(participant(session), completing=completing(session), resizable=resizable)
+        any_layout = any_layout and session.engine.resizing is not None
+        how = completing(session) if me is None else None
+        recovery = Recovery(me or participant(session), completing=how, any_layout=any_layout)
         on_import.mark(on_import.SURVEY)
         plan = recovery.survey()
         on_import.mark(on_import.AGREED)
@@ -182,76 +213,56 @@ class MemoryRestorer:
         session.memory.identity.check_memory(
             *(session.memory.job_dir.path, plan.label),
             reads=session.is_first_on_node,
-            but=BY_REPLICAS if plan.resized else (),
+            but=may_differ(plan.written, plan.degrees),
         )
 
     @uncollected()
-    def take_up_stored(self, me: Participant) -> tuple[RecoveryOutcome | NotRecoverable, dict[str, Any]]:
-        """Restore a version on storage into the engine; with the host state. Collective."""
+    def take_up(
+        self, recovery: Recovery, version: str
+    ) -> tuple[RecoveryOutcome | NotRecoverable, dict[str, Any]]:
+        """Restore what was surveyed into the engine; with the host state. Collective."""
         session = self._session
-        recovery = Recovery(me, resizable=session.engine.resizing is not None)
-        plan = recovery.survey()
-        if isinstance(plan, NotRecoverable):
-            return plan, {}
-        target = Target(session)
+        target = Target(session, version)
         outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome, {}
-        session.engine.restore(target.blob.state)
-        return outcome, target.blob.state
+        session.engine.restore(target.state)
+        was, now = outcome.plan.written, outcome.plan.degrees
+        if was != now and session.is_rank_zero:
+            logger.warning(
+                "%s was written by a job of %s and is resumed as one of %s, with the random states of a new "
+                "start%s. From here on the losses are those of a job of %s",
+                *(version, was, now, " on new replicas" * only_replicas_differ(was, now), now),
+            )
+        return outcome, target.state
 
-    @uncollected()
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         """Restore what was surveyed, start the session, and protect it. Collective."""
-        session = self._session
-        began = time.perf_counter()
-        target = Target(session)
-        outcome = recovery.restore(target.prepare, target.write)
+        session, began = self._session, time.perf_counter()
+        outcome, state = self.take_up(recovery, f"the memory of job {session.job_id}")
         if isinstance(outcome, NotRecoverable):
             return outcome
-        label, state = outcome.label, target.blob.state
-        session.engine.restore(state)
+        label, written = outcome.label, outcome.plan.written
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
-        held = self.start_from(label, state, outcome.stats.bytes_from, began, outcome.repaired)
-        if outcome.plan.resized and session.is_rank_zero:
-            logger.warning(
-                "%s was written at DP%d and is resumed at DP%d. The memory of DP%d is kept until the first "
-                "version of DP%d is committed. From here on the losses are those of a DP%d job",
-                *(label, written := outcome.plan.written_dp, now := session.topology.degrees.dp),
-                *(written, now, now),
-            )
-        if not is_still_protected(session, held.values(), outcome):
-            self.protect()
-        self.report(f"memory, {outcome.plan.label}", began)
-        return outcome
-
-    def start_from(
-        self,
-        label: Label,
-        state: dict[str, Any],
-        bytes_from: Mapping[str, int],
-        began: float,
-        repaired: Iterable[Repair] = (),
-    ) -> Mapping[int, ArenaHeader]:
-        """A version was restored with this host state: start the session. Returns the arenas in this rank's
-        slots that hold it."""
-        session = self._session
         self.after_restore(state)
         session.events.write(
             "restored",
             source="memory",
             version=label.step,
             incarnation=label.incarnation,
-            bytes_from=dict(bytes_from),
-            repaired=[str(r) for r in repaired],
+            bytes_from=outcome.stats.bytes_from,
+            repaired=[str(r) for r in outcome.repaired],
             secs=time.perf_counter() - began,
         )
         # P3: what holds the version just recovered is kept until it is protected anew.
         job_dir = session.memory.job_dir
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         session.start(dict.fromkeys(held, label))
-        return held
+        if not is_still_protected(session, held.values(), outcome):
+            self.protect()
+        self.report(f"memory, {label}{f' of {written}' * outcome.plan.other_layout}", began)
+        return outcome
 
     def after_restore(self, state: dict[str, Any]) -> None:
         """The host state was restored, from wherever it came."""

@@ -1,11 +1,12 @@
-"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or its memory."""
+"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or arenas."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -19,13 +20,22 @@ from reft.engine.layouts import HELD, check_stages, describe, live_tensors
 from reft.engine.load.disk import CheckpointParts, degrees_of, host_file, read_host_state
 from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
-from reft.grid import BlockKey, Coordinate, Degrees, Section
-from reft.recover.other_layout import OtherMemory, Place
-from reft.recover.plan import BlockSource, Fetch, RecoveryPlan
-from reft.recover.relayout import WEIGHT, Held, Layout, Move, paddings, plan_layout
-from reft.recover.sources import Resize
+from reft.grid import Coordinate, Degrees, Section
+from reft.recover.decide import Piece
+from reft.recover.plan import Fetch
+from reft.recover.relayout import (
+    MASTER,
+    Held,
+    Imaged,
+    Layout,
+    Move,
+    Resize,
+    only_replicas_differ,
+    plan_layout,
+    plan_replica,
+)
 from reft.state.blob import DecodedBlob, capture_rng
-from reft.state.catalogue import TensorSpec, end_to_end
+from reft.state.catalogue import Manifest, TensorSpec, end_to_end
 from reft.state.codec import decode, encode
 
 if TYPE_CHECKING:
@@ -53,19 +63,11 @@ def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
     return None if any(session.control.gather_bytes(b"own" if has_own else b"")) else was
 
 
-def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
-    """The old ranks whose host state the new rank ``at`` reads: the first replica's, which say what is held,
-    and those of its own replica, which have its buffers."""
-    groups = set(product(range(was.pp), range(was.tp)))
-    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
-    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
-
-
 class Relayout:
     """Takes up one version. Collective: all methods, on all ranks."""
 
     def __init__(
-        self, session: Session, engine: DeepSpeedEngine, source: MemorySource | CheckpointSource
+        self, session: Session, engine: DeepSpeedEngine, source: ArenaSource | CheckpointSource
     ) -> None:
         self._control: ControlGroup = session.control
         self._at: Coordinate = session.coordinate
@@ -74,30 +76,67 @@ class Relayout:
         self._source = source
         self._was = source.degrees
 
-    def take_up(self) -> dict[str, Any]:
-        """Write model, optimizer and counters into the engine. Returns the host state, as this rank has it
-        now; data and client state are left to the caller."""
+    def prepare(self) -> dict[str, Any]:
+        """Give the engine's state the shape that it has in this job, and find its bytes. Returns the host
+        state, as this rank has it now; data and client state are left to the caller."""
+        source, now = self._source, self._topology.degrees
+        if isinstance(source, ArenaSource) and only_replicas_differ(self._was, now):
+            return on_all(self._control, lambda: self._prepare_replica(source))
         self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
         told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
         at = self._topology.coordinates
-        new = Layout(self._topology.degrees, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
+        new = Layout(now, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
         on_all(self._control, lambda: check_stages(self._engine.engine.module, old, new, self._at))
         moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
-        live = on_all(self._control, lambda: self._prepare(old, moves, state))
-        with torch.no_grad():
-            for zeros in paddings(mine, self._at.dp):
-                live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
-            self._source.carry_out()
-        on_all(self._control, lambda: self._engine.restore(state))
-        if self._control.rank == 0:
-            logger.warning(
-                "%s was written by a job of %s and is resumed as one of %s, with the random states of a "
-                "new start. From here on the losses are those of a job of %s",
-                *(self._source, self._was, self._topology.degrees, self._topology.degrees),
-            )
+        on_all(self._control, lambda: self._locate_named(old, new, moves, state))
         return state
+
+    def _locate_named(self, old: Layout, new: Layout, moves: Sequence[Move], state: dict[str, Any]) -> None:
+        adapter = self._engine.adapter
+        adapter.state_like_masters(state["adapter"])
+        live = live_tensors(self._engine.engine, adapter)
+        self._source.locate(moves, live, old, self._engine.engine.module)
+        self._pad(new.held[self._at.pp, self._at.tp], live)
+
+    def _pad(self, held: Held | Imaged, live: Live) -> None:
+        for zeros in held.paddings(self._at.dp):
+            live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
+
+    def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
+        """Stages and slices are as they were: what an image names is the same tensor, or a part of it."""
+        was, now, at, adapter = self._was, self._topology.degrees, self._at, self._engine.adapter
+        resize = Resize(was.dp, now.dp)
+        blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
+        lengths, stored = adapter.partitioned(), {spec.name: spec for spec in blob.manifest.owned}
+        live = {spec.name: spec for spec in adapter.images()[1].specs}
+        cut = [n for n, spec in stored.items() if spec.shape == stored[_master_of(n)].shape]
+        # A part of a parameter group is as large as this job's master of the group.
+        owned = stored | {
+            n: replace(stored[n], shape=live[m].shape, stride=live[m].stride)
+            for n in cut
+            if (m := _master_of(n)) in live
+        }
+        manifest = Manifest(blob.manifest.replicated, tuple(owned.values()))
+        images = adapter.prepare(manifest, blob.state["adapter"])
+
+        def held(owned: Iterable[TensorSpec]) -> Imaged:
+            sizes = {spec.name: prod(spec.shape) for spec in (*manifest.replicated, *owned)}
+            parts = {n: (sizes.pop(n), lengths[int(n.split(".")[1])]) for n in cut}
+            return Imaged(sizes, parts)
+
+        new = held(manifest.owned)
+        tensors = {
+            spec.name: image.live(start, start + spec.nbytes)[0].view(spec.torch_dtype)
+            for image in images
+            for spec, start in zip(image.specs, image.offsets, strict=True)
+            if spec.nbytes
+        }
+        source.locate(plan_replica(held(blob.manifest.owned), new, resize, at), tensors)
+        self._pad(new, tensors)
+        self._engine.resizing.convert(blob.state, resize, is_new=resize.is_new(at.dp))
+        return blob.state
 
     def _read(self) -> tuple[Layout, dict[str, Any]]:
         """Who held what, and the host state that this rank goes on with."""
@@ -178,12 +217,11 @@ class Relayout:
             )
         return replace(held, kinds=kinds)
 
-    def _prepare(self, old: Layout, moves: Sequence[Move], state: dict[str, Any]) -> Live:
-        engine, adapter = self._engine.engine, self._engine.adapter
-        adapter.state_like_masters(state["adapter"])
-        live = live_tensors(engine, adapter)
-        self._source.locate(old, moves, live, engine.module)
-        return live
+
+def _master_of(tensor: str) -> str:
+    """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
+    _, group, position, *_ = tensor.split(".")
+    return f"{MASTER}.{group}.{position}"
 
 
 def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -206,7 +244,7 @@ def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
     return result
 
 
-_Block = tuple[int, int, BlockKey]  # (pp, tp) of its sharding group, and what it is called in that
+_Image = tuple[int, int, Section, int]  # (pp, tp) of its sharding group; the member, -1 of the replicated one
 
 
 class _Stored(NamedTuple):
@@ -224,58 +262,74 @@ class _Range(NamedTuple):
     at: int
 
 
-class MemorySource:
-    """A version in arenas. Collective: what ranks need of others' host state is brought at once."""
+class ArenaSource:
+    """A version in arenas, of which the host states are here. ``pieces``: what was located of the images."""
 
-    def __init__(self, memory: OtherMemory, plan: RecoveryPlan, name: str, at: Coordinate) -> None:
-        self._memory = memory
+    def __init__(self, hosts: Mapping[Coordinate, bytes], degrees: Degrees, name: str) -> None:
+        self._hosts = hosts
+        self.degrees = degrees
         self._name = name
-        self.degrees: Degrees = plan.degrees
-        self._hosts = memory.bring_hosts(spoken_by(plan.degrees, at))
-        self._places: list[Place] = []
-        self._ranges: dict[_Block, list[_Range]] = {}
+        self.pieces: list[Piece] = []
+        self._ranges: dict[_Image, list[_Range]] = {}
 
     def __str__(self) -> str:
         return self._name
 
-    def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among :func:`spoken_by`, a new object in every call."""
-        return DecodedBlob(self._hosts[at]).state
+    def blob(self, at: Coordinate) -> DecodedBlob:
+        return DecodedBlob(self._hosts[at])
 
-    def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
-        """Find the bytes of these moves; nothing is written."""
-        stored = {group: self._stored(Coordinate(group[0], 0, group[1])) for group in old.held}
-        ranges: dict[_Block, list[_Range]] = defaultdict(list)
-        places: dict[BlockSource, Place] = {}
+    def host_state(self, at: Coordinate) -> dict[str, Any]:
+        """Of a rank among those that :func:`~reft.recover.relayout.spoken_by` names, a new object in every
+        call."""
+        return self.blob(at).state
+
+    def locate(
+        self, moves: Sequence[Move], live: Live, old: Layout | None = None, module: Any = None
+    ) -> None:
+        """Find the bytes of these moves; nothing is written. ``old``: where elements are told by names."""
+        stored = {(at.pp, at.tp): self._stored(at) for at in self._hosts}
+        ranges: dict[_Image, list[_Range]] = defaultdict(list)
         for move in moves:
             at, target = move.source, live[move.target]
-            found = _checked(move, stored[at.pp, at.tp].get(_name_in_image(move.tensor)), target)
+            found = stored[at.pp, at.tp].get(move.tensor)
+            if found is None:
+                raise LayoutError(
+                    f"the memory of {at} does not have {move.tensor} as a tensor of its own; start the job "
+                    f"in the layout that wrote it"
+                )
+            spec = found.spec
+            if (
+                old is not None
+                and not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+            ):
+                raise LayoutError(
+                    f"{move.tensor} of {at} is not contiguous: start in the layout that wrote it"
+                )
+            _check_numbers(move, spec.torch_dtype, prod(spec.shape), target)
             size = target.dtype.itemsize
-            start = found.start_bytes + move.start * size
-            here = _Range(start, move.numel * size, target.view(torch.uint8), move.at * size)
-            for place in self._memory.places_of(at, found.section, start, here.nbytes):
-                fetch = self._memory.fetch_at(place)
-                places.setdefault(fetch.source, place)
-                ranges[fetch.pp, fetch.tp, fetch.key].append(here)
-        self._places, self._ranges = list(places.values()), dict(ranges)
+            start, nbytes = found.start_bytes + move.start * size, move.numel * size
+            self.pieces.append(Piece(at, found.section, start, nbytes))
+            here = _Range(start, nbytes, target.view(torch.uint8), move.at * size)
+            ranges[_image(at.pp, at.tp, found.section, at.dp)].append(here)
+        self._ranges = {image: sorted(of_image, key=lambda r: r.start) for image, of_image in ranges.items()}
 
-    def carry_out(self) -> None:
-        """Write what was located. Collective; where it fails on one rank it raises on all."""
-        self._memory.bring(self._places, self._write)
-
-    def _write(self, fetch: Fetch, data: torch.Tensor) -> None:
-        """Several threads may bring blocks at once, which have no live byte in common."""
-        for part in self._ranges[fetch.pp, fetch.tp, fetch.key]:
+    def parts(self, fetch: Fetch, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Live bytes, and what of a block goes there, in its order."""
+        ranges = self._ranges.get(_image(fetch.pp, fetch.tp, fetch.key.section, fetch.key.member), [])
+        first = max(0, bisect_right(ranges, fetch.start_bytes, key=lambda r: r.start) - 1)
+        for part in ranges[first:]:
             begin = max(fetch.start_bytes, part.start)
             end = min(fetch.start_bytes + fetch.nbytes, part.start + part.nbytes)
-            at = part.at + begin - part.start
-            part.target[at : at + end - begin].copy_(
-                data[begin - fetch.start_bytes : end - fetch.start_bytes]
-            )
+            if part.start >= fetch.start_bytes + fetch.nbytes:
+                break
+            if begin < end:
+                at = part.at + begin - part.start
+                inside = data[begin - fetch.start_bytes : end - fetch.start_bytes]
+                yield part.target[at : at + end - begin], inside
 
     def _stored(self, at: Coordinate) -> dict[str, _Stored]:
         """The same on all replicas."""
-        manifest = DecodedBlob(self._hosts[at]).manifest
+        manifest = self.blob(at).manifest
         found: dict[str, _Stored] = {}
         for section, specs in ((Section.REPLICATED, manifest.replicated), (Section.OWNED, manifest.owned)):
             starts, _ = end_to_end(spec.nbytes for spec in specs)
@@ -283,25 +337,8 @@ class MemorySource:
         return found
 
 
-def _name_in_image(tensor: str) -> str:
-    """``exp_avg.0.1`` of a plan is ``optimizer.0.1.exp_avg`` in an image."""
-    kind, _, place = tensor.partition(".")
-    return tensor if kind in (WEIGHT, "master") else f"optimizer.{place}.{kind}"
-
-
-def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Stored:
-    if stored is None:
-        raise LayoutError(
-            f"the memory of {move.source} does not have {move.tensor} as a tensor of its own; start the "
-            f"job in the layout that wrote it"
-        )
-    spec = stored.spec
-    if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
-        raise LayoutError(
-            f"{move.tensor} of {move.source} is not contiguous: start in the layout that wrote it"
-        )
-    _check_numbers(move, spec.torch_dtype, prod(spec.shape), target)
-    return stored
+def _image(pp: int, tp: int, section: Section, member: int) -> _Image:
+    return pp, tp, section, -1 if section is Section.REPLICATED else member
 
 
 def _check_numbers(move: Move, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
@@ -310,6 +347,25 @@ def _check_numbers(move: Move, dtype: torch.dtype, numel: int, target: torch.Ten
             f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected {target.dtype}, and "
             f"{move.start + move.numel} of them: start with the precision and the model that wrote it"
         )
+
+
+def take_up_checkpoint(
+    session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
+) -> dict[str, Any]:
+    """Write model, optimizer and counters of DeepSpeed's files into the engine. Returns the host state, as
+    this rank has it now; data and client state are left to the caller."""
+    source = CheckpointSource(checkpoint, was, session.control)
+    state = Relayout(session, engine, source).prepare()
+    source.carry_out()
+    on_all(session.control, lambda: engine.restore(state))
+    now = session.topology.degrees
+    if session.is_rank_zero:
+        logger.warning(
+            "%s was written by a job of %s and is resumed as one of %s, with the random states of a new "
+            "start. From here on the losses are those of a job of %s",
+            *(source, was, now, now),
+        )
+    return state
 
 
 class CheckpointSource:
@@ -330,7 +386,7 @@ class CheckpointSource:
             raise LayoutError(f"{self._checkpoint} has no host state of {at}; expected one of every rank")
         return state
 
-    def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
+    def locate(self, moves: Sequence[Move], live: Live, old: Layout, module: Any) -> None:
         parts = CheckpointParts(self._checkpoint, self.degrees, old.held, _tied_layers(module))
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 

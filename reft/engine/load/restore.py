@@ -11,7 +11,6 @@ import inspect
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,17 +32,16 @@ from reft.engine.load.disk import (
     damaged,
     nothing_sound,
 )
-from reft.engine.load.memory import MemoryRestorer, participant, stored_participant
-from reft.engine.load.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
+from reft.engine.load.memory import MemoryRestorer, may_differ, stored_participant
+from reft.engine.load.relayout import CheckpointSource, on_all, other_layout, take_up_checkpoint
 from reft.engine.session import Session
 from reft.errors import LayoutError, PersistError, UnrecoverableError
 from reft.grid import Degrees
 from reft.naming import Label
-from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
-from reft.recover.recover import Recovery
-from reft.recover.sources import Resize
-from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
+from reft.recover.recover import Recovery, RecoveryOutcome
+from reft.recover.relayout import Resize, only_replicas_differ
+from reft.state.fingerprint import BY_LAYOUT
 
 if TYPE_CHECKING:
     from reft.engine.deepspeed import DeepSpeedEngine
@@ -51,68 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class OtherLayoutRestorer:
-    """Restores one session. Collective: all methods, on all ranks. ``memory``: the level of the own layout,
-    which has the restored host state from here."""
-
-    def __init__(self, session: Session, engine: DeepSpeedEngine, memory: MemoryRestorer) -> None:
-        self._session = session
-        self._engine = engine
-        self._level = memory
-        self._memory: OtherMemory
-        self._why_not: NotRecoverable | None = None
-
-    def survey(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | None:
-        """The newest whole version of another layout, if it is newer than what the own layout has."""
-        session = self._session
-        self._memory = OtherMemory(participant(session))
-        found = self._memory.survey(own.label if isinstance(own, RecoveryPlan) else None)
-        if isinstance(found, NotRecoverable):
-            self._why_not = found
-        if not isinstance(found, RecoveryPlan):
-            return None
-        if found.rejected and session.is_rank_zero:
-            logger.warning("newer versions of %s are not whole: %s", found.degrees, "; ".join(found.rejected))
-        return found
-
-    def explain(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | NotRecoverable:
-        """``own``, with what is wrong with the memory of the other layouts in it."""
-        if isinstance(own, RecoveryPlan) or self._why_not is None:
-            return own
-        return replace(own, reasons=self._why_not.reasons, notes=(*own.notes, *self._why_not.notes))
-
-    def restore(self, plan: RecoveryPlan) -> bool:
-        """Take the version up, start the session, and protect it. Returns whether it was; False: names do
-        not allow it, and nothing has been written."""
-        session, label = self._session, plan.label
-        began = time.perf_counter()
-        job_dir = session.memory.job_dir
-        session.memory.identity.check_memory(
-            job_dir.path, label, reads=session.is_first_on_node, but=BY_LAYOUT
-        )
-        name = f"memory:{session.job_id}/{label.step}"
-        source = MemorySource(self._memory, plan, name, session.coordinate)
-        try:
-            state = Relayout(session, self._engine, source).take_up()
-        except LayoutError as error:
-            why = f"{label} of {plan.degrees}: {error}"
-            self._why_not = NotRecoverable(reasons=(why,))
-            if session.is_rank_zero:
-                logger.warning("the memory of job %s is not used: %s", session.job_id, why)
-            return False
-        moved: Counter[str] = Counter()
-        for stats in self._memory.moved:
-            moved.update(stats.bytes_from)
-        self._level.start_from(label, state, moved, began)
-        self._level.protect()
-        self._level.report(f"memory, {label} of {plan.degrees}", began)
-        return True
-
-
 def differs_in_replicas(session: Session, was: Degrees) -> bool:
     """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole state."""
-    now = session.topology.degrees
-    return replace(was, dp=now.dp) == now and not session.state.adapter.images()[1].specs
+    return only_replicas_differ(was, session.topology.degrees) and not session.state.adapter.images()[1].specs
 
 
 def host_state_of_replica(
@@ -210,7 +149,6 @@ class Restorer:
         self._session = session
         self._engine = engine
         self._memory = MemoryRestorer(session)
-        self._other = OtherLayoutRestorer(session, engine, self._memory)
         self._trains = False  # whether this process has begun to train
         self._resumed: Resumed | None = None
         self._bases: list[LoadCall] = []  # loads of base weights before the first step
@@ -336,34 +274,35 @@ class Restorer:
         original: Load,
         call: LoadCall,
         recovery: Recovery,
-        own: RecoveryPlan | NotRecoverable,
+        plan: RecoveryPlan | NotRecoverable,
         checkpoints: list[DiskCheckpoint],
     ) -> tuple[tuple[Any, Any] | None, RecoveryPlan | NotRecoverable, NotRecoverable | None]:
-        """The newest of memory in another layout, memory in the own one, and those ``checkpoints`` that are
-        newer, which leave the list. Returns what the call returns, if there was one; what is in memory; and
-        why what was begun with could not be finished."""
-
-        def newer_than(label: Label) -> tuple[Any, Any] | None:
-            newer = [c for c in checkpoints if c.newer_than(label)]
-            checkpoints[:] = [c for c in checkpoints if not c.newer_than(label)]
-            return self._load_newest(original, call, newer)
-
-        other = self._other.survey(own) if recovery.has_other_layouts else None
-        if other is not None:
-            if (resumed := newer_than(other.label)) is not None:
-                return resumed, own, None
-            if self._other.restore(other):
-                return self._has_resumed_from_memory(other.label), own, None
-        own = self._other.explain(own)
-        if not isinstance(own, RecoveryPlan):
-            return None, own, None
-        if (resumed := newer_than(own.label)) is not None:
-            return resumed, own, None
-        self._memory.check_identity(own)
-        outcome = self._memory.restore(recovery)
+        """The newest of memory, and those ``checkpoints`` that are newer, which leave the list. Returns what
+        the call returns, if there was one; what is in memory; and why what was begun with could not be
+        finished."""
+        if not isinstance(plan, RecoveryPlan):
+            return None, plan, None
+        newer = [c for c in checkpoints if c.newer_than(plan.label)]
+        checkpoints[:] = [c for c in checkpoints if not c.newer_than(plan.label)]
+        if (resumed := self._load_newest(original, call, newer)) is not None:
+            return resumed, plan, None
+        self._memory.check_identity(plan)
+        try:
+            outcome = self._memory.restore(recovery)
+        except LayoutError as error:
+            if not plan.other_layout:
+                raise
+            # Nothing has been written. What is left is of the own layout, and older.
+            why = f"{plan.label} of {plan.written}: {error}"
+            if self._session.is_rank_zero:
+                logger.warning("the memory of job %s is not used: %s", self._session.job_id, why)
+            recovery, own = self._memory.survey(any_layout=False)
+            if isinstance(own, NotRecoverable):
+                return None, replace(own, reasons=(why,)), None
+            return self._load_from_memory(original, call, recovery, own, checkpoints)
         if isinstance(outcome, NotRecoverable):
             return None, outcome, outcome
-        return self._has_resumed_from_memory(outcome.label), own, None
+        return self._has_resumed_from_memory(outcome.label), plan, None
 
     def _has_resumed(
         self, path: Any, client_state: Any, source: DiskCheckpoint | Label | None
@@ -401,7 +340,7 @@ class Restorer:
         self._check_identity(disk)
         self._count_beyond(disk)
         if disk.arenas is not None:
-            return self._load_arenas(disk, disk.arenas, start=start)
+            return self._load_arenas(disk, start=start)
         return self._load_from_disk(original, disk.directory, disk.tag, call.options, state, start=start)
 
     def _load_named(
@@ -419,28 +358,16 @@ class Restorer:
         except DamagedError as error:
             raise damaged(found, [str(error)]) from error
 
-    def _load_arenas(self, disk: DiskCheckpoint, was: Degrees, *, start: bool) -> tuple[Any, Any]:
+    def _load_arenas(self, disk: DiskCheckpoint, *, start: bool) -> tuple[Any, Any]:
         """A version on storage is recovered as one in memory, its blocks verified as they come (P5)."""
-        session = self._session
-        began, now = time.perf_counter(), session.topology.degrees
-        me = stored_participant(session, disk.path, str(disk.job_id))
-        if (was.pp, was.tp) != (now.pp, now.tp):
-            other = OtherMemory(me)
-            plan = other.survey()
-            if not isinstance(plan, RecoveryPlan):
-                raise DamagedError("; ".join(plan.reasons) if plan else "none of its arenas can be read")
-            source = MemorySource(other, plan, str(disk), session.coordinate)
-            state = Relayout(session, self._engine, source).take_up()
-        else:
-            outcome, state = self._memory.take_up_stored(me)
-            if isinstance(outcome, NotRecoverable):
-                kind = LayoutError if outcome.layout_mismatch else DamagedError
-                raise kind(f"{disk}: {'; '.join(outcome.reasons)}")
-            if outcome.plan.resized and session.is_rank_zero:
-                logger.warning(
-                    "%s is resumed from %s. From here on the losses are those of a DP%d job",
-                    *(disk, Resize(was.dp, now.dp), now.dp),
-                )
+        session, began = self._session, time.perf_counter()
+        recovery, plan = self._memory.survey(stored_participant(session, disk.path, str(disk.job_id)))
+        outcome: RecoveryOutcome | NotRecoverable | RecoveryPlan = plan
+        if isinstance(plan, RecoveryPlan):
+            outcome, state = self._memory.take_up(recovery, str(disk))
+        if isinstance(outcome, NotRecoverable):
+            kind = LayoutError if outcome.layout_mismatch else DamagedError
+            raise kind(f"{disk}: {'; '.join(outcome.reasons)}")
         self._memory.after_restore(state)
         if session.worker is None and start:
             session.start({})
@@ -469,10 +396,9 @@ class Restorer:
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session, now = self._session, self._session.topology.degrees
         was = disk.arenas or other_layout(session, disk.path) or now
-        replicas = replace(was, dp=now.dp) == now
-        if disk.arenas is None:
-            replicas = replicas and differs_in_replicas(session, was)
-        but = () if was == now else BY_REPLICAS if replicas else BY_LAYOUT
+        but = may_differ(was, now)
+        if disk.arenas is None and but and not differs_in_replicas(session, was):
+            but = BY_LAYOUT
         own = disk.job_id == session.job_id
         session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
 
@@ -497,8 +423,7 @@ class Restorer:
                 state = host_state_of_replica(session, self._engine, checkpoint, was)
             else:
                 # DeepSpeed does not load it.
-                source = CheckpointSource(checkpoint, was, session.control)
-                relaid = Relayout(session, self._engine, source).take_up()
+                relaid = take_up_checkpoint(session, self._engine, checkpoint, was)
         if relaid is None:
             path, client_state = original(str(directory), tag=tag, **options)
         else:

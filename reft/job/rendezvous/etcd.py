@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import socket
 import stat
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.control.wire import (
+    address_towards,
     authenticate,
     check_authentic,
     format_endpoint,
@@ -417,7 +417,7 @@ class EtcdStore(RendezvousStore):
     def local_address(self) -> str:
         """Towards the first member that is not on this host, if there is one."""
         members = [parse_endpoint(e) for e in self._line.settings.endpoints]
-        found = [_address_towards(host, port) for host, port in members]
+        found = [address_towards(host, port) for host, port in members]
         known = [address for address in found if address is not None]
         if not known:
             raise StoreError(f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}")
@@ -573,14 +573,3 @@ def _held(found: Any) -> _Held:
 def _number_of(seed: bytes) -> int:
     """A number for a lease that others do not guess: 63 bits, above 0."""
     return int.from_bytes(sha256(b"lease" + seed).digest()[:8], "big") >> 1 or 1
-
-
-def _address_towards(host: str, port: int) -> str | None:
-    """This host's address on its way to ``host``; nothing is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(address)
-            return str(way.getsockname()[0])
-    except OSError:
-        return None

@@ -65,69 +65,6 @@ class LeftError(ReftError, RuntimeError):
     """This node has left the job, as it was told to."""
 
 
-class View:
-    """This node's view of what all share.
-
-    After a gap in its own view (this process or the store stood still) it gives the others the time
-    again in which a living node beats: their silence may have been its own. In a store that keeps leases, a
-    lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time, too,
-    to show itself again."""
-
-    def __init__(self, store: RendezvousStore, node: str, run_id: str, rules: Rules) -> None:
-        self.store = store
-        self.rules = rules
-        self.state = State()
-        self._node = node
-        self._key = f"rendezvous/{run_id}"
-        self._here = f"{self._key}/here/"
-        self.look_secs = min(_MOST_SECS, max(_LEAST_SECS, rules.most / _NODES_PER_SEC))
-        self._held: bytes | None = None
-        self.looked_at = _NEVER
-        self._trusts_after = _NEVER
-        self._alive: dict[str, float] = {}
-        # Longer than the time between two looks.
-        self._lease_secs = max(rules.alive_secs / 2, rules.beat_secs + 1.0)
-        self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
-
-    def look(self) -> State:
-        """What is shared now, or was a moment ago. Raises RendezvousConnectionError: the store does not
-        answer; RendezvousStateError: it holds something else."""
-        if time.monotonic() - self.looked_at >= self.look_secs:
-            self._exchange(None)
-        return self.state
-
-    def write(self, state: State) -> State:
-        """Have it shared, unless another node has written meanwhile; what is shared now. Raises as
-        :meth:`look` does."""
-        self._exchange(state)
-        return self.state
-
-    def _exchange(self, state: State | None) -> None:
-        try:
-            self.store.hold(self._here + self._node, self._lease_secs)
-            if state is None:
-                held = self.store.peek(self._key)
-            else:
-                _, held = self.store.compare_set(self._key, self._held, encode_state(state))
-            names = self.store.alive(self._here)
-            found = State() if held is None else decode_state(held)
-            left = self.store.left(self._here) if found.is_between_rounds else {}
-        except StoreError as error:
-            raise RendezvousConnectionError(str(error)) from error
-        at, now = time.time(), time.monotonic()
-        bare = len(self._here)
-        self._alive.update((name[bare:], at) for name in names)
-        seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
-        gap = now - self.looked_at
-        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
-        stood_still = max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
-        if gap > self.rules.alive_secs and stood_still:
-            self._trusts_after = now + self.rules.alive_secs
-        ended = frozenset(name[bare:] for name, secs in left.items() if secs > self.grace_secs)
-        looked = Looked(self._node, self._alive, ended, now >= self._trusts_after)
-        self.state, self._held, self.looked_at = step(found, looked, at, self.rules), held, now
-
-
 class StoreRendezvous:
     """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be used."""
 
@@ -153,7 +90,16 @@ class StoreRendezvous:
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
         self._heartbeat_secs = number("heartbeat_timeout", 5)
-        self.view = View(store, self.node, config.run_id, self.rules)
+        self.state = State()  # What it shares, as the last heartbeat saw it: as old is all that is said of it
+        self._key = f"rendezvous/{config.run_id}"
+        self._here = f"{self._key}/here/"
+        self._look_secs = min(_MOST_SECS, max(_LEAST_SECS, self.rules.most / _NODES_PER_SEC))
+        self._held: bytes | None = None
+        self._looked_at = self._trusts_after = _NEVER
+        self._alive: dict[str, float] = {}
+        # Longer than the time between two looks.
+        self._lease_secs = max(self.rules.alive_secs / 2, self.rules.beat_secs + 1.0)
+        self._grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
         self._lock = threading.Lock()
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
@@ -171,12 +117,53 @@ class StoreRendezvous:
         self._began = self._again_as_many_at = 0.0
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
+    # -- what all share ------------------------------------------------------------------------------
+
+    def _look(self) -> State:
+        """What is shared now, or was a moment ago. Raises as :meth:`_exchange`."""
+        if time.monotonic() - self._looked_at >= self._look_secs:
+            self._exchange(None)
+        return self.state
+
+    def _exchange(self, state: State | None) -> State:
+        """What is shared now; with ``state`` in its place, unless another node has written meanwhile. Raises
+        RendezvousConnectionError: the store does not answer; RendezvousStateError: it holds something else.
+
+        After a gap in its own view (this process or the store stood still) it gives the others the time
+        again in which a living node beats: their silence may have been its own. In a store that keeps leases,
+        a lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time,
+        too, to show itself again."""
+        try:
+            self._store.hold(self._here + self.node, self._lease_secs)
+            if state is None:
+                held = self._store.peek(self._key)
+            else:
+                _, held = self._store.compare_set(self._key, self._held, encode_state(state))
+            names = self._store.alive(self._here)
+            found = State() if held is None else decode_state(held)
+            left = self._store.left(self._here) if found.is_between_rounds else {}
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        at, now = time.time(), time.monotonic()
+        bare = len(self._here)
+        self._alive.update((name[bare:], at) for name in names)
+        seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
+        gap = now - self._looked_at
+        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
+        stood_still = max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
+        if gap > self.rules.alive_secs and stood_still:
+            self._trusts_after = now + self.rules.alive_secs
+        ended = frozenset(name[bare:] for name, secs in left.items() if secs > self._grace_secs)
+        looked = Looked(self.node, self._alive, ended, now >= self._trusts_after)
+        self.state, self._held, self._looked_at = step(found, looked, at, self.rules), held, now
+        return self.state
+
     # -- rounds --------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
         """Looks at the store."""
         with self._lock:
-            return bool(self.view.look().closed)
+            return bool(self._look().closed)
 
     def outcome(self) -> str:
         """Why the job has ended; empty where it has not, as far as is known."""
@@ -259,7 +246,7 @@ class StoreRendezvous:
     def _join(self, told_to_leave: bool) -> Agreement:
         """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
         not needed any more, and then raises LeftError."""
-        state = self.view.look()
+        state = self._look()
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
@@ -292,10 +279,10 @@ class StoreRendezvous:
                         "batch; the others wait",
                         *(there, train),
                     )
-                state = self.view.write(after)
+                state = self._exchange(after)
             else:
-                time.sleep(self.view.look_secs)
-                state = self.view.look()
+                time.sleep(self._look_secs)
+                state = self._look()
 
     def _joins(self, state: State) -> Joins:
         """What this node has to say of itself. The store may have lost lately that it is a spare: then it may
@@ -349,11 +336,11 @@ class StoreRendezvous:
         store does not answer."""
         deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
         with self._lock:
-            state = self.view.look()
+            state = self._look()
             while (after := step(state, event, time.time(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError
-                state = self.view.write(after)
+                state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
         """Have all nodes know with how many the job can train, as a version of this node's round tells, whose
@@ -401,11 +388,7 @@ class StoreRendezvous:
             self._lost = str(error)
         self._known = self._known if self.state.is_empty else self.state
 
-    # -- what it shares, as the last heartbeat saw it: as old is all that is said of it here -----------
-
-    @property
-    def state(self) -> State:
-        return self.view.state
+    # -- what follows from that ----------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:

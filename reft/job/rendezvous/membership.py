@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -99,12 +99,17 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     last_round = max(c.round for c in all_infos)
     last = [c for c in all_infos if c.round == last_round and last_round]
     causes = {c.cause for c in last}
+    somebody_vanished = bool(last) and len(last) < last[0].size
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
-    own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
+    own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not somebody_vanished)
     newest = max(c.newest_step for c in all_infos)
     known = max((c.known_step for c in last), default=-1)
     renewed = all_infos[0].renews and newest > known
     used = 0 if renewed else max((c.restarts_used for c in last), default=0)
+    # Causes, not consequences: that peers were lost is said only where nothing else is known.
+    told = [c for c in last if c.cause in (Cause.OWN, Cause.UNCLEAR)]
+    if not told and not somebody_vanished:
+        told = [c for c in last if c.cause is not None]
     return Agreement(
         round=1 + max(last_round, before.round if before else 0),
         members=tuple(infos),
@@ -113,7 +118,7 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
         restarts_used=used + own,
         known_step=max(newest, known),
         incarnation=1 + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
-        failures=_failures(last),
+        failures=tuple(f"{c.node}, {c.failure}" for c in told),
         refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
         turn=all_infos[0].turn,
     )
@@ -131,19 +136,6 @@ def _refused(same: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
     """Whoever is new has to go; the one that trains already keeps its name."""
     first, second, *others = sorted(same, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else same
-
-
-def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:
-    return bool(last) and len(last) < last[0].size
-
-
-def _failures(last: Sequence[NodeInfo]) -> tuple[str, ...]:
-    """Causes, not consequences: that peers were lost is said only where nothing else is known."""
-    causes = (Cause.OWN, Cause.UNCLEAR)
-    told = [c for c in last if c.cause in causes]
-    if not told and not _somebody_vanished(last):
-        told = [c for c in last if c.cause is not None]
-    return tuple(f"{c.node}, {c.failure}" for c in told)
 
 
 class Role(StrEnum):
@@ -449,14 +441,11 @@ def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
             seated = node.role is Role.TRAINS or (node.seated and not full)
             if seated != node.seated:
                 state.nodes[name] = node._replace(seated=seated)
-    if event.trusts:
-        _strike_out(state, event, now, rules)
-
-
-def _strike_out(state: State, event: Looked, now: float, rules: Rules) -> None:
-    """Those that are silent, and while a round is left for the next one those whose launchers have ended:
-    whoever waits for their places need not wait until they are silent for long. A node does not strike out
-    itself."""
+    if not event.trusts:
+        return
+    # Struck out are those that are silent, and while a round is left for the next one those whose launchers
+    # have ended: whoever waits for their places need not wait until they are silent for long. A node does not
+    # strike out itself.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.alive_secs
     lost = {name for name, node in state.nodes.items() if node.seen < expired or name in ended}

@@ -29,7 +29,6 @@ from reft.snapshot.copying.engine import (
     CopyTicket,
     CpuCopyEngine,
     Encode,
-    Mark,
     Part,
     Piece,
     host_bytes,
@@ -506,22 +505,23 @@ class Copier:
         self._fault, self._points = reach, _fault_points(chunks)
         if not chunks:
             reach(FaultPoint.DURING_COPY)
-        stages = self._stages(chunks, may_stage)
         queued: _Queued = []
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
 
-            def hand_over(batch: _Batch, mark: Mark | None) -> CopyTicket:
+            def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
                 pieces = CheckedPieces(piece for _, chunk in batch for piece in chunk.pieces)
                 encodes = [chunk.encode for _, chunk in batch if chunk.encode is not None]
                 encode = (lambda: (piece for encode in encodes for piece in encode())) if encodes else None
                 return self.engine.copy(pieces, mark, encode)
 
+            stages = self._stages(chunks, may_stage)
             queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
             if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
-                self._stage(chunks, count)
+                assert self.staging is not None
+                self.staged = self.staging.stage(chunks, count)
         else:
-            records = self._copy(chunks, filling, gate, stages)
+            records = self._copy(chunks, filling, gate)
         self._look(images, filling, gate)
         handed_over()
         self.engine.synchronize()
@@ -552,22 +552,16 @@ class Copier:
         """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
         copied when."""
         staged, self.staged = self.staged, ()
-        if self.engine.asynchronous:
-            pieces = {item.number: item.pieces for item in staged}
-            queued = self._queue(
-                [(item.number, item.chunk) for item in staged],
-                filling,
-                gate,
-                lambda batch, mark: self.engine.drain([p for n, _ in batch for p in pieces[n]], mark),
-                lambda number, permit: False,
-            )
-            self.engine.synchronize()
-            records = _settled(queued)
-        else:
-            records = []
-            for item in staged:
-                self._reach(item.number)
-                records.append(self._some([item.chunk], filling, gate, gate.admit(), item.pieces)[0])
+        pieces = {item.number: item.pieces for item in staged}
+        queued = self._queue(
+            [(item.number, item.chunk) for item in staged],
+            filling,
+            gate,
+            lambda batch, mark: self.engine.drain([p for n, _ in batch for p in pieces[n]], mark),
+            lambda number, permit: False,
+        )
+        self.engine.synchronize()
+        records = _settled(queued)
         self.records.extend(records)
         return records
 
@@ -587,22 +581,12 @@ class Copier:
         first = area.first_fitting(chunks)
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
-    def _stage(self, chunks: Sequence[Chunk], first: int) -> None:
-        assert self.staging is not None
-        self.staged = self.staging.stage(chunks, first)
-
-    def _copy(
-        self, chunks: Sequence[Chunk], filling: Filling, gate: Gate, stages: Callable[[int, Permit], bool]
-    ) -> list[ChunkRecord]:
+    def _copy(self, chunks: Sequence[Chunk], filling: Filling, gate: Gate) -> list[ChunkRecord]:
         """As much at a time as the gate lets through, and no more than the rest of a block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
             permit = gate.admit()
-            if stages(number, permit):
-                gate.release(permit, 0.0)
-                self._stage(chunks, number)
-                break
             some = self._admitted(chunks, number, permit)
             record, copied = self._some(some, filling, gate, permit)
             records.append(record)
@@ -627,20 +611,15 @@ class Copier:
         filling: Filling,
         gate: Gate,
         permit: Permit,
-        staged: Sequence[Piece] | None = None,
     ) -> tuple[ChunkRecord, int]:
-        """Chunks of one block, hashed on the way; ``staged``: other sources of the one. Returns what was
-        copied when, and how many of the chunks: fewer where training did not wait for them."""
+        """Chunks of one block, hashed on the way. Returns what was copied when, and how many of the chunks:
+        fewer where training did not wait for them."""
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
         try:
-            if staged is not None:
-                self.engine.drain(staged)
-                if hashes:
-                    self._hasher.copy(ranges_of([first.stored]))
-            elif cut is not None:
+            if cut is not None:
                 assert isinstance(self.engine, CpuCopyEngine)
                 part = first.number, chunks[-1].number + 1
                 copied = self.engine.copy_hashed(cut, part, self._hasher, permit.until)
@@ -664,7 +643,7 @@ class Copier:
         chunks: Iterable[tuple[int, Chunk]],
         filling: Filling,
         gate: Gate,
-        hand_over: Callable[[_Batch, Mark | None], CopyTicket],
+        hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
         """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited

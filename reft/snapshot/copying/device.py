@@ -31,18 +31,15 @@ import torch
 from reft.device import Vendor, vendor_of
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
 from reft.snapshot.copying.engine import (
-    MARGIN_PART,
     CopyEngine,
     CopyTicket,
     CpuCopyEngine,
     Encode,
-    Mark,
     Part,
     Piece,
     byte_views,
     contiguous,
     copy_on_host,
-    into_buffer,
 )
 
 logger = logging.getLogger(__name__)
@@ -148,17 +145,10 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-_LEAST_MARGIN_BYTES = 512 * 2**20
-"""Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
+_MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
+"""Device memory that a staging buffer leaves alone: kernels load late, libraries take work space."""
 
 _MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
-
-
-class _DeviceMark(Mark):
-    """A mark and the event behind it, its stamp."""
-
-    def reached(self) -> bool:
-        return bool(self.stamp.query())
 
 
 class _DeviceTicket(CopyTicket):
@@ -283,9 +273,8 @@ class DeviceCopyEngine(CopyEngine):
         super().begin()
         self._begun = event
 
-    def mark(self) -> Mark:
-        self._order.check_not_closed("mark")
-        return _DeviceMark(self.stamp())
+    def reached(self, stamp: Any) -> bool:
+        return bool(stamp.query())
 
     def stamp(self) -> Any:
         event: Any = self._module.Event(enable_timing=True, blocking=True)
@@ -300,9 +289,7 @@ class DeviceCopyEngine(CopyEngine):
 
     # -- copying thread --------------------------------------------------------------------------
 
-    def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
+    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
         with self._of_version([(pieces, encode)], after) as (ticket, handed_over):
             for source, target in chain.from_iterable(handed_over):
                 self._copy_piece(source, target, self._side)
@@ -310,7 +297,7 @@ class DeviceCopyEngine(CopyEngine):
 
     @contextmanager
     def _of_version(
-        self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Mark | None = None
+        self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Any = None
     ) -> Iterator[tuple[_DeviceTicket, Iterator[Iterator[Piece]]]]:
         """Queue pieces of the open version, with one event at their end: each part's, then what it encodes
         when it is asked for."""
@@ -326,8 +313,8 @@ class DeviceCopyEngine(CopyEngine):
                 if version != self._copied_version:
                     self._open(version)
                     ticket.follow(self._begun, self._side)
-                if isinstance(after, _DeviceMark):
-                    ticket.follow(after.stamp, self._side)
+                if after is not None:
+                    ticket.follow(after, self._side)
             with self._recorded(ticket, self._side):
                 handed_over = (
                     self._off_host(chain(mine, () if encode is None else ticket.keep(encode())))
@@ -349,7 +336,7 @@ class DeviceCopyEngine(CopyEngine):
     def free_bytes(self) -> int:
         # What torch has reserved is left to training: it was its peak, and will be again.
         free, total = self._module.mem_get_info(self.device)
-        return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
+        return max(0, int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total)))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         self._vendor.enter(self.device)
@@ -368,11 +355,10 @@ class DeviceCopyEngine(CopyEngine):
         with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (ticket, handed_over):
             self._staged = ticket
             return [
-                into_buffer(views, place, lambda source, at: at.copy_(source, non_blocking=True))
-                for views, (_, place, _) in zip(handed_over, parts, strict=True)
+                _into_buffer(views, place) for views, (_, place, _) in zip(handed_over, parts, strict=True)
             ]
 
-    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+    def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
         views = contiguous(staged)
         ticket = _DeviceTicket(self._module, views, drains=True)
         with self._order.draining():
@@ -380,8 +366,8 @@ class DeviceCopyEngine(CopyEngine):
             if self._staged is not None:
                 ticket.follow(self._staged.ended, self.drain_stream)
                 self._staged = None
-            if isinstance(after, _DeviceMark):
-                ticket.follow(after.stamp, self.drain_stream)
+            if after is not None:
+                ticket.follow(after, self.drain_stream)
             with self._recorded(ticket, self.drain_stream):
                 for source, target in views:
                     self._copy_piece(source, target, self.drain_stream)
@@ -461,6 +447,19 @@ class DeviceCopyEngine(CopyEngine):
         self._tickets.clear()
         for destroy in self._destroy:
             destroy()
+
+
+def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
+    """Queue each source to its place in a staging buffer, before the next one is asked for. Returns pieces
+    from there to the targets."""
+    staged, at = [], 0
+    for source, target in views:
+        begin, at = at, at + target.numel()
+        if at > buffer.numel():
+            raise CopyError(f"{at} bytes are to be staged; the buffer has {buffer.numel()}")
+        buffer[begin:at].copy_(source, non_blocking=True)
+        staged.append((buffer[begin:at], target))
+    return staged
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:

@@ -2,13 +2,13 @@
 
 One version passes an engine like this, T being the thread that trains, W the one that copies::
 
-    T  optimizer step │ begin() ─► forward, backward, mark(), ...  ─► fence() │ optimizer step
-    W                 │    copy(pieces) ─► copy(pieces, after=mark) ─► ...     │ synchronize(), checksums
+    T  optimizer step │ begin() ─► forward, backward, stamp(), ... ─► fence() │ optimizer step
+    W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(), checksums
 
 - **begin** (T): the state is final now. Nothing is read earlier than what T had given the device then.
-- **mark** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
-  bubble, T takes a mark right before the receive that opens it, and W copies ``after`` that mark. On
-  a CPU the two time lines are one and a mark says nothing.
+- **stamp** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
+  bubble, T takes a stamp right before the receive that opens it, and W copies ``after`` that. On
+  a CPU the two time lines are one and a stamp says nothing.
 - **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued; the
   others return when the bytes have arrived. Call it from a thread that may wait.
 - **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute stream
@@ -18,13 +18,13 @@ One version passes an engine like this, T being the thread that trains, W the on
 
 What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
 
-    T  ... ─► fence() │ optimizer step │ begin() ... mark() ... ─► fence()
-    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=mark) ...  synchronize()
+    T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
+    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
 - **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of the time.
 - **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits for it.
 
-Calls of ``begin``, ``mark`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
+Calls of ``begin``, ``stamp`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
 or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
 Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the caching
@@ -41,16 +41,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
-from reft.memory.files import cgroup_free_bytes
 from reft.memory.stream import CutRanges, HashingCopier, copier
 
 logger = logging.getLogger(__name__)
@@ -70,17 +66,6 @@ Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
 STUCK_SECS = 30.0
 """Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A point in the compute stream's time line. Made by :meth:`CopyEngine.mark`."""
-
-    stamp: Any = None  # as of :meth:`CopyEngine.stamp`, where taking the mark took one
-
-    def reached(self) -> bool:
-        """Whether the device is there. Does not wait."""
-        return True
 
 
 class CopyTicket:
@@ -128,10 +113,9 @@ class CopyEngine(ABC):
         """Open a version: the state is final now."""
         self._order.begin()
 
-    def mark(self) -> Mark:
-        """This point of the compute stream, for ``after=...``."""
-        self._order.check_not_closed("mark")
-        return Mark()
+    def reached(self, stamp: Any) -> bool:
+        """Whether the device is there. Does not wait."""
+        return True
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -143,14 +127,12 @@ class CopyEngine(ABC):
         training thread."""
 
     @abstractmethod
-    def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
+    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
         """Copy pieces of the open version.
 
         Args:
             pieces: sources and targets; zero-size ones are fine.
-            after: begin no earlier than there.
+            after: begin no earlier than at that stamp.
             encode: reads the state after the pieces were handed over, on the copying stream of a device; the
                 pieces that it returns are copied too.
 
@@ -162,28 +144,30 @@ class CopyEngine(ABC):
             RuntimeError: the device failed.
         """
 
+    # -- staging: of devices. In host memory a copy within the memory gains nothing.
+
     @property
-    @abstractmethod
     def free_bytes(self) -> int:
         """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
+        return 0
 
-    @abstractmethod
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises StagingMemoryError:
         there is not so much left beside the margin, or the device refused."""
+        raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
-    @abstractmethod
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be drained
-        of each: pieces from the buffer to the same targets. A device copies sources in host memory straight
-        to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a
-        place that is too small."""
+        of each: pieces from the buffer to the same targets. Sources in host memory go straight to their
+        targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a place that is
+        too small."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a mark; also while
-        no version is open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises
-        RuntimeError: the device failed."""
+    def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
+        """Copy what :meth:`stage` returned to its targets, no earlier than a stamp; also while no version is
+        open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises RuntimeError: the
+        device failed."""
+        raise NotImplementedError
 
     def fence(self) -> None:
         """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
@@ -273,21 +257,6 @@ def _joined(run: Sequence[Piece]) -> Piece:
     nbytes = sum(target.numel() for _, target in run)
     source, target = (side.as_strided((nbytes,), (1,)) for side in run[0])
     return source, target
-
-
-def into_buffer(
-    views: Iterable[Piece], buffer: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
-) -> list[Piece]:
-    """Have ``copy`` bring each source to its place in a staging buffer, before the next one is asked for.
-    Returns pieces from there to the targets."""
-    staged, at = [], 0
-    for source, target in views:
-        begin, at = at, at + target.numel()
-        if at > buffer.numel():
-            raise CopyError(f"{at} bytes are to be staged; the buffer has {buffer.numel()}")
-        copy(source, buffer[begin:at])
-        staged.append((buffer[begin:at], target))
-    return staged
 
 
 def _byte_view(source: torch.Tensor) -> torch.Tensor:
@@ -406,9 +375,6 @@ STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
 
 
-MARGIN_PART = 0.05  # Part of all memory that a staging buffer leaves alone
-
-
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
     """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises CopyOrderError:
     the engine was closed before all was copied."""
@@ -435,9 +401,7 @@ class CpuCopyEngine(CopyEngine):
     def secs_of(self, stamps: Sequence[float]) -> list[float]:
         return list(stamps)
 
-    def copy(
-        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-    ) -> CopyTicket:
+    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
         checked = _on_host(pieces)
         with self._order.copying():
             began = time.perf_counter()
@@ -459,36 +423,6 @@ class CpuCopyEngine(CopyEngine):
         first, stop = chunks
         with self._order.copying():
             return hasher.copy_chunks(cut, first, stop, until)
-
-    @property
-    def free_bytes(self) -> int:
-        memory = psutil.virtual_memory()
-        free = min([memory.available, *cgroup_free_bytes()])
-        return max(0, int(free - MARGIN_PART * memory.total))
-
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        if nbytes > self.free_bytes:
-            raise StagingMemoryError(
-                f"{nbytes} bytes of host memory are wanted to stage snapshots, {self.free_bytes} are free"
-            )
-        return torch.zeros(nbytes, dtype=torch.uint8)  # touched here, not at the fence
-
-    def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        staged = []
-        for pieces, buffer, encode in parts:
-            checked = _on_host(pieces)
-            with self._order.copying():
-                encoded = _on_host(encode()) if encode is not None else ()
-                copy = partial(copy_on_host, closed=self._closed)
-                staged.append(into_buffer(chain(checked, encoded), buffer, copy))
-        return staged
-
-    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        with self._order.draining():
-            began = time.perf_counter()
-            for source, target in staged:
-                copy_on_host(source, target, self._closed)
-            return CopyTicket((began, time.perf_counter()))
 
     def _copy(self, pieces: CheckedPieces) -> None:
         for target, source, nbytes in pieces.addresses:

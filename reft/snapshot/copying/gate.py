@@ -23,15 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from reft.config import HasConfig
-from reft.errors import ReftError
-from reft.snapshot.copying.engine import CopyEngine, Mark
+from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.schedule import (
     AnalyticEstimator,
     BandwidthModel,
@@ -65,7 +63,7 @@ class Permit:
     tier: int  # 1, 2, 3, or 0 for what the fence waits for
     window: int | None = None  # number of the window; None outside of windows (tier 1)
     nbytes: int = 1  # how much may be copied before asking again; at least one chunk
-    mark: Mark | None = None  # start no earlier than there
+    mark: Any = None  # start no earlier than there
     # where a copy can be broken off between chunks, it goes on until training makes this anything but 0
     until: ctypes.c_int | None = field(default=None, compare=False)
 
@@ -74,12 +72,20 @@ _HURRY = Permit(0, nbytes=UNLIMITED)
 
 
 class Gate:
-    """What the training thread (T) and the copying thread (W) share."""
+    """What the training thread (T) and the copying thread (W) share.
+
+    This one lets everything through at once: for versions that are not paced, and for the baselines.
+    ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by
+    now; then chunks count as tier 0 too."""
 
     patience_secs = 0.0  # how long training may be silent before copies go on without a window
     wanted = False  # whether a version is to be copied, or being copied, through this gate
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def __init__(self, tier: int = 2, hurried: Callable[[], bool] = lambda: False) -> None:
+        self._permit = Permit(tier, nbytes=UNLIMITED)
+        self._hurried = hurried
+
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
 
     def close(self) -> float:
@@ -109,7 +115,7 @@ class Gate:
 
     def admit(self) -> Permit:
         """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
-        raise NotImplementedError
+        return _HURRY if self._hurried() else self._permit
 
     def release(self, permit: Permit, secs: float) -> None:
         """W: the chunk was copied and took ``secs``."""
@@ -147,7 +153,7 @@ class HostGate(Gate):
 
     # -- training thread: every line here is paid by training ---------------------------------------
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
             self.opened = self._communication
             if self.wanted:
@@ -336,7 +342,7 @@ class StreamGate(Gate):
         self._beside_bytes, self._beside_rate = 0, math.inf
         self._beside_left, self._next_beside = 0, 0.0
 
-    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         self.alive_at = time.perf_counter()
         if nbytes and mark is not None and self.wanted:
             with self._changed:
@@ -402,19 +408,6 @@ class StreamGate(Gate):
         self._beside_left -= nbytes
         self._next_beside = now + nbytes / self._beside_rate
         return Permit(2, nbytes=nbytes)
-
-
-class OpenGate(Gate):
-    """Lets everything through at once: for versions that are not paced, and for the baselines. ``tier``: what
-    chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by now; then
-    chunks count as tier 0 too."""
-
-    def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
-        self._permit = Permit(tier, nbytes=UNLIMITED)
-        self._hurried = hurried
-
-    def admit(self) -> Permit:
-        return _HURRY if self._hurried() else self._permit
 
 
 COMMUNICATING = ("Send", "Reduce")  # Beginnings of the names of instructions that move data between ranks
@@ -658,7 +651,7 @@ class Pacer:
         """The instruction at ``position`` of the step's stream may make the device wait. Before anything was
         measured, each receive is a window."""
         budget: tuple[int | None, int] | None = None
-        mark: Mark | None = None
+        mark: Any = None
         if self._planned_step:
             budget = self._budgets.get(position)
         elif receives:
@@ -667,11 +660,9 @@ class Pacer:
         if budget is not None:
             window, nbytes = budget
             if self._engine.asynchronous and self.gate.wanted:
-                with suppress(ReftError):  # the engine is closed
-                    mark = self._engine.mark()
+                mark = self.stamp()
             self.gate.open(window, nbytes, mark)
-        stamp = None if mark is None else mark.stamp
-        self._opened = (position, self.stamp() if stamp is None else stamp, budget)
+        self._opened = (position, self.stamp() if mark is None else mark, budget)
 
     def close(self) -> None:
         """The instruction has returned."""
@@ -845,7 +836,8 @@ class Pacer:
         fallback = self._has.staging_fallback
         if not before:
             logger.warning(
-                "there is no memory to stage snapshots: has.overflow is %r until memory is free", fallback
+                "there is no device memory to stage snapshots: has.overflow is %r until there is",
+                fallback,
             )
         return replace(self._limits, overflow=Overflow(fallback))
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from reft.errors import LayoutError
-from reft.grid import Degrees, Section, Topology
+from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.protect.placement import tolerance
-from reft.recover.decide import Verdict, decide, judge, plan_decided
+from reft.recover.decide import Piece, Verdict, decide, judge, plan_decided, plan_recovery
 from reft.recover.inventory import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.sources import OwnedTensor, Resize, cut, padding
+from reft.recover.relayout import Imaged, Resize, plan_replica
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
 
-ALIGNMENT = 64
 MOST = 6
 LENGTHS = (1, 2, 3, 5, 12, 23, 24, 61, 128)
+AT = Coordinate(0, 0, 0)
 
 
 def padded_part(length: int, dp: int) -> int:
@@ -32,96 +32,79 @@ def padded_part(length: int, dp: int) -> int:
 
 @dataclass(frozen=True)
 class Owned:
-    """Owned images of a group: tensors of these ``(length, itemsize)`` in parts; ``None`` for the length: one of
-    three elements that is equal on all members."""
+    """Tensors of these lengths in parts; ``None``: one of three elements that is equal on all members."""
 
-    tensors: tuple[tuple[int | None, int], ...]
+    lengths: tuple[int | None, ...]
 
-    def numels(self, dp: int) -> list[int]:
-        return [3 if length is None else padded_part(length, dp) for length, _ in self.tensors]
+    def held(self, dp: int) -> Imaged:
+        named = {f"t{number}": length for number, length in enumerate(self.lengths)}
+        whole = {name: 3 for name, length in named.items() if length is None}
+        return Imaged(whole, {n: (padded_part(length, dp), length) for n, length in named.items() if length})
 
-    def starts(self, dp: int) -> tuple[list[int], int]:
-        starts, end = [], 0
-        for numel, (_, itemsize) in zip(self.numels(dp), self.tensors, strict=True):
-            starts.append(end)
-            end += -(-numel * itemsize // ALIGNMENT) * ALIGNMENT
-        return starts, end
-
-    def image(self, dp: int, member: int) -> np.ndarray:
-        starts, nbytes = self.starts(dp)
-        image = np.full(nbytes, 255, np.uint8)
-        for number, (start, numel, (length, itemsize)) in enumerate(
-            zip(starts, self.numels(dp), self.tensors, strict=True)
-        ):
-            rng = np.random.default_rng(number)
-            if length is None:
-                part = rng.integers(1, 255, numel * itemsize, dtype=np.uint8)
-            else:
-                whole = np.zeros(numel * dp * itemsize, np.uint8)
-                whole[: length * itemsize] = rng.integers(1, 255, length * itemsize, dtype=np.uint8)
-                part = whole[member * numel * itemsize :][: numel * itemsize]
-            image[start : start + numel * itemsize] = part
-        return image
-
-    def described(self, resize: Resize) -> list[OwnedTensor]:
-        (old, _), (new, _) = self.starts(resize.old), self.starts(resize.new)
-        rows = zip(self.tensors, old, self.numels(resize.old), new, self.numels(resize.new), strict=True)
-        return [
-            OwnedTensor(f"t{number}", itemsize, *places, length)
-            for number, ((length, itemsize), *places) in enumerate(rows)
-        ]
+    def tensors(self, dp: int, member: int) -> dict[str, np.ndarray]:
+        found = {}
+        for number, length in enumerate(self.lengths):
+            values = np.random.default_rng(number).integers(1, 2**30, length or 3)
+            if length is not None:
+                part = padded_part(length, dp)
+                values = np.pad(values, (0, part * dp - length))[member * part :][:part]
+            found[f"t{number}"] = values
+        return found
 
 
 def check_cover(owned: Owned, resize: Resize) -> None:
-    old = [owned.image(resize.old, member) for member in range(resize.old)]
-    tensors = owned.described(resize)
+    old = [owned.tensors(resize.old, member) for member in range(resize.old)]
+    before, after = owned.held(resize.old), owned.held(resize.new)
     for dp in range(resize.new):
-        wanted = owned.image(resize.new, dp)
-        made = np.full(wanted.size, 255, np.uint8)
-        times = np.zeros(wanted.size, int)
-        pieces = cut(tensors, resize, dp)
-        for piece in pieces:
-            target = slice(piece.target_bytes, piece.target_bytes + piece.nbytes)
-            made[target] = old[piece.member][piece.start_bytes : piece.start_bytes + piece.nbytes]
-            times[target] += 1
-        for start, nbytes in padding(tensors, dp):
-            made[start : start + nbytes] = 0
-            times[start : start + nbytes] += 1
-        np.testing.assert_array_equal(made, wanted)
-        np.testing.assert_array_equal(times, wanted != 255)
+        wanted = owned.tensors(resize.new, dp)
+        made = {name: np.full(values.size, -1) for name, values in wanted.items()}
+        times = {name: np.zeros(values.size, int) for name, values in wanted.items()}
+        for move in plan_replica(before, after, resize, replace(AT, dp=dp)):
+            target = slice(move.at, move.at + move.numel)
+            made[move.target][target] = old[move.source.dp][move.tensor][move.start :][: move.numel]
+            times[move.target][target] += 1
+        for zeros in after.paddings(dp):
+            made[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
+            times[zeros.target][zeros.at : zeros.at + zeros.numel] += 1
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(made[name], values)
+            assert (times[name] == 1).all()
 
 
 @pytest.mark.parametrize("old", range(1, MOST + 1))
 def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
     for new, length in product(range(1, MOST + 1), LENGTHS):
-        check_cover(Owned(((length, 4),)), Resize(old, new))
+        check_cover(Owned((length,)), Resize(old, new))
     rng = random.Random(old)
     for new, _ in product(range(1, MOST + 1), range(12)):
-        kinds = [(rng.choice([*LENGTHS, None]), rng.choice([1, 2, 4, 8])) for _ in range(rng.randint(1, 7))]
-        check_cover(Owned(tuple(kinds)), Resize(old, new))
+        lengths = tuple(rng.choice([*LENGTHS, None]) for _ in range(rng.randint(1, 7)))
+        check_cover(Owned(lengths), Resize(old, new))
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("old", "new", "said"),
     [
-        (OwnedTensor("short", 4, 0, 10, 0, 10, 61), "parts of 61 elements"),
-        (OwnedTensor("other", 4, 0, 10, 0, 12, None), "equal on all members"),
+        (Imaged({}, {"short": (10, 61)}), Imaged({}, {"short": (30, 61)}), "parts of 61 elements"),
+        (Imaged({}, {"short": (31, 61)}), Imaged({}, {"short": (20, 61)}), "parts of 61 elements"),
+        (Imaged({}, {"longer": (31, 62)}), Imaged({}, {"longer": (21, 61)}), "parts of 61 elements"),
+        (Imaged({}, {"gone": (31, 62)}), Imaged({}, {}), "parts of 0 elements"),
+        (Imaged({"other": 10}, {}), Imaged({"other": 12}, {}), "equal on all replicas"),
+        (Imaged({}, {}), Imaged({"new": 12}, {}), "equal on all replicas"),
     ],
 )
-def test_p7_another_model_is_refused(tensor: OwnedTensor, said: str) -> None:
+def test_p7_another_model_is_refused(old: Imaged, new: Imaged, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
-        cut([tensor], Resize(2, 3), 0)
+        plan_replica(old, new, Resize(2, 3), AT)
 
 
-OWNED = Owned(((61, 4), (61, 4), (None, 4)))
+LENGTH = 245  # of the one tensor of the partitions, in bytes
 
 
 @dataclass(frozen=True)
 class Partitioned(Fleet):
     def sizes(self, pp: int, tp: int) -> SectionSizes:
         dp = self.topology.degrees.dp
-        sizes = super().sizes(pp, tp)
-        return replace(sizes, owned_bytes=(OWNED.starts(dp)[1],) * dp)
+        return replace(super().sizes(pp, tp), owned_bytes=(padded_part(LENGTH, dp),) * dp)
 
 
 def resized(fleet: Fleet, records, lost, topology: Topology):
@@ -131,14 +114,13 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
         group: [r for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == group]
         for group in topology.groups()
     }
-    sources = {group: judge(group, table, findings.sizes) for group, table in tables.items()}
+    sources = {group: judge(group, table, findings.written) for group, table in tables.items()}
     verdicts = {g: {label: Verdict.of(s) for label, s in of.items()} for g, of in sources.items()}
     decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return decision
-    resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
-    tensors = OWNED.described(resize)
-    wanted = {dp: cut(tensors, resize, dp) for dp in range(resize.new)}
+    # What is lost is decoded before anything is asked for.
+    wanted = {} if decision.decodes else {at: wanted_by(fleet, topology, at) for at in topology.coordinates}
     plans = []
     for group in topology.groups():
         of_group = decision, findings, group, sources[group][decision.label], tables[group]
@@ -146,9 +128,17 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     return plans
 
 
+def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[Piece]:
+    resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
+    whole = {"replicated": fleet.image_bytes(replace(at, dp=0), Section.REPLICATED)}
+    old, new = (Imaged(whole, {"owned": (padded_part(LENGTH, n), LENGTH)}) for n in (resize.old, resize.new))
+    moves = plan_replica(old, new, resize, at)
+    return [Piece(m.source, Section(m.tensor), m.start, m.numel) for m in moves]
+
+
 def found_in(records, topology: Topology, lost: tuple[str, ...] = (), also: tuple[str, ...] = ()):
     summaries = [summarize(i.node, i.arenas) for i in inventories(records, lost, also)]
-    return put_together(summaries, topology, job_id=JOB, any_dp=True)
+    return put_together(summaries, topology, job_id=JOB, any_layout=True)
 
 
 def one_stage(dp: int) -> Topology:
@@ -164,7 +154,7 @@ def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> Non
     old, new = fleet.topology.degrees.dp, topology.degrees.dp
     decodes = any(plan.rebuilds for plan, _ in plans)
     for plan, wanted in plans:
-        assert plan.resized == (old != new)
+        assert plan.other_layout == (old != new)
         for at, fetches in plan.fetches.items():
             assert all(f.checksum == stored[f.source].checksum for f in fetches)
             assert {f.key.member for f in fetches if f.key.section is Section.HOST} == {at.dp % old}
@@ -173,10 +163,10 @@ def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> Non
             assert decodes or replicated == fleet.image_bytes(written, Section.REPLICATED)
             owned = [f for f in fetches if f.key.section is Section.OWNED]
             assert len({f.source for f in owned}) == len(owned)
-            for piece in wanted[at.dp]:
+            for piece in (p for p in wanted.get(at, ()) if p.section is Section.OWNED and old != new):
                 held = np.zeros(piece.nbytes, bool)
                 for f in owned:
-                    if f.key.member == piece.member:
+                    if f.key.member == piece.of.dp:
                         begin = f.start_bytes - piece.start_bytes
                         held[max(0, begin) : max(0, begin + f.nbytes)] = True
                 assert held.all()
@@ -218,25 +208,25 @@ def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(old: int, copies
 def test_p3_the_newest_version_counts_whatever_its_degree() -> None:
     for first, second, expected in ((FOUR, TWO, 2), (TWO, FOUR, 4)):
         records = [*first.records(OLD), *second.records(NEW, slot=1)]
-        assert found_in(records, one_stage(3), ("n3",)).sizes[NEW] == expected
+        assert found_in(records, one_stage(3), ("n3",)).written[NEW].dp == expected
         plans = resized(second, records, ("n3",), one_stage(3))
         assert {plan.label for plan, _ in plans} == {NEW}
-        assert {plan.written_dp for plan, _ in plans} == {expected}
+        assert {plan.written.dp for plan, _ in plans} == {expected}
 
 
 def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
     records = [*FOUR.records(NEW), *TWO.records(NEW, slot=1)]
     for dp, expected in ((2, 2), (3, 4), (4, 4)):
         findings = found_in(records, one_stage(dp))
-        assert findings.sizes == {NEW: expected}
-        assert any("another data-parallel degree under the same name" in note for note in findings.notes)
-        (table,) = judge((0, 0), records, findings.sizes).values()
+        assert findings.written == {NEW: Degrees(1, expected, 1)}
+        assert any("another layout under the same name" in note for note in findings.notes)
+        (table,) = judge((0, 0), records, findings.written).values()
         assert not table.gaps
 
 
 def test_p7_other_stages_are_refused_by_name() -> None:
     fleet = Partitioned(place(Degrees(2, 2, 1), "single"))
-    refused = resized(fleet, fleet.records(NEW), (), one_stage(4))
+    refused = plan_recovery(inventories(fleet.records(NEW)), one_stage(4), job_id=JOB)
     assert isinstance(refused, NotRecoverable)
     assert isinstance(refused.error(), LayoutError)
     assert not refused.empty
