@@ -487,9 +487,9 @@ def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path
     assert f"{published:,} parameters" in note
     assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
     # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
-    alone = Training(name, CLUSTERS["h100"], 1, 1, 1, 1, given=shape)
+    alone = Training(shape, CLUSTERS["h100"], 1, 1, 1, 1)
     assert alone.stage_parameters(0) == published
-    stages = Training(name, CLUSTERS["h100"], 1, 4, 1, 4, given=shape)
+    stages = Training(shape, CLUSTERS["h100"], 1, 4, 1, 4)
     twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
     assert sum(map(stages.stage_parameters, range(4))) == published + twice
 

@@ -85,7 +85,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         "warnings": list(map(str, block_findings(block))),
         "notes": notes,
         "job": {
-            "model": training.model,
+            "model": training.shape.name,
             "cluster": cluster.name,
             "nodes": len(set(job.topology.nodes)),
             "devices": training.devices,
