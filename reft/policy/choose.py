@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
+from rich.filesize import decimal
+
 from reft.config import AOR
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
@@ -144,7 +146,7 @@ class Choice:
             return ""
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
         moves = (
-            f"moves {amount(more)} more a step"
+            f"moves {decimal(more)} more a step"
             if more
             else "moves as much, but takes more memory or decoding"
         )
@@ -280,8 +282,8 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wanted} wanted",
-        f"{amount(load.to_host_bytes)} to the host"
-        + (f", {amount(load.sent_bytes)} to peers" if load.sent_bytes else ""),
+        f"{decimal(load.to_host_bytes)} to the host"
+        + (f", {decimal(load.sent_bytes)} to peers" if load.sent_bytes else ""),
         f"{_memory(chosen.memory_bytes)} on the fullest node"
         + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
@@ -338,11 +340,3 @@ def _nodes(count: int) -> str:
 
 def _memory(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
-
-
-def amount(nbytes: float) -> str:
-    """Bytes for people, three digits: ``1.23 GB``."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
