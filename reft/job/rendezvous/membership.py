@@ -385,7 +385,11 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
         case Looked():
             _look(after, event, now, rules)
         case Exited():
-            _exit(after, event.node, rules)
+            role = after.role(event.node)
+            if role in (Role.TRAINS, Role.WAITS):
+                _set(after, event.node, role=Role.NONE)
+            if role is Role.TRAINS:
+                _thin(after, rules)
         case Joins():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
@@ -408,14 +412,6 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
 
 def _set(state: State, name: str, **changes: object) -> None:
     state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
-
-
-def _exit(state: State, name: str, rules: Rules) -> None:
-    role = state.role(name)
-    if role in (Role.TRAINS, Role.WAITS):
-        _set(state, name, role=Role.NONE)
-    if role is Role.TRAINS:
-        _thin(state, rules)
 
 
 def _thin(state: State, rules: Rules) -> None:
