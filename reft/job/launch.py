@@ -160,7 +160,7 @@ class Launcher:
             "round %d, start %d of the job: %d trainers on %s; restarts used: %d of %d",
             agreement.round,
             agreement.incarnation,
-            agreement.world_size,
+            sum(agreement.workers),
             ", ".join(agreement.nodes),
             agreement.restarts_used,
             self._options.config.max_restarts,

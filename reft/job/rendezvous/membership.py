@@ -80,10 +80,6 @@ class Agreement:
     refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
     turn: int = 0  # ranks that each node gets in its turn
 
-    @property
-    def world_size(self) -> int:
-        return sum(self.workers)
-
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
         return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
 
