@@ -160,13 +160,13 @@ def _schedule(name: str) -> Any:
 
 
 def _training(model: str, cluster: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
-    from reft.tools.planning.model import Training
+    from reft.tools.planning.model import Training, load_shape
 
     from .settings import MACHINES
 
     if cluster.lower() not in MACHINES:
         raise ConfigError(f"--cluster is {cluster!r}; known: {', '.join(MACHINES)}")
-    return Training(model.removeprefix("llama2-"), MACHINES[cluster.lower()], *degrees, micro_batches)
+    return Training(load_shape(model, None)[0], MACHINES[cluster.lower()], *degrees, micro_batches)
 
 
 # ---- output ----

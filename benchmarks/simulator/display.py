@@ -83,7 +83,7 @@ def _overheads(title: str, results: Sequence[Predictions]) -> Table:
     for t in (r.training for r in results):
         large = "" if t.fits_device else "\n(too large)"
         jobs.append(
-            f"{t.model}\n{t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages}\nDP{t.data}{large}"
+            f"{t.shape.name}\n{t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages}\nDP{t.data}{large}"
         )
     table = numbers_table(f"{title}: overhead of a snapshot every step (simulated)", "", *jobs)
     rows: list[tuple[str, Callable[[Predictions], str]]] = [

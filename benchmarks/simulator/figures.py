@@ -109,7 +109,7 @@ def _percent(value: float) -> str:
 
 def _label(result: Predictions) -> str:
     t = result.training
-    return f"{t.model}, {t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages} DP{t.data}"
+    return f"{t.shape.name}, {t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages} DP{t.data}"
 
 
 def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from reft.config import Variant
 from reft.policy.rate import Rate, adapt, best_interval
 from reft.protect.placement import losses_within, protected_survival
-from reft.tools.planning.model import Training
+from reft.tools.planning.model import SHAPES, Training
 
 from .published import comparisons, sending_share
 from .settings import BYTES, MI250X, V100, experiments
@@ -56,7 +56,7 @@ def report(groups: Sequence[tuple[str, Sequence[Predictions]]]) -> list[Section]
 
 
 def _interference(jobs: Sequence[Predictions]) -> Iterator[Line]:
-    plain = predict(Training("1.3b", V100, 1, 1, 512, 8))
+    plain = predict(Training(SHAPES["1.3b"], V100, 1, 1, 512, 8))
     hybrid = [j for j in jobs if j.training.machine is V100 and j.training.devices == 512]
     waits = [j.of(Variant.BLOCKING, True).overhead for j in hybrid]
     whys = {
@@ -94,7 +94,7 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Line]:
         if not what.startswith("traffic"):
             why = next((w for start, w in whys.items() if what.startswith(start)), "")
             yield Line(what.strip(), published, simulated, "simulated", why)
-    twelve = predict(Training("34b", MI250X, 8, 4, 16, 12))
+    twelve = predict(Training(SHAPES["34b"], MI250X, 8, 4, 16, 12))
     yield Line(
         "Frontier's iteration with 12 micro-batches in place of 8 (not printed)",
         "6.26 s",
@@ -154,7 +154,7 @@ def _bytes() -> Iterator[Line]:
             if derived:
                 name = f"{row.model} TP{row.tensor} PP{row.stages} DP{row.data}, GB a device: {what}"
                 yield Line(name, f"{derived} (derived)", computed, "computed")
-    job = Training("2.7b", V100, 4, 4, 8, 8)
+    job = Training(SHAPES["2.7b"], V100, 4, 4, 8, 8)
     state = max(job.state_bytes(p) for p in range(4)) * V100.devices_per_node / 1e9
     arc = 2 * PROTECTIONS["arc"](8) * state
     yield Line(
@@ -239,7 +239,7 @@ def write_report(out: Path, micro_batches: int) -> Path:
     groups = [(g.title, [predict(t) for t in g.trainings]) for g in experiments(micro_batches)]
     sections = report(groups)
     draw_overheads(groups, out / "overheads.png")
-    frontier = predict(Training("34b", MI250X, 8, 4, 16, micro_batches))
+    frontier = predict(Training(SHAPES["34b"], MI250X, 8, 4, 16, micro_batches))
     draw_timeline(frontier.of(Variant.HAS).simulation, out / "step.png", f"{frontier.training.name}, HAS")
     text = ["# What the publications print, and what follows here", "", *(__doc__ or "").splitlines()[2:]]
     for title, lines in sections:

@@ -70,7 +70,7 @@ def _on_frontier(results: Sequence[Predictions]) -> Iterator[Comparison]:
     """34B on 512 GCDs: iterations without and with protection, plain and under ZeRO-1."""
     for result in results:
         training = result.training
-        if (training.machine, training.model, training.devices) != (MI250X, FRONTIER_MODEL, DEVICES):
+        if (training.machine, training.shape.name, training.devices) != (MI250X, FRONTIER_MODEL, DEVICES):
             continue
         has = result.of(Variant.HAS)
         yield Comparison(f"{training.name}: an iteration", "6.26 s", f"{result.step_secs:.2f} s")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
 
-from reft.tools.planning.model import CLUSTERS, Training
+from reft.tools.planning.model import CLUSTERS, SHAPES, Training
 
 from .footprint import Footprint, footprint
 
@@ -34,7 +34,7 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
     """
 
     def job(model: str, machine: str, tensor: int, stages: int, data: int) -> Training:
-        return Training(model, MACHINES[machine], tensor, stages, data, micro_batches)
+        return Training(SHAPES[model], MACHINES[machine], tensor, stages, data, micro_batches)
 
     return (
         Experiment(

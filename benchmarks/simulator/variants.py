@@ -128,7 +128,7 @@ class Predictions:
         return {
             "simulated": True,
             "setting": training.name,
-            "model": training.model,
+            "model": training.shape.name,
             "machine": training.machine.name,
             "devices": training.devices,
             "tensor": training.tensor,

@@ -10,9 +10,11 @@ nodes; if none does, the one that survives most, and :attr:`Choice.needed` says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+
+from rich.filesize import decimal
 
 from reft.config import AOR
 from reft.errors import ConfigError
@@ -54,27 +56,6 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A prediction for a snapshot in every step: the part of the step that is added, the part of the bytes
-    that is copied while devices wait (on the stage where it is least), how long the optimizer waits for
-    copies (on the stage that waits longest), and where that comes from."""
-
-    overhead: float
-    in_windows: float
-    left_over_secs: float
-    source: str
-
-    @property
-    def fits(self) -> bool:
-        """The optimizer never waits."""
-        return self.left_over_secs <= 0
-
-
-Pace = Callable[[Mapping[int, Load]], Fit]
-"""What copying costs the step: a prediction from the busiest rank of every stage, by stage."""
-
-
-@dataclass(frozen=True)
 class Alternative:
     scheme: Scheme
     owned_by: OwnedBy | None  # what protects partitions; None where there are none, or nothing is protected
@@ -84,7 +65,6 @@ class Alternative:
     memory_bytes: int
     limit_bytes: int | None
     fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
-    fit: Fit | None = None  # prediction for the step; None where windows or bandwidth are not known
     # False where it recomputes partitions unasked and dearly, or does not although that was asked for
     available: bool = True
     # what a step pays where its partitions are sent, and recomputed exactly; None: not known
@@ -166,7 +146,7 @@ class Choice:
             return ""
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
         moves = (
-            f"moves {amount(more)} more a step"
+            f"moves {decimal(more)} more a step"
             if more
             else "moves as much, but takes more memory or decoding"
         )
@@ -177,7 +157,6 @@ def choose(
     situation: Situation,
     wanted: int,
     *,
-    pace: Pace | None = None,
     recompute: bool = False,
     also: Sequence[Scheme] = (),
     beyond: int = 0,
@@ -188,7 +167,7 @@ def choose(
     ``beyond``: evaluate schemes that survive so many more losses than needed."""
     candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
-        _evaluate(situation, candidates, pace, recompute), key=lambda alternative: alternative.cost
+        _evaluate(situation, candidates, recompute), key=lambda alternative: alternative.cost
     )
     usable = [a for a in alternatives if a.available and a.fits_memory]
     best = max((a.tolerance for a in usable), default=0)
@@ -237,9 +216,7 @@ def _candidates(
     return found, excluded
 
 
-def _evaluate(
-    situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, recompute: bool
-) -> Iterator[Alternative]:
+def _evaluate(situation: Situation, schemes: Sequence[Scheme], recompute: bool) -> Iterator[Alternative]:
     topology, limits = situation.topology, situation.memory_bytes
     dp, most = topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
     for scheme in schemes:
@@ -264,7 +241,6 @@ def _evaluate(
                 memory_bytes=memory[node],
                 limit_bytes=None if limits is None else limits[node],
                 fatal=lost,
-                fit=pace(busiest) if pace is not None else None,
                 available=recompute or cheaper if way is OwnedBy.AOR else way is None or not recompute,
                 partition_secs=secs,
             )
@@ -306,8 +282,8 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wanted} wanted",
-        f"{amount(load.to_host_bytes)} to the host"
-        + (f", {amount(load.sent_bytes)} to peers" if load.sent_bytes else ""),
+        f"{decimal(load.to_host_bytes)} to the host"
+        + (f", {decimal(load.sent_bytes)} to peers" if load.sent_bytes else ""),
         f"{_memory(chosen.memory_bytes)} on the fullest node"
         + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
@@ -318,8 +294,6 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
             why = f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is exact"
         parts.append(f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers: {why}")
         parts += [] if sent or situation.exact else [SENT_AFTER_ALL]
-    if chosen.fit is not None:
-        parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
     if chosen.why_not(wanted) is None and others:
         parts.append(f"the cheapest of {len(others) + 1} schemes that do")
@@ -366,11 +340,3 @@ def _nodes(count: int) -> str:
 
 def _memory(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
-
-
-def amount(nbytes: float) -> str:
-    """Bytes for people, three digits: ``1.23 GB``."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"

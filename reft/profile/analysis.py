@@ -46,12 +46,14 @@ from reft.profile.result import (
     StageProfile,
     activity_of,
 )
-from reft.snapshot.schedule import InstructionRecord, StepTrace, WindowKind
+from reft.snapshot.copying.gate import window_kind
+from reft.snapshot.schedule import InstructionRecord, StepTrace
 
 _LEAST_STEPS = 5
 _LEAST_SLOPE = 0.5
 _RESOLUTION_SECS = 1e-7
 _DIGITS = 9
+_COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
 LEAST_WINDOW_SECS = 100e-6
 LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
@@ -390,33 +392,6 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
             yield Segment(record.end_secs, begun, Activity.CAPTURE, record.position, record.name, None)
 
 
-def _kinds(stream: Sequence[InstructionRecord]) -> dict[int, WindowKind]:
-    """Why a device that waits in an instruction does so, by position; for any schedule.
-
-    Fill is before the first computation, drain after the last backward, cool-down after the last
-    forward; mid is after the last forward that precedes the first backward. What lies between forwards
-    and backwards of the steady state is a straggler's or the network's doing: other.
-    """
-    forwards = [n for n, r in enumerate(stream) if activity_of(r.name) is Activity.FORWARD]
-    backwards = [n for n, r in enumerate(stream) if activity_of(r.name) is Activity.BACKWARD]
-    if not forwards:
-        return {r.position: WindowKind.OTHER for r in stream}
-    first_backward = backwards[0] if backwards else len(stream)
-    last_backward = backwards[-1] if backwards else forwards[-1]
-    warm_up_ends = max((n for n in forwards if n < first_backward), default=-1)
-
-    def kind(n: int) -> WindowKind:
-        if n < min(forwards[0], first_backward):
-            return WindowKind.FILL
-        if n > last_backward:
-            return WindowKind.DRAIN
-        if warm_up_ends < n < first_backward:
-            return WindowKind.MID
-        return WindowKind.COOL_DOWN if n > forwards[-1] else WindowKind.OTHER
-
-    return {record.position: kind(n) for n, record in enumerate(stream)}
-
-
 def _is_usable(name: str) -> bool:
     """Whether snapshots may be copied while the device waits in an instruction: not within the optimizer
     step, where the old state has to be out and the new one is not there yet (P2)."""
@@ -427,14 +402,15 @@ def _windows(
     stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
     """Idle intervals that recur in every step, in the order of the stage's instructions."""
-    kind_of = _kinds(stream)
+    # Schedules may bring instructions of their own: what computes is told by what it does.
+    names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]
     least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
     waits = [{s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps]
     first = [
         {s.position: s.begin_secs - step.segments[0].begin_secs for s in step.segments[::-1]}
         for step in steps
     ]
-    for record in stream:
+    for number, record in enumerate(stream):
         lengths = [wait.get(record.position, 0.0) for wait in waits]
         length = Spread.of(lengths)
         if not any(lengths) or length.p50 < least:
@@ -442,7 +418,7 @@ def _windows(
         begins = [here[record.position] for here in first if record.position in here]
         start = round(float(np.median(begins)), _DIGITS)
         yield MeasuredWindow(
-            kind=kind_of[record.position],
+            kind=window_kind(names, number),
             start_secs=start,
             stop_secs=start + length.p50,
             position=record.position,

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
-from reft.policy.choose import Alternative, Choice, Situation, choose
+from reft.policy.choose import Alternative, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates, group_loads
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.snapshot.schedule import Bandwidth
-from reft.tools.planning.plan import StageWindows, WindowPace
 from tests.protect.reference import schemes_for
 
 MIB = 2**20
@@ -262,15 +260,3 @@ def test_a_wish_beyond_all_replicas_evaluates_no_more_than_these_could_hold() ->
     assert not choice.reached
     assert "at least 1001 are needed" in str(choice)
     assert len(choice.alternatives) + len(choice.excluded) == 1 + (2 + 3 + 4 + 5)
-
-
-# ---- windows ----
-
-
-def test_the_choice_says_what_the_step_will_cost() -> None:
-    stage = StageWindows([], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
-    choice: Choice = choose(job(apart(4)), 1, pace=WindowPace({0: stage}, "analytic"))
-    assert choice.chosen.fit is not None
-    expected = choice.chosen.busiest.to_host_bytes / 1e9
-    assert choice.chosen.fit.overhead == pytest.approx(expected)
-    assert "of a step (analytic)" in choice.reason

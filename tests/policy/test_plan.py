@@ -18,8 +18,10 @@ from examples.llama.model_config import load_model
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
+from reft.policy.loads import Load
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, ProfileResult, Spread
+from reft.snapshot.schedule import Bandwidth
 from reft.tools.planning.command import show_plan
 from reft.tools.planning.job import Layouting, plan_job
 from reft.tools.planning.model import (
@@ -31,7 +33,7 @@ from reft.tools.planning.model import (
     load_shape,
     shape_of,
 )
-from reft.tools.planning.plan import make_plan
+from reft.tools.planning.plan import StageWindows, WindowPace, make_plan
 from tests.commands import Answer, command
 from tests.profile.simulated import run as run_steps
 
@@ -371,6 +373,14 @@ def test_the_examples_of_the_documentation_are_well() -> None:
 
 # ---- windows of a profiled job ----
 
+
+def test_what_finds_no_window_is_waited_for() -> None:
+    stage = StageWindows([], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
+    fit = WindowPace({0: stage}, "analytic")({0: Load(10**8, 10**8, 0, 0, 0, 0)})
+    assert fit.overhead == pytest.approx(0.2)
+    assert fit.in_windows == 0
+
+
 STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
 
 
@@ -477,9 +487,9 @@ def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path
     assert f"{published:,} parameters" in note
     assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
     # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
-    alone = Training(name, CLUSTERS["h100"], 1, 1, 1, 1, given=shape)
+    alone = Training(shape, CLUSTERS["h100"], 1, 1, 1, 1)
     assert alone.stage_parameters(0) == published
-    stages = Training(name, CLUSTERS["h100"], 1, 4, 1, 4, given=shape)
+    stages = Training(shape, CLUSTERS["h100"], 1, 4, 1, 4)
     twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
     assert sum(map(stages.stage_parameters, range(4))) == published + twice
 

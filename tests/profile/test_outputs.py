@@ -24,7 +24,7 @@ from reft.profile.profiler import note_taken, write
 from reft.profile.result import ProfileResult
 from reft.snapshot.schedule import ChunkRecord
 from reft.tools import profile as cli_profile
-from reft.tools.profile import advice, draw, show, verdict, write_trace
+from reft.tools.profile import advice, draw, show, verdict
 from tests.profile.simulated import a_profile, costs, run, train_schedule, with_chunks
 
 IN_MID = [ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)]
@@ -62,13 +62,6 @@ def test_the_title_says_whether_snapshots_are_free():
     assert "during computation" in verdict(a_profile({0: IN_MID, 1: TOO_MUCH}))
 
 
-def test_trace_events_are_in_order_and_do_not_overlap_on_a_track(tmp_path):
-    path = tmp_path / "trace.json"
-    result = a_profile({0: IN_MID, 1: IN_FILL})
-    write_trace(result, path)
-    check_trace(path, ranks=2)
-
-
 def check_trace(path, ranks: int) -> None:
     """Loadable, one process per rank, and no two slices of a track at the same time."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -86,21 +79,18 @@ def check_trace(path, ranks: int) -> None:
 
 
 @pytest.mark.process  # matplotlib asks fc-list for fonts, the first time on a machine
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_figure_is_drawn(tmp_path, suffix):
+def test_the_figure_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"figure.{suffix}"
+    path = tmp_path / "figure.svg"
     result = a_profile({0: IN_MID, 1: IN_FILL})
     draw(result, path)
-    assert path.stat().st_size > 5000
-    if suffix == "svg":
-        # Text is drawn as paths, with the words as comments.
-        text = path.read_text()
-        assert "stage 1" in text
-        assert "Snapshots are free here" in text
-        assert "of the copying time is idle time" in text
-        assert text.count("of it in idle time") == 2
-        assert text.count("4.0 MB to copy") == 1, "bytes and parts of the time stand apart"
+    # Text is drawn as paths, with the words as comments.
+    text = path.read_text()
+    assert "stage 1" in text
+    assert "Snapshots are free here" in text
+    assert "of the copying time is idle time" in text
+    assert text.count("of it in idle time") == 2
+    assert text.count("4.0 MB to copy") == 1, "bytes and parts of the time stand apart"
     with pytest.raises(ConfigError, match="step 99 was not profiled; the profile has steps"):
         draw(result, path, step=99)
 
@@ -129,7 +119,7 @@ def test_a_job_leaves_profile_trace_and_figure(tmp_path, caplog):
 
 def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     saved, trace, copy = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "again.json"
-    result = a_profile({0: IN_MID})
+    result = a_profile({0: IN_MID, 1: IN_FILL})
     result.save(saved)
     code = cli.main(["profile", "--from", str(saved), "--trace", str(trace), "--json", str(copy)])
     assert code == 0

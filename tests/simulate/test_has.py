@@ -17,7 +17,7 @@ from benchmarks.simulator.settings import MACHINES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
 from reft.policy.loads import Load
-from reft.tools.planning.model import Training
+from reft.tools.planning.model import SHAPES, Training
 from reft.tools.planning.plan import estimated_pace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
@@ -26,7 +26,7 @@ EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 @st.composite
 def trainings(draw):
     return Training(
-        draw(st.sampled_from(["125m", "1.3b", "6.7b", "34b"])),
+        draw(st.sampled_from([SHAPES[name] for name in ("125m", "1.3b", "6.7b", "34b")])),
         draw(st.sampled_from(sorted(MACHINES.values(), key=lambda m: m.name))),
         tensor=draw(st.sampled_from([1, 2, 4, 8])),
         stages=draw(st.integers(1, 8)),

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from reft.config import read_object
 from reft.engine.checks.preflight import Severity, block_findings, part_of
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-from reft.policy.choose import GIB, amount
+from reft.policy.choose import GIB
 from reft.profile.result import ProfileError, ProfileResult
 from reft.tools.planning.job import Layouting, PlannedJob, plan_job
 from reft.tools.planning.model import load_cluster
@@ -205,7 +206,7 @@ def _alternatives(plan: Plan) -> Table:
     for a in plan["alternatives"]:
         # A few words, compared with the one that ``auto`` takes.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
-        said = f"moves +{amount(more)}" if more else "more memory"
+        said = f"moves +{decimal(more)}" if more else "more memory"
         if a["chosen"]:
             said = "auto's choice"
         elif not a["available"]:

@@ -185,9 +185,8 @@ def plan_job(
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
     training = Training(
-        *(shape.name, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
+        *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
-        given=shape,
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order == "auto"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
 from math import gamma
 from pathlib import Path
 from typing import Any
@@ -234,17 +233,6 @@ SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape
 """The Llama-2 of the REFT paper, and a small one."""
 
 
-def named_shape(name: str) -> PlannedShape:
-    if name in SHAPES:
-        return SHAPES[name]
-    near = get_close_matches(name, SHAPES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
-        f"config.json"
-    )
-
-
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
     """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
     ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
@@ -253,8 +241,15 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
-        shape = named_shape(model.removeprefix("llama2-"))
-        return replace(shape, seq_length=seq_length or shape.seq_length), ""
+        name = model.removeprefix("llama2-")
+        if (known := SHAPES.get(name)) is None:
+            near = get_close_matches(name, SHAPES, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
+                f"config.json"
+            )
+        return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)
     said = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
     return shape, said if seq_length else f"{said}; --seq-length says otherwise"
@@ -290,7 +285,7 @@ OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
 class Training:
     """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor)."""
 
-    model: str  # name of a shape of `SHAPES`, or of ``given``
+    shape: PlannedShape  # of the model
     machine: Cluster  # what it runs on
     tensor: int  # tensor, stages, data: parallel degrees
     stages: int
@@ -300,15 +295,14 @@ class Training:
     # every rank makes the optimizer's step of its partition only. Scattering gradients and gathering weights
     # move together what reducing gradients does.
     zero_1: bool = False
-    given: PlannedShape | None = None  # a shape, where it is none of them
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
             raise ConfigError(f"parallel degrees and micro-batches are at least 1; got {self.name}")
         if self.stages > self.shape.layers:
             raise ConfigError(
-                f"model {self.model} has {self.shape.layers} layers, but --pp {self.stages} needs at least "
-                f"one per stage; lower --pp"
+                f"model {self.shape.name} has {self.shape.layers} layers, but --pp {self.stages} needs at "
+                f"least one per stage; lower --pp"
             )
 
     @property
@@ -318,11 +312,7 @@ class Training:
     @property
     def name(self) -> str:
         degrees = f"TP{self.tensor} PP{self.stages} DP{self.data}"
-        return f"{self.model} {degrees} m{self.micro_batches} on {self.devices:,} {self.machine.name}"
-
-    @cached_property
-    def shape(self) -> PlannedShape:
-        return self.given or named_shape(self.model)
+        return f"{self.shape.name} {degrees} m{self.micro_batches} on {self.devices:,} {self.machine.name}"
 
     def stage_parameters(self, stage_id: int) -> float:
         """Of one device: its part of the stage's blocks, embedding and head."""

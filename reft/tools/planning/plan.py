@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from reft.config import AOR, AUTO
 from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
-from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Fit, Situation, choose
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Load, Rates
 from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
 from reft.profile.result import Activity, ProfileResult
@@ -58,22 +58,21 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             rates=Rates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
         ),
         block.tolerance,
-        pace=pace,
         recompute=recomputed,
         also=() if block.chooses else (block.scheme,),
         beyond=1,
     )
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
-    assert planned.fit is not None
+    fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
     # Steps between two snapshots that are worth their cost: training waits for the cost, and what else a copy
     # takes runs beside it.
     step, stages = pace.step_secs, sorted(pace.stages.items())
-    cost = planned.fit.overhead * step
+    cost = fits[planned.name].overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
     best, _ = best_interval(step, cost, max(copy, cost), max_overhead=allowed)
     every = best if block.adapts else block.version_steps
-    overhead = planned.fit.overhead / every
+    overhead = fits[planned.name].overhead / every
     problems = [str(Finding(Severity.REFUSED, *said)) for said in _problems(job, choice, planned)]
     if overhead > allowed:
         said = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
@@ -86,7 +85,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         "warnings": list(map(str, block_findings(block))),
         "notes": notes,
         "job": {
-            "model": training.model,
+            "model": training.shape.name,
             "cluster": cluster.name,
             "nodes": len(set(job.topology.nodes)),
             "devices": training.devices,
@@ -118,7 +117,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "configured": name,
             "planned": planned.name,
             "auto_would_choose": choice.chosen.name,
-            "why": choice.reason,
+            "why": f"{choice.reason}; {fits[choice.chosen.name].overhead:.1%} of a step ({pace.estimator})",
             "needed": list(choice.needed),
             "wished_tolerance": choice.wanted,
             "tolerance": planned.tolerance,
@@ -142,10 +141,10 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
                 "overhead": fit.overhead,
                 "partition_secs": a.partition_secs,
                 "in_windows": fit.in_windows,
-                "fits_before_optimizer": fit.fits,
+                "fits_before_optimizer": fit.left_over_secs <= 0,
             }
             for a in choice.alternatives
-            if (fit := a.fit) is not None
+            for fit in [fits[a.name]]
         ],
         "not_possible": [{"name": name, "why": why} for name, why in choice.excluded],
         "stages": [
@@ -207,6 +206,14 @@ class StageWindows:
         return sum(window.length_secs for window in self.windows)
 
 
+class Fit(NamedTuple):
+    """A prediction for a snapshot in every step."""
+
+    overhead: float  # part of the step that is added
+    in_windows: float  # part of the bytes that is copied while devices wait, on the stage where it is least
+    left_over_secs: float  # for which the optimizer waits for copies, on the stage that waits longest
+
+
 @dataclass(frozen=True)
 class WindowPace:
     """What copies cost the step: what is left at the optimizer step is waited for, the rest is free.
@@ -242,7 +249,6 @@ class WindowPace:
                 plan.tier_bytes[1] / plan.total_bytes if plan.total_bytes else 1.0 for plan in plans
             ),
             left_over_secs=waits,
-            source=self.estimator,
         )
 
     def _delays_secs(self, sent_bytes: int) -> float:
