@@ -112,7 +112,7 @@ MUTATIONS = {
         "recover/inventory.py", "header.label == label and header.state.whole", "True", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
-        "state/fingerprint.py",
+        "engine/identity.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
         ("tests/state/test_fingerprint.py",),
