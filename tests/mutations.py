@@ -115,7 +115,7 @@ MUTATIONS = {
         "engine/identity.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
-        ("tests/state/test_fingerprint.py",),
+        ("tests/engine/test_fingerprint.py",),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
         "recover/inventory.py",
