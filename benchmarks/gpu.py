@@ -54,7 +54,7 @@ PATHS = {
     "ExactAdam": "tests/test_optim.py",
     "what every start tries": "tests/device/test_check.py",
     "the checksums that peers compare": "tests/device/test_peers.py",
-    "buffers that are late": "tests/state/test_late.py",
+    "buffers that are late": "tests/state/test_rng.py",
     "random states of a device": "tests/state/test_rng.py",
     "restoring to a device": "tests/engine/test_engine.py",
     "watching the memory of a device": "tests/engine/test_device_memory.py",

@@ -39,9 +39,9 @@ import torch
 from common import MIB
 from results import estimate, machine
 
+from reft.device import compiled
 from reft.memory.header import checksum
 from reft.memory.stream import EXPONENTS, PlainHashingCopier, copier, hashing_copier, ranges_of
-from reft.protect.builds import compiled
 
 BLOCK_BYTES = 4 * MIB
 

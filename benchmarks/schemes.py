@@ -207,7 +207,8 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
         optimizer = inner_optimizer(engine)
         count = 2**12 if quick else min(partition_elements(engine), MOST_ADAM_ELEMENTS)
         generator = torch.Generator().manual_seed(1)
-        tensors = ReplicaTensors.start(torch.randn(count, generator=generator))
+        master = torch.randn(count, generator=generator)
+        tensors = ReplicaTensors(master, torch.zeros_like(master), torch.zeros_like(master))
         gradient = torch.randn(count, generator=generator)
         groups = step_of(optimizer, 0).groups[:1]
         replica = AdamReplica(recipe_of(optimizer), groups, [tensors])

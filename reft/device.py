@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,14 @@ def vendor_at_hand() -> Vendor | None:
 def vendor_in_use() -> Vendor | None:
     """Of the device that torch has begun to use."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_initialized()), None)
+
+
+def compiled(module: str, name: str) -> Any:
+    """The C function ``name`` of an extension, its argument types still to be set."""
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise OSError("it was not built when reft was installed; that takes a C++ compiler")
+    try:
+        return getattr(ctypes.CDLL(found.origin), name)
+    except AttributeError as error:
+        raise OSError(f"{found.origin} is of another version of reft: {error}") from error

@@ -86,7 +86,7 @@ MUTATIONS = {
         "    if False:\n        state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)",
         MODEL,
     ),
-    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == event.committed:", "if False:", MODEL),
+    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == committed:", "if False:", MODEL),
     "p5-stored-block-is-not-compared": Mutation(
         "recover/inventory.py",
         "len(data) == fetch.nbytes and checksum(data) == fetch.checksum",
@@ -136,7 +136,7 @@ MUTATIONS = {
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
     "p5-a-corrupt-block-goes-to-storage": Mutation(
-        "storage/staging.py",
+        "storage/publish.py",
         "block.check(block.data)",
         "block.data",
         ("tests/storage/test_persist.py",),

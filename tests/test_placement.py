@@ -1,7 +1,8 @@
-"""P4: the tolerance is computed from the real placement."""
+"""P4: the tolerance is computed from the real placement; how likely a job survives follows from it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -10,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.engine.identity import Place, declared_on_one_host, hosts_of
-from reft.errors import LayoutError
+from reft.errors import ConfigError, LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
 from reft.protect.codes import Scheme, survives
 from reft.protect.placement import (
+    Weibull,
     fatal_nodes,
+    losses_within,
+    node_survival,
+    persist_interval_secs,
     place_group,
+    protected_survival,
     surviving_schemes,
     tolerance,
     tolerance_left,
@@ -159,3 +165,40 @@ def test_p4_what_is_left_is_tight(nodes: list[str], data: st.DataObject) -> None
     for count in range(claimed + 1):
         assert all(recovers(more) for more in combinations(left, count))
     assert not left or not all(recovers(more) for more in combinations(left, claimed + 1))
+
+
+HOUR = 3600.0
+
+
+def test_published_values() -> None:
+    one = {size: losses_within(size, 1) for size in (4, 8, 16)}
+    assert protected_survival(0.97, 16, one[4]) == pytest.approx(0.9794, abs=5e-5)
+    assert protected_survival(0.99, 64, one[8]) == pytest.approx(0.9787, abs=5e-5)
+    assert protected_survival(0.999, 64, one[16]) == pytest.approx(0.99952, abs=5e-6)
+    assert Weibull(5 * HOUR, 1.3).survival(HOUR) == pytest.approx(math.exp(-(0.2**1.3)))
+
+
+@settings(max_examples=50)
+@given(
+    st.floats(0.5, 0.99999),
+    st.floats(1e3, 1e9),
+    st.floats(0.5, 3),
+    st.tuples(st.integers(2, 8), st.integers(1, 30)),
+    st.integers(0, 2),
+)
+def test_the_advised_interval_meets_the_target_and_no_longer_one_does(
+    target: float, scale: float, shape: float, cluster: tuple[int, int], tolerance: int
+) -> None:
+    size, groups = cluster
+    causes = (Weibull(scale, shape), Weibull(3 * scale))
+    survived = losses_within(size, min(tolerance, size - 1))
+    found = persist_interval_secs(target, causes, size * groups, survived)
+    assert protected_survival(node_survival(found, causes), size * groups, survived) >= target
+    later = protected_survival(node_survival(found * 1.001, causes), size * groups, survived)
+    assert later < target
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, -1, 2])
+def test_an_impossible_target_is_refused(target: float) -> None:
+    with pytest.raises(ConfigError, match=r"such as 0\.999"):
+        persist_interval_secs(target, (Weibull(HOUR),), 8, losses_within(4, 1))

@@ -45,7 +45,7 @@ def test_a_change_is_tested_by_what_imports_it_within_two_steps() -> None:
         [tiers.ROOT / "reft" / "memory" / "files.py", tiers.ROOT / "tests" / "test_tiers.py"]
     )
     assert {"tests/memory/test_joblock.py", "tests/test_tiers.py"} <= set(found)
-    assert "tests/protect/test_gf256.py" not in found
+    assert "tests/protect/test_codes.py" not in found
     assert found == sorted(set(found))
 
 

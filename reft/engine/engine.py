@@ -23,7 +23,7 @@ from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.memory.files import default_margin_bytes
 from reft.naming import Label
-from reft.node.protection import OrderWatch, ProtectionRecord, read_record, resume, write_record
+from reft.node.protection import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
@@ -33,7 +33,7 @@ from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
-from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.switching import Keeping, OrderWatch, SchemeSwitch
 from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter

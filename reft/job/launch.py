@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
 from reft.config import parse_block
+from reft.engine.on_import import tell_of_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
@@ -50,7 +51,6 @@ from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step
 from reft.node.observe import CommitWatch, StatusBoard
 from reft.node.progress import STACKS_SUFFIX, read_pages
 from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
-from reft.protect.builds import tell_of_abandoned_builds
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")

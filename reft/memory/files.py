@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from reft.errors import ArenaError, JobInUseError, OutOfMemoryError
 from reft.memory.header import PAGE_BYTES
@@ -176,16 +177,15 @@ def free_bytes(directory: Path) -> int:
     """Bytes that may still be allocated in ``directory``: the file system's limit, the machine's, and those
     of the control groups that this process is in, such as a container's or a batch job's."""
     stats = os.statvfs(directory)
-    limits = [stats.f_bavail * stats.f_frsize, *cgroup_free_bytes()]
-    if (machine := _machine()) is not None:
-        limits.append(machine.limit_bytes - machine.used_bytes)
-    return max(0, min(limits))
+    free = (stats.f_bavail * stats.f_frsize, psutil.virtual_memory().available, *cgroup_free_bytes())
+    return max(0, min(free))
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
     """Everything that limits the memory of a process: the machine, its control groups, and the file system of
     ``directory``. Arguments as of :func:`cgroup_bounds`."""
-    found = [machine] if (machine := _machine()) is not None else []
+    memory = psutil.virtual_memory()
+    found = [Bound("the host", memory.total - memory.available, memory.total)]
     found += (b for b in cgroup_bounds(process, root) if 0 < b.limit_bytes < _NO_LIMIT)
     with suppress(OSError):
         stats = os.statvfs(directory)
@@ -193,15 +193,6 @@ def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> 
         used = total - stats.f_bavail * stats.f_frsize
         found.append(Bound(f"the file system of {directory.parent}", used, total))
     return found
-
-
-def _machine() -> Bound | None:
-    with suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
-        total, available = (int(fields[n].split()[0]) * 1024 for n in ("MemTotal", "MemAvailable"))
-        return Bound("the host", total - available, total)
-    return None
 
 
 def default_margin_bytes(directory: Path) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from reft.protect.builds import compiled
+from reft.device import compiled
 
 if TYPE_CHECKING:
     import torch

@@ -151,24 +151,3 @@ def resume(
     if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)
     return ProtectionRecord(scheme or configured, configured, number=newest.number if newest else 0)
-
-
-class OrderWatch:
-    """Looks for a new order, at the cost of one ``stat`` while there is none."""
-
-    def __init__(self, job_dir: Path) -> None:
-        self._path = job_dir / REQUEST_FILE
-        self._seen: tuple[int, int] | None = None
-        self._order: Order | None = None
-
-    def newest(self) -> Order | None:
-        """The newest order found so far; a file that cannot be read is none."""
-        try:
-            info = self._path.stat()
-        except OSError:
-            return self._order
-        seen = (info.st_mtime_ns, info.st_ino)
-        if seen != self._seen:
-            self._seen = seen
-            self._order = read_order(self._path.parent) or self._order
-        return self._order

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reft.device import vendor_of
+from reft.device import compiled, vendor_of
 from reft.errors import ConfigError
-from reft.protect.builds import compiled
 from reft.protect.rs import (
     CELL_BYTES,
     GRAIN_BYTES,
@@ -526,6 +525,7 @@ class TorchBackend(ChunkedBackend):
 
 
 # --- several unknown blocks of one stripe at once, on the host ------------------------------------------
+
 
 Run = Callable[[tuple[Step, ...], Sequence[Bytes], Sequence[Bytes]], None]
 

@@ -123,7 +123,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     )
 
 
-def step_of(optimizer: Any, number: int, *, skipped: bool = False, multiplier: float = 1.0) -> StepRecord:
+def step_of(optimizer: Any, number: int, *, skipped: bool = False) -> StepRecord:
     """The record of a step, read from the owner's groups right before (or after) ``optimizer.step``."""
     groups = tuple(
         GroupStep(
@@ -135,7 +135,7 @@ def step_of(optimizer: Any, number: int, *, skipped: bool = False, multiplier: f
         )
         for g in optimizer.param_groups
     )
-    return StepRecord(number, groups, skipped, multiplier)
+    return StepRecord(number, groups, skipped)
 
 
 @dataclass
@@ -158,12 +158,6 @@ class ReplicaTensors:
     @property
     def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.master, self.exp_avg, self.exp_avg_sq
-
-    @classmethod
-    def start(cls, weights: torch.Tensor) -> ReplicaTensors:
-        """The replica before the first step: the master is the cast of the 16-bit weights, moments are 0."""
-        master = weights.detach().to("cpu", torch.float32, copy=True).reshape(-1)
-        return cls(master, torch.zeros_like(master), torch.zeros_like(master))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from reft.storage import fence
 from reft.storage.export import write_deepspeed_files
 from reft.storage.persist import PersistOptions, PersistProgress, VersionSource, write_version
 from reft.storage.persisted import STORAGE_KEY, PersistedInfo, find_markers, job_directory
-from reft.storage.staging import SourceBlock
+from reft.storage.publish import SourceBlock
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
+from queue import PriorityQueue
 
 import torch
 
@@ -393,36 +394,38 @@ class _Work:
     """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local ones."""
 
     def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
-        self._local = deque(local)
-        self._here: deque[tuple[int, Fetch, torch.Tensor]] = deque()
+        self._queue: PriorityQueue[tuple[int, int, _Block | None]] = PriorityQueue()
+        self._order = count()
         self._to_come = incoming
-        self._changed = threading.Condition()
+        for fetch in local:
+            self._put(2, (None, fetch, None))
+        if not incoming:
+            self._end(3)
+
+    def _put(self, rank: int, block: _Block | None) -> None:
+        self._queue.put((rank, next(self._order), block))
+
+    def _end(self, rank: int) -> None:
+        for _ in range(_MAX_THREADS):
+            self._put(rank, None)
 
     def arrived(self, number: int, fetch: Fetch, data: torch.Tensor) -> None:
-        with self._changed:
-            self._here.append((number, fetch, data))
-            self._to_come -= 1
-            self._changed.notify_all()
+        """By one thread."""
+        self._put(1, (number, fetch, data))
+        self._to_come -= 1
+        if not self._to_come:
+            self._end(3)
 
     def give_up(self) -> None:
         """Nothing more is to come, and nothing of what is there is of use."""
-        with self._changed:
-            self._here.clear()
-            self._local.clear()
-            self._to_come = 0
-            self._changed.notify_all()
+        self._end(0)
 
-    def next(self) -> tuple[int | None, Fetch, torch.Tensor | None] | None:
+    def next(self) -> _Block | None:
         """The next block, with its number and bytes if it has come over the network; None at the end."""
-        with self._changed:
-            while True:
-                if self._here:
-                    return self._here.popleft()
-                if self._local:
-                    return None, self._local.popleft(), None
-                if not self._to_come:
-                    return None
-                self._changed.wait()
+        return self._queue.get()[2]
+
+
+_Block = tuple[int | None, Fetch, torch.Tensor | None]
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +59,7 @@ class Filling:
         """Blocks that are copied from this rank's own device: all but what only a peer has."""
         return self.layout.mine.local
 
-    def _peer_blocks(self, member: int) -> list[PlacedBlock]:
+    def peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
@@ -109,13 +110,10 @@ class Filling:
 
     # -- exchange with ring peers ------------------------------------------------------------------
 
-    def facts_length(self, member: int) -> int:
-        return 1 + len(self._peer_blocks(member))
-
     def own_facts(self) -> torch.Tensor:
         """Length of the host blob and the checksums of what goes to ring peers, int64; 0 for what could not
         be hashed, which is no version then."""
-        blocks = self._peer_blocks(self.layout.member)
+        blocks = self.peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
         values = [self.length(host), *(self.checksums.get(b, 0) for b in blocks)]
         return torch.from_numpy(np.array(values, np.uint64).view(np.int64))
@@ -123,7 +121,7 @@ class Filling:
     def expect(self, member: int, facts: torch.Tensor) -> None:
         """Take note of what ``member`` said it will send."""
         host_bytes, *sums = facts.tolist()
-        for placed, value in zip(self._peer_blocks(member), sums, strict=True):
+        for placed, value in zip(self.peer_blocks(member), sums, strict=True):
             if placed.key.section is Section.HOST:
                 if not 0 <= host_bytes <= placed.block.nbytes:
                     raise TransferError(
@@ -133,35 +131,19 @@ class Filling:
                 self._lengths[placed] = host_bytes
             self._expected[placed] = value & (2**64 - 1)
 
-    def wanted(self, member: int) -> torch.Tensor:
-        """Which blocks ``member`` has to send, in plan order, uint8: all but those of its partition that were
+    def wanted(self, member: int) -> list[PlacedBlock]:
+        """Blocks that ``member`` has to send, in plan order: all but those of its partition that were
         recomputed here and are what it has itself."""
-        return torch.tensor([self._lacks(b) for b in self._peer_blocks(member)], dtype=torch.uint8)
 
-    def _lacks(self, placed: PlacedBlock) -> bool:
-        if placed.key.section is not Section.OWNED or placed not in self.checksums:
-            return True
-        return self.checksums[placed] != self._expected[placed]
+        def is_there(placed: PlacedBlock) -> bool:
+            return self.checksums.get(placed) == self._expected[placed]
 
-    def always_sent(self, member: int) -> int:
-        """Blocks that ``member`` sends with every version: all but its partition."""
-        return sum(b.key.section is not Section.OWNED for b in self._peer_blocks(member))
+        blocks = self.peer_blocks(member)
+        return [b for b in blocks if b.key.section is not Section.OWNED or not is_there(b)]
 
-    def _chosen(self, member: int, wanted: torch.Tensor) -> list[PlacedBlock]:
-        """Those blocks of ``member`` that are ``wanted``, in plan order."""
-        chosen = zip(self._peer_blocks(member), wanted.tolist(), strict=True)
-        return [placed for placed, yes in chosen if yes]
-
-    def selection(self, member: int, wanted: torch.Tensor) -> list[torch.Tensor]:
+    def selection(self, blocks: Sequence[PlacedBlock]) -> list[torch.Tensor]:
         """Bytes of those blocks."""
-        return [t for b in self._chosen(member, wanted) if (t := self.tensor(b)).numel()]
-
-    def selected_bytes(self, wanted: torch.Tensor) -> Counter[Kind]:
-        """What a peer is sent that wants those blocks of this member."""
-        me, counted = self.layout.member, Counter[Kind]()
-        for placed in self._chosen(me, wanted):
-            counted[kind_of(placed.key, me)] += self.length(placed)
-        return counted
+        return [t for b in blocks if (t := self.tensor(b)).numel()]
 
     def partition(self, member: int) -> torch.Tensor:
         """The bytes of a member's partition: own or kept, 1-D uint8."""
@@ -180,14 +162,13 @@ class Filling:
 
     def hash_partition(self, member: int) -> None:
         """Checksum the blocks of a kept partition that was recomputed."""
-        for placed in self._peer_blocks(member):
+        for placed in self.peer_blocks(member):
             if placed.key.section is Section.OWNED:
                 self.hash(placed)
 
-    def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
+    def check_received(self, blocks: Sequence[PlacedBlock]) -> int:
         """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises ArenaError
         where a block arrived changed: the version must not be committed."""
-        blocks = [b for member, wanted in arrived.items() for b in self._chosen(member, wanted)]
         for placed in blocks:
             self.hash(placed)
             if self.checksums[placed] != self._expected[placed]:
@@ -229,7 +210,7 @@ class RingExchange:
         Raises TransferError where a peer vanished or announced what was not agreed."""
         holders, kept = self._peers(filling)
         facts = filling.own_facts()
-        incoming = {m: torch.empty(filling.facts_length(m), dtype=torch.int64) for m in kept}
+        incoming = {m: torch.empty(1 + len(filling.peer_blocks(m)), dtype=torch.int64) for m in kept}
         self._control.exchange(
             {rank: [facts] for rank in holders.values()}, {kept[m]: [t] for m, t in incoming.items()}
         )
@@ -250,24 +231,33 @@ class RingExchange:
         self._control.exchange({before: [mine]}, {behind: [theirs]})
         return not torch.equal(mine, theirs)
 
-    def blocks(self, filling: Filling) -> dict[int, torch.Tensor]:
+    def blocks(self, filling: Filling) -> list[PlacedBlock]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective. Returns
-        which blocks have arrived, by member: see :meth:`Filling.check_received`."""
+        those that have arrived: see :meth:`Filling.check_received`."""
         holders, kept = self._peers(filling)
         me = filling.layout.member
+        mine = filling.peer_blocks(me)
         lacking = {m: filling.wanted(m) for m in kept}
-        asked = {h: torch.ones(filling.facts_length(me) - 1, dtype=torch.uint8) for h in holders}
+        asked = dict.fromkeys(holders, mine)
         if filling.layout.plan.sizes.recomputed:
-            self._control.exchange(
-                {kept[m]: [mask] for m, mask in lacking.items()}, {holders[h]: [t] for h, t in asked.items()}
-            )
+            masks = {}
+            for member, blocks in lacking.items():
+                lacks = {*blocks}
+                said = [b in lacks for b in filling.peer_blocks(member)]
+                masks[kept[member]] = [torch.tensor(said, dtype=torch.uint8)]
+            told = {h: torch.empty(len(mine), dtype=torch.uint8) for h in holders}
+            self._control.exchange(masks, {holders[h]: [mask] for h, mask in told.items()})
+            asked = {h: [*compress(mine, mask.tolist())] for h, mask in told.items()}
         self._control.exchange(
-            {holders[h]: filling.selection(me, mask) for h, mask in asked.items()},
-            {kept[m]: filling.selection(m, mask) for m, mask in lacking.items()},
+            {holders[h]: filling.selection(blocks) for h, blocks in asked.items()},
+            {kept[m]: filling.selection(blocks) for m, blocks in lacking.items()},
         )
-        for holder, mask in asked.items():
-            self._count(filling, holders[holder], filling.selected_bytes(mask))
-        return lacking
+        for holder, blocks in asked.items():
+            sent = Counter[Kind]()
+            for placed in blocks:
+                sent[kind_of(placed.key, me)] += filling.length(placed)
+            self._count(filling, holders[holder], sent)
+        return [*chain.from_iterable(lacking.values())]
 
     def _count(self, filling: Filling, rank: int, sent: Counter[Kind]) -> None:
         """Note what was sent to a rank, if it is on another node."""

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
@@ -30,12 +31,13 @@ from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.naming import Label
 from reft.node.protection import (
+    REQUEST_FILE,
     Degradation,
     Order,
-    OrderWatch,
     ProtectionRecord,
     Refusal,
     parse_order,
+    read_order,
 )
 from reft.protect.placement import CALM_SECS, Level, MemoryWatch, ladder, tolerance
 from reft.snapshot.arenas import ArenaSet
@@ -152,6 +154,27 @@ class InForce:
     def resync(self, order: int, levels: int) -> InForce:
         """The ranks have come together again. How far down the ladder is found out anew with the layout."""
         return self.followed(order).now_on(min(self.level, levels - 1))
+
+
+class OrderWatch:
+    """Looks for a new order, at the cost of one ``stat`` while there is none."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._path = job_dir / REQUEST_FILE
+        self._seen: tuple[int, int] | None = None
+        self._order: Order | None = None
+
+    def newest(self) -> Order | None:
+        """The newest order found so far; a file that cannot be read is none."""
+        try:
+            info = self._path.stat()
+        except OSError:
+            return self._order
+        seen = (info.st_mtime_ns, info.st_ino)
+        if seen != self._seen:
+            self._seen = seen
+            self._order = read_order(self._path.parent) or self._order
+        return self._order
 
 
 @dataclass(frozen=True)

@@ -532,19 +532,72 @@ def _leave_gate(state: State) -> tuple[Effect, ...]:
 # -- transitions -----------------------------------------------------------------------------------
 
 
-def step(state: State, event: Event) -> Next:
-    """The next state and what is to be done, in this order."""
-    transition, tasks = _TRANSITIONS[event if isinstance(event, Signal) else type(event)]
-    if tasks and state.task not in tasks:
-        raise ValueError(f"{event} while the worker is at {state.task}; expected {tasks}")
-    return transition(state, event)
+def step(state: State, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
+    """The next state and what is to be done, in this order. Raises ValueError: the event cannot happen while
+    the worker is at its task."""
+    match state.task, event:
+        # Of the training thread, whatever the worker does.
+        case _, HandedOver(version):
+            return _handed_over(state, version)
+        case _, FenceNear(ahead):
+            near = state if ahead else _doom(state, _not_begun, NOT_STARTED)
+            return replace(near, fence_near=True), ()
+        case _, Signal.TENSORS_CHANGE:  # P2: what still reads them is lost
+            late = _doom(state, lambda version: version.holds_training, OVERRUN)
+            return replace(late, fence_near=False), ()
+        case _, Signal.CLOSING:
+            closing = replace(state, closing=True)
+            return (_freed(closing) if state.task is Task.WAIT else closing), ()
+        # Of the worker.
+        case Task.WAIT, Signal.TURN:
+            return _turn(state)
+        case Task.COPY, Signal.UNFIT:
+            state, effects = _take_back(state)
+            return replace(_head(state, unfit=True), task=Task.VOTE_COPIED), effects
+        case Task.COPY, Signal.BEGIN if state.head.cause is not None:  # the fence came first (P2)
+            return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
+        case Task.COPY, Signal.BEGIN:
+            return _head(state, stage=Stage.COPYING), ()
+        case Task.COPY, SlotTaken(slot):
+            _check(state.head, state.head.stage is Stage.COPYING)
+            return replace(state, slots=state.slots.began(slot, state.head.label)), ()
+        case Task.COPY, Released(staged):
+            _check(state.head, state.head.stage is Stage.COPYING and state.slots.open_slot is not None)
+            return _head(state, stage=Stage.COPIED, staged=staged), ()
+        case Task.COPY, Signal.COPIED:
+            _check(state.head, state.head.stage is Stage.COPIED)
+            return replace(state, task=Task.VOTE_COPIED), () if state.head.staged else _leave_gate(state)
+        case Task.COPY, CopyFailed(cause):
+            state, effects = _take_back(state)
+            failed = _head(state, cause=state.head.cause or cause)
+            return replace(failed, task=Task.VOTE_COPIED), (*effects, *_leave_gate(state))
+        case Task.VOTE_COPIED, Voted(ok, relayout):
+            return _voted(state, ok, relayout)
+        case Task.LAYOUT, Signal.LAID_OUT:
+            known = _head(state, unfit=False)
+            return replace(known, task=_first_task(known.head)), ()
+        case Task.SEAL, Signal.DRAINED:
+            return _head(state, staged=False), (DropStaged(), *_leave_gate(state))
+        case Task.SEAL, Signal.SEALED:
+            return _sealed(state)
+        case Task.SEAL, SealFailed(cause):
+            return replace(_head(state, cause=state.head.cause or cause), task=Task.VOTE_SEALED), ()
+        case Task.VOTE_SEALED, Voted(ok, _):
+            return _decided(state, ok)
+        case Task.SWITCH, Signal.SWITCHED:
+            return _freed(replace(state, versions=state.versions[1:])), ()
+        case _, Broke(detail):
+            return _broke(state, detail)
+        case Task.MEET, Met(after, committed):
+            return _met(state, after, committed)
+        case Task.MEET, Parted(detail):
+            broken = Cause("broken", detail)
+            given_up = tuple(effect for version in state.versions for effect in _given_up(version, broken))
+            return replace(state, versions=(), task=Task.END, broken=detail), given_up
+    raise ValueError(f"{event} while the worker is at {state.task}")
 
 
-# Of the training thread, whatever the worker does.
-
-
-def _handed_over(state: State, event: HandedOver) -> Next:
-    version = event.version
+def _handed_over(state: State, version: Version) -> Next:
     if not state.accepts:
         cause = Cause("closed") if state.broken is None else Cause("broken", state.broken)
         return state, _given_up(version, cause)
@@ -554,26 +607,7 @@ def _handed_over(state: State, event: HandedOver) -> Next:
     return replace(state, versions=(*state.versions, version), newest=version.label), effects
 
 
-def _fence_near(state: State, event: FenceNear) -> Next:
-    near = state if event.ahead else _doom(state, _not_begun, NOT_STARTED)
-    return replace(near, fence_near=True), ()
-
-
-def _tensors_change(state: State, _: Signal) -> Next:
-    """P2: what still reads them is lost."""
-    late = _doom(state, lambda version: version.holds_training, OVERRUN)
-    return replace(late, fence_near=False), ()
-
-
-def _closing(state: State, _: Signal) -> Next:
-    closing = replace(state, closing=True)
-    return (_freed(closing) if state.task is Task.WAIT else closing), ()
-
-
-# Of the worker.
-
-
-def _turn(state: State, _: Signal) -> Next:
+def _turn(state: State) -> Next:
     """The next version, which every rank votes on (P6); those that all have given up are told of."""
     if not state.versions:
         return _freed(state), ()
@@ -583,44 +617,10 @@ def _turn(state: State, _: Signal) -> Next:
     return replace(state, task=_first_task(state.head)), ()
 
 
-def _unfit(state: State, _: Signal) -> Next:
-    state, effects = _take_back(state)
-    return replace(_head(state, unfit=True), task=Task.VOTE_COPIED), effects
-
-
-def _begin(state: State, _: Signal) -> Next:
-    if state.head.cause is not None:  # the fence came first (P2)
-        return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
-    return _head(state, stage=Stage.COPYING), ()
-
-
-def _slot_taken(state: State, event: SlotTaken) -> Next:
-    _check(state.head, state.head.stage is Stage.COPYING)
-    return replace(state, slots=state.slots.began(event.slot, state.head.label)), ()
-
-
-def _released(state: State, event: Released) -> Next:
-    _check(state.head, state.head.stage is Stage.COPYING and state.slots.open_slot is not None)
-    return _head(state, stage=Stage.COPIED, staged=event.staged), ()
-
-
-def _copied(state: State, _: Signal) -> Next:
-    _check(state.head, state.head.stage is Stage.COPIED)
-    effects = () if state.head.staged else _leave_gate(state)
-    return replace(state, task=Task.VOTE_COPIED), effects
-
-
-def _copy_failed(state: State, event: CopyFailed) -> Next:
-    state, effects = _take_back(state)
-    failed = _head(state, cause=state.head.cause or event.cause)
-    return replace(failed, task=Task.VOTE_COPIED), (*effects, *_leave_gate(state))
-
-
-def _voted(state: State, event: Voted) -> Next:
-    if state.task is Task.VOTE_SEALED:
-        return _decided(state, event.ok)
+def _voted(state: State, ok: bool, relayout: bool) -> Next:
+    """The result of the first vote."""
     head = state.head
-    if event.relayout:
+    if relayout:
         effects: tuple[Effect, ...] = ()
         if head.stage is Stage.COPIED:
             # Training was let go on: these tensors are no longer the state of this step (P2).
@@ -629,11 +629,19 @@ def _voted(state: State, event: Voted) -> Next:
         return replace(state, task=Task.LAYOUT), effects
     if head.idle:
         return replace(_head(state, stage=Stage.ABANDONED), task=Task.SWITCH), ()
-    if not event.ok:
+    if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
         return replace(state, task=Task.SWITCH), effects
     _check(head, state.approves)
     return replace(state, task=Task.SEAL), ()
+
+
+def _sealed(state: State) -> Next:
+    head, slot = state.head, state.slots.open_slot
+    _check(head, head.stage is Stage.COPIED and head.cause is None and not head.staged)
+    assert slot is not None  # the version was copied into it
+    sealed = replace(state, slots=state.slots.sealed(slot))
+    return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()
 
 
 def _decided(state: State, ok: bool) -> Next:
@@ -648,32 +656,7 @@ def _decided(state: State, ok: bool) -> Next:
     return replace(committed, task=Task.SWITCH), (Commit(slot, head.label),)
 
 
-def _laid_out(state: State, _: Signal) -> Next:
-    known = _head(state, unfit=False)
-    return replace(known, task=_first_task(known.head)), ()
-
-
-def _drained(state: State, _: Signal) -> Next:
-    return _head(state, staged=False), (DropStaged(), *_leave_gate(state))
-
-
-def _sealed(state: State, _: Signal) -> Next:
-    head, slot = state.head, state.slots.open_slot
-    _check(head, head.stage is Stage.COPIED and head.cause is None and not head.staged)
-    assert slot is not None  # the version was copied into it
-    sealed = replace(state, slots=state.slots.sealed(slot))
-    return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()
-
-
-def _seal_failed(state: State, event: SealFailed) -> Next:
-    return replace(_head(state, cause=state.head.cause or event.cause), task=Task.VOTE_SEALED), ()
-
-
-def _switched(state: State, _: Signal) -> Next:
-    return _freed(replace(state, versions=state.versions[1:])), ()
-
-
-def _broke(state: State, event: Broke) -> Next:
+def _broke(state: State, detail: str) -> Next:
     """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed stays as it
     is: a peer may have learned that all had (P3)."""
     if state.task in (Task.MEET, Task.END):
@@ -684,52 +667,20 @@ def _broke(state: State, event: Broke) -> Next:
         if state.staged:
             effects = (DropStaged(),)
         if not state.head.is_over:
-            effects = (*effects, *_given_up(state.head, Cause("interrupted", event.detail)))
+            effects = (*effects, *_given_up(state.head, Cause("interrupted", detail)))
         state = replace(state, versions=state.versions[1:])
     doomed = _doom(state, lambda version: True, Cause("interrupted"))
     return replace(doomed, task=Task.MEET), (*effects, LeaveGate()) if paced else effects
 
 
-def _met(state: State, event: Met) -> Next:
+def _met(state: State, after: Label, committed: Label | None) -> Next:
     """What none of the ranks knows to be committed was not, and is given up everywhere."""
-    state, slot = replace(state, after=event.after), state.slots.open_slot
+    state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:
         return _freed(state), ()
     label = state.slots.held[slot].label
     assert label is not None  # of the version that is open in it
-    if label == event.committed:
+    if label == committed:
         # This rank had sealed it, and a peer has learned that all had.
         return _freed(replace(state, slots=state.slots.committed(slot))), (Commit(slot, label),)
     return _freed(replace(state, slots=state.slots.aborted(slot))), (Abort(slot, label),)
-
-
-def _parted(state: State, event: Parted) -> Next:
-    cause = Cause("broken", event.detail)
-    given_up = tuple(effect for version in state.versions for effect in _given_up(version, cause))
-    return replace(state, versions=(), task=Task.END, broken=event.detail), given_up
-
-
-_ANY: tuple[Task, ...] = ()
-_TRANSITIONS: Mapping[type[Event] | Signal, tuple[Callable[[State, Any], Next], tuple[Task, ...]]] = {
-    HandedOver: (_handed_over, _ANY),
-    FenceNear: (_fence_near, _ANY),
-    Signal.TENSORS_CHANGE: (_tensors_change, _ANY),
-    Signal.CLOSING: (_closing, _ANY),
-    Signal.TURN: (_turn, (Task.WAIT,)),
-    Signal.UNFIT: (_unfit, (Task.COPY,)),
-    Signal.BEGIN: (_begin, (Task.COPY,)),
-    SlotTaken: (_slot_taken, (Task.COPY,)),
-    Released: (_released, (Task.COPY,)),
-    Signal.COPIED: (_copied, (Task.COPY,)),
-    CopyFailed: (_copy_failed, (Task.COPY,)),
-    Voted: (_voted, (Task.VOTE_COPIED, Task.VOTE_SEALED)),
-    Signal.LAID_OUT: (_laid_out, (Task.LAYOUT,)),
-    Signal.DRAINED: (_drained, (Task.SEAL,)),
-    Signal.SEALED: (_sealed, (Task.SEAL,)),
-    SealFailed: (_seal_failed, (Task.SEAL,)),
-    Signal.SWITCHED: (_switched, (Task.SWITCH,)),
-    Broke: (_broke, _ANY),
-    Met: (_met, (Task.MEET,)),
-    Parted: (_parted, (Task.MEET,)),
-}
-"""What each event does, and what the worker must be at when it happens."""

@@ -14,13 +14,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgpack
-import torch
 from pydantic import TypeAdapter
 
 from reft.config import FaultPoint, Variant, VerifyConfig
@@ -34,7 +33,7 @@ from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
 from reft.snapshot.copying.gate import Gate, Pacer, Permit
-from reft.snapshot.plan import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, agree_on_layout
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import Complaints, SnapshotStats, say
@@ -715,9 +714,9 @@ class SnapshotWorker:
         failure = failure or self._differs or _attempt(lambda: self._seal_arena(filling, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
-    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
+    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Sequence[PlacedBlock]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
-        arrived, to be checked; see :meth:`RingExchange.blocks`."""
+        arrived, to be checked."""
         images, optimizers = request.images, self.peer_optimizers
         if optimizers is not None and images is not None:
             optimizers.recompute(filling, images, request.step)
@@ -784,7 +783,7 @@ class SnapshotWorker:
         )
         return f"{peers.names(self._images, sorted(blocks))} of {where} differs from {others}"
 
-    def _seal_arena(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
+    def _seal_arena(self, filling: Filling, arrived: Sequence[PlacedBlock]) -> None:
         self.watchers.stats.peer_bytes += filling.check_received(arrived)
         faults, number = self.watchers.faults, filling.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)

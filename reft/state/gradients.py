@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
@@ -93,7 +94,7 @@ class GradientCapture:
             if not getattr(self._wrapper, "overflow", False):
                 return None
             record = step_of(optimizer, number, skipped=True)
-        return StepRecord(number, record.groups, record.skipped, record.multiplier), _applied(optimizer)
+        return replace(record, number=number), _applied(optimizer)
 
     # -- what every wrapper needs ------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from reft.state.deepspeed_format import (
 )
 from reft.storage.persist import Files, VersionSource
 from reft.storage.persisted import FileRecord
-from reft.storage.staging import LEADER, SourceBlock, WorkDir
+from reft.storage.publish import LEADER, SourceBlock, WorkDir
 
 
 class Images:

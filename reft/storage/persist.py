@@ -1,7 +1,7 @@
 """Writing a version from the memory of its nodes into a checkpoint on storage, without the trainers.
 
 Every node runs :func:`persist_label` for the same version; they meet in one working directory on the
-shared file system (:mod:`reft.storage.staging`) and nowhere else:
+shared file system (:mod:`reft.storage.publish`) and nowhere else:
 
 1. each node pins its arenas and copies the *own* blocks of its coordinates into arenas there, comparing
    every block with the checksum taken when it was copied; then its memory is free again;
@@ -37,8 +37,17 @@ from reft.memory.jobdir import JobDir, recorded_fingerprint
 from reft.naming import Label
 from reft.storage import fence
 from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
-from reft.storage.publish import publish, refuse_stale, remove_debris
-from reft.storage.staging import LEADER, SourceBlock, WorkDir, read_record, write_arena, write_record
+from reft.storage.publish import (
+    LEADER,
+    SourceBlock,
+    WorkDir,
+    publish,
+    read_record,
+    refuse_stale,
+    remove_debris,
+    write_arena,
+    write_record,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -159,7 +159,7 @@ def flip(job: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_p5_corrupt_memory_is_replaced_or_refused(tmp_path: Path) -> None:
     """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
     memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
 

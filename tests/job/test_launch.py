@@ -19,6 +19,7 @@ import pytest
 
 from reft import cli
 from reft.control.keyvalue import KeyValueStore
+from reft.engine.on_import import abandoned_locks
 from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
@@ -28,7 +29,6 @@ from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 from reft.node.report import PARTS, note, read_history
-from reft.protect.builds import abandoned_locks
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 from .conftest import SECRET

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reft.device import compiled
 from reft.memory import stream
 from reft.memory.header import checksum
 from reft.memory.stream import (
@@ -23,7 +24,6 @@ from reft.memory.stream import (
     hashing_copier,
     ranges_of,
 )
-from reft.protect.builds import compiled
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_finite_are_seen_on_the_way(
 
 
 def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reft.protect.builds.find_spec", lambda name: None)
+    monkeypatch.setattr("reft.device.find_spec", lambda name: None)
     known = (copier, stream.compiled_hash)
     for function in known:
         function.cache_clear()

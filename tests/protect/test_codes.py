@@ -25,7 +25,7 @@ from reft.protect.codes import (
     survives,
     tolerance,
 )
-from reft.protect.rs import parity_rows, rank
+from reft.protect.rs import multiply, parity_rows, rank
 from reft.recover.plan import find_lost, stripes_of
 from reft.recover.rebuild import Pool, Stripe
 from reft.snapshot.copying.copier import ParityEncoder
@@ -273,3 +273,11 @@ def test_lost_data_comes_from_a_copy_before_parity_and_from_xor_before_other_par
     gone = [piece.index for piece in code.pieces if piece.member == 2]
     plan = plan_decode(code, bad=gone, wanted=range(2 * code.splits, 3 * code.splits))
     assert {c for terms in plan.values() for _, c in terms} == {1}
+
+
+def test_three_parities_are_mds_for_the_widest_groups() -> None:
+    """Regular minors of the rows 1, x, x² need distinct x and distinct x² only (Vandermonde)."""
+    ones, once, twice = parity_rows(3, 253)
+    assert set(ones) == {1}
+    assert len(set(once)) == len(set(twice)) == 253
+    assert all(t == multiply(x, x) for x, t in zip(once, twice, strict=True))

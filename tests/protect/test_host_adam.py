@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class Owner:
         overflow = self.number % 31 == 7
         norm = math.sqrt(sum(float(g.float().norm()) ** 2 for g in gradients)) / 2**12
         multiplier = 1.0 / (2**12 * max(1.0, norm / 1.0))
-        record = step_of(self.optimizer, self.number, skipped=overflow, multiplier=multiplier)
+        record = replace(step_of(self.optimizer, self.number, skipped=overflow), multiplier=multiplier)
         if not overflow:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient.float().mul_(multiplier)
@@ -74,7 +75,8 @@ class Owner:
         """As the peer makes it: from the 16-bit weights at the start, else from a copy."""
         groups = step_of(self.optimizer, self.number).groups
         if not self.number:
-            tensors = [ReplicaTensors.start(w) for w in self.model]
+            masters = [w.detach().to(torch.float32, copy=True).reshape(-1) for w in self.model]
+            tensors = [ReplicaTensors(m, torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
         else:
             tensors = [
                 ReplicaTensors(*(t.detach().clone() for t in (m, *self._moments(m)))) for m in self.masters

@@ -21,7 +21,7 @@ from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome
 from reft.storage.persist import arena_file
 from reft.storage.persisted import STORAGE_KEY
-from reft.storage.staging import SourceBlock, write_arena
+from reft.storage.publish import SourceBlock, write_arena
 from tests.control.ranks import Table, on_all
 
 from .fleet import JOB, NEW, SECRET, Fleet, arena_name

@@ -23,14 +23,14 @@ from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.naming import Label
-from reft.node.protection import OrderWatch, ProtectionRecord, write_record
+from reft.node.protection import ProtectionRecord, write_record
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.switching import Keeping, OrderWatch, SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
 from reft.state.catalogue import SectionImage
 from tests.machine import free_port

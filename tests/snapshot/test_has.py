@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
+from reft.snapshot.copying.gate import BandwidthModel
 from reft.snapshot.schedule import (
     SHORTEST_WINDOW_SECS,
     Bandwidth,
-    BandwidthModel,
     HasSchedule,
     Interval,
     Limits,

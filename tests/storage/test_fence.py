@@ -17,8 +17,7 @@ import pytest
 from reft.naming import Label
 from reft.storage import fence
 from reft.storage.persisted import check_files, latest_tag, list_persisted
-from reft.storage.publish import publish, remove_debris
-from reft.storage.staging import WorkDir
+from reft.storage.publish import WorkDir, publish, remove_debris
 
 from .test_publish import JOB, names, prepare
 

@@ -23,7 +23,7 @@ from reft.state.template import same_value
 from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
-from reft.storage.staging import WorkDir
+from reft.storage.publish import WorkDir
 from tests.job.daemons import wait_for
 from tests.spawn import RankError, spawn
 from tests.storage.job_memory import (

@@ -20,8 +20,7 @@ from reft.storage.persisted import (
     list_persisted,
     tag_of,
 )
-from reft.storage.publish import publish
-from reft.storage.staging import WorkDir
+from reft.storage.publish import WorkDir, publish
 from tests.storage.job_memory import latest_persisted, verify_persisted
 
 JOB = "job-a"

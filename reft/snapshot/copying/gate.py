@@ -21,7 +21,7 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ import torch
 from reft.config import HasConfig
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.schedule import (
+    SHORTEST_WINDOW_SECS,
     AnalyticEstimator,
-    BandwidthModel,
+    Bandwidth,
     ChunkRecord,
     HasSchedule,
     Interval,
@@ -576,6 +577,58 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
         if begin > at:
             yield Interval(at, begin)
         at = max(at, end)
+
+
+@dataclass
+class BandwidthModel(Bandwidth):
+    """What running steps teach, also of how much of each window can be used.
+
+    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was overrun (its
+    copies still ran when training wanted to go on) shrinks; one that had room left grows back."""
+
+    window: float = 2e9
+    compute: float = 1e9
+    communication: float = 1e9
+    smoothing: float = 0.25
+    _factors: dict[int, float] = field(default_factory=dict)
+    _measured: Counter[int] = field(default_factory=Counter)  # how often, by tier
+
+    LOWEST = 0.125
+    HIGHEST = 1.25
+
+    def factor(self, position: int) -> float:
+        """From LOWEST to HIGHEST."""
+        return self._factors.get(position, 1.0)
+
+    def observe_window(self, position: int, *, open_secs: float, overrun_secs: float, full: bool) -> None:
+        """One window of ``open_secs`` went by; training then waited ``overrun_secs`` for the copies.
+        ``full``: all that was planned for it was copied with time to spare."""
+        old = self.factor(position)
+        if overrun_secs > 0.1 * max(open_secs, SHORTEST_WINDOW_SECS):
+            wanted = old * open_secs / (open_secs + overrun_secs)
+        elif full:
+            wanted = self.HIGHEST
+        else:
+            return
+        self.observe_used(position, wanted)
+
+    def observe_used(self, position: int, part: float) -> None:
+        """Copies could use so much of one window's time."""
+        old = self.factor(position)
+        new = old + self.smoothing * (part - old)
+        self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
+
+    def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:
+        """Chunks that were copied in a tier, together."""
+        if nbytes <= 0 or secs <= 0 or tier not in _BANDWIDTHS:
+            return
+        self._measured[tier] += 1
+        weight = max(self.smoothing, 1 / self._measured[tier])
+        before = getattr(self, _BANDWIDTHS[tier])
+        setattr(self, _BANDWIDTHS[tier], before + weight * (nbytes / secs - before))
+
+
+_BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
 
 
 class Pacer:
