@@ -159,10 +159,12 @@ class KeyValueServer:
             "get": self._table.get,
             "set": self._set,
             "add": self._add,
-            "check": self._check,
+            "check": lambda keys: all(key in self._table for key in keys),
             "delete": self._delete,
             "compare_set": self._compare_set,
-            "left": self._left_for,
+            "left": lambda prefix: {
+                name: time.monotonic() - at for name, at in self._left.items() if name.startswith(prefix)
+            },
         }
         self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_until_it_ends)
         self.host, self.port = self._server.host, self._server.port
@@ -194,10 +196,6 @@ class KeyValueServer:
 
     # -- what is asked for, by one client after the other -------------------------------------------
 
-    def _left_for(self, prefix: str) -> dict[str, float]:
-        now = time.monotonic()
-        return {n: now - at for n, at in self._left.items() if n.startswith(prefix)}
-
     def _set(self, key: str, value: bytes) -> None:
         if not isinstance(key, str) or not isinstance(value, bytes):
             raise TypeError(
@@ -211,9 +209,6 @@ class KeyValueServer:
         total = int(self._table.get(key, b"0")) + int(amount)
         self._set(key, str(total).encode())
         return total
-
-    def _check(self, keys: list[str]) -> bool:
-        return all(k in self._table for k in keys)
 
     def _delete(self, key: str) -> bool:
         was_there = self._table.pop(key, None) is not None

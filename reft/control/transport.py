@@ -269,7 +269,9 @@ class Reception:
         self._servers = [
             AuthenticatedServer(listener, secret, PURPOSE, self._admit) for listener in listeners
         ]
-        self.endpoint = Endpoint(rank, _reach(node), *(server.endpoint for server in self._servers))
+        # Abstract Unix sockets are seen within a network namespace.
+        reach = f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
+        self.endpoint = Endpoint(rank, reach, *(server.endpoint for server in self._servers))
 
     def _admit(self, channel: Channel) -> bool:
         kind, rank, node = channel.receive()
@@ -344,11 +346,6 @@ def ended(channels: Iterable[Channel]) -> bool:
 
 def _in_words(rank: int, reach: str) -> str:
     return f"rank {rank} on node {reach.partition(_WITHIN)[0]}"
-
-
-def _reach(node: str) -> str:
-    """``node``, and the network namespace, within which abstract Unix sockets are seen."""
-    return f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
 
 
 def listen_remotely() -> socket.socket:

@@ -275,8 +275,15 @@ def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_se
     """Connect to a server and prove the secret. ``endpoint``: ``host:port``, or ``@name`` of a Unix socket.
     ``purpose``: what the server is for; servers for something else refuse. ``timeout_secs``: bounds
     connecting, the handshake, and later every read and write."""
-    connection = _dial(endpoint, timeout_secs)
+    if endpoint.startswith("@"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        connection = socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
+    _SOCKETS.add(connection)
     try:
+        if endpoint.startswith("@"):
+            connection.settimeout(timeout_secs)
+            connection.connect(f"\0{endpoint[1:]}")
         _keep_alive(connection)
         return Channel(
             connection,
@@ -311,21 +318,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _dial(endpoint: str, timeout_secs: float) -> socket.socket:
-    if not endpoint.startswith("@"):
-        connection = socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
-    else:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(timeout_secs)
-            connection.connect(f"\0{endpoint[1:]}")
-        except BaseException:
-            connection.close()
-            raise
-    _SOCKETS.add(connection)
-    return connection
 
 
 def accept(

@@ -132,7 +132,11 @@ class Agent:
             if self.told_to_stop and self.agreement is not None:
                 # Before its trainers, and with them those of its peers, end; a store that hangs costs a
                 # second.
-                telling = threading.Thread(target=self._tell_peers, args=(stop.sigval,), daemon=True)
+                def tell_peers(number: int = int(stop.sigval)) -> None:
+                    with suppress(RuntimeError, RendezvousError):
+                        self._handler.tell(Ends(self._handler.node, number))
+
+                telling = threading.Thread(target=tell_peers, daemon=True)
                 telling.start()
                 telling.join(_TELL_SECS)
             # Told to stop, trainers have the grace to commit what they have.
@@ -334,16 +338,20 @@ class Agent:
     def _look(self) -> dict[int, ProcessFailure] | None:
         """What has become of the trainers, as :meth:`run` tells it; None: they run. Where one has failed, or
         hangs, the others are ended, and the failure is judged."""
-        exits = self._trainers.failures()
+        exits, hangs = self._trainers.failures(), self._launcher.hangs
         if exits:
             self._launcher.failure_seen()
             exits = self._trainers.once_clear(exits)
             self.failure = judge(exits)
             self._trainers.end(signal.SIGTERM, self._options.stop_secs)
-        elif (hang := self._hang()) is not None:
-            self._launcher.failure_seen()
-            self.failure = hang
-            self._trainers.end(signal.SIGKILL, self._options.stop_secs)
+        elif self.agreement is not None and not self.told_to_stop:
+            mine, silent = hangs.look(self._trainers.running()), self._handler.is_left_by_silent
+            size = len(self.agreement.members)
+            hang = hangs.judge(mine, self._handler.table, self._group_rank, size, silent=silent)
+            if hang is not None:
+                self._launcher.failure_seen()
+                self.failure = hang
+                self._trainers.end(signal.SIGKILL, self._options.stop_secs)
         failures = self._trainers.ended()
         if failures and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
@@ -360,19 +368,7 @@ class Agent:
         assert self.agreement is not None
         return deal_ranks(self.agreement.workers, self.agreement.turn)[self._group_rank][local_rank]
 
-    def _hang(self) -> Failure | None:
-        """Why the trainers, none of which has failed, have to be ended."""
-        if self.agreement is None or self.told_to_stop:
-            return None
-        hangs, nodes = self._launcher.hangs, len(self.agreement.members)
-        mine, silent = hangs.look(self._trainers.running()), self._handler.is_left_by_silent
-        return hangs.judge(mine, self._handler.table, self._group_rank, nodes, silent=silent)
-
     # -- the end -----------------------------------------------------------------------------------
-
-    def _tell_peers(self, number: int) -> None:
-        with suppress(RuntimeError, RendezvousError):
-            self._handler.tell(Ends(self._handler.node, int(number)))
 
     def _end_if_peers_were_stopped(self) -> None:
         """Raises SignalException where other launchers were told to stop, without which it cannot go on."""

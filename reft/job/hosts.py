@@ -152,7 +152,17 @@ def apply_slurm(args: argparse.Namespace) -> None:
     is_first = _number(environ, "SLURM_NODEID") == 0
     args.nnodes = args.nnodes or left_to_train(nodes, args.spares, f"step {job}.{step}")
     args.nproc_per_node = args.nproc_per_node or str(_number(environ, "SLURM_GPUS_ON_NODE") or 1)
-    _check_nodes(args.nnodes, nodes, f"step {job}.{step}", is_first)
+    try:
+        least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, nodes  # torchrun's own words are better
+    if least > nodes:
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, but step {job}.{step} has {nodes} nodes: ask Slurm for more "
+            f"(#SBATCH --nodes={least}), or leave --nnodes out"
+        )
+    if nodes > most and is_first:
+        logger.info("%d of %d nodes train, the others are spares", most, nodes)
     if nodes > 1 and not args.rdzv_endpoint:
         # Jobs that share a node do not share a port, unless their numbers differ by 1,000.
         args.rdzv_endpoint = format_endpoint(first_host(listed), DEFAULT_PORT + int(job) % _PORTS)
@@ -172,20 +182,6 @@ def first_host(listed: str) -> str:
     """The first host of Slurm's list: ``nid[0012-0015,0020],login1`` gives ``nid0012``."""
     name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", listed)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0] if name else "")
-
-
-def _check_nodes(asked: str, there: int, step: str, is_first: bool) -> None:
-    try:
-        least, most = torchrun.parse_min_max_nnodes(asked)
-    except (ValueError, RuntimeError):
-        return  # torchrun's own words are better
-    if least > there:
-        raise ConfigError(
-            f"--nnodes is {asked}, but {step} has {there} nodes: ask Slurm for more (#SBATCH "
-            f"--nodes={least}), or leave --nnodes out"
-        )
-    if there > most and is_first:
-        logger.info("%d of %d nodes train, the others are spares", most, there)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

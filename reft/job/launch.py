@@ -26,9 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousTimeoutError,
 )
-from torch.distributed.launcher.api import LaunchConfig
 
-from reft import log
 from reft.config import parse_block
 from reft.engine.on_import import tell_of_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
@@ -42,7 +40,7 @@ from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
 from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
 from reft.job.warm import WarmTrainers
-from reft.log import EventLog
+from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
@@ -318,8 +316,13 @@ class Launcher:
         try:
             return self.judge(agent, agent.run())
         except RendezvousTimeoutError as error:
+            least, most, fitting = options.config.min_nodes, options.config.max_nodes, handler.fitting
+            wanted = str(least)
+            if fitting and not set(range(least, most + 1)) <= set(fitting):
+                said = ", ".join(map(str, fitting))
+                wanted = f"{said} (of --nnodes {least}:{most}, what the layout and the batch allow)"
             message = (
-                f"{_numbers(handler, options.config)} nodes did not join in "
+                f"{wanted} nodes did not join in "
                 f"{options.join_timeout_secs:.0f} s: no node replaced a missing one. Start `reft launch` "
                 "on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only nodes "
                 f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
@@ -410,14 +413,6 @@ class Launcher:
             self._memory.discard_unused()
 
 
-def _numbers(handler: StoreRendezvous, config: LaunchConfig) -> str:
-    fitting = handler.fitting
-    if not fitting or set(range(config.min_nodes, config.max_nodes + 1)) <= set(fitting):
-        return str(config.min_nodes)
-    said = ", ".join(map(str, fitting))
-    return f"{said} (of --nnodes {config.min_nodes}:{config.max_nodes}, what the layout and the batch allow)"
-
-
 def _between(began: float | None, ended: float | None) -> float | None:
     """Seconds, as a clock that may be set meanwhile tells them; None where one is not known."""
     return None if began is None or ended is None else max(0.0, ended - began)
@@ -453,8 +448,8 @@ def launch(options: LaunchOptions) -> int:
 
 
 def _log_to_stderr(job: str, who: str) -> None:
-    log.set_place(job, who)
-    log.to_stderr()
+    set_place(job, who)
+    to_stderr()
     # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, NoReturn
 import msgpack
 import psutil
 
-from reft import log
 from reft.config import parse_block
 from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport, listen_remotely
@@ -34,6 +33,7 @@ from reft.errors import AuthenticationError, ConfigError, ReftError, TransferErr
 from reft.job import script
 from reft.job.options import default_node_id
 from reft.job.trainer_store import TrainerStore, trainer_environ
+from reft.log import set_place, to_stderr
 from reft.memory.jobdir import JobDir, user_secret
 from reft.naming import is_name, kernel_id, own_name
 from reft.node.client import NodeMemory, request
@@ -253,8 +253,8 @@ def main(argv: Sequence[str]) -> int:
     script's, 2 for wrong use. A process that fails ends the whole MPI job and does not return: the others
     would wait for it."""
     options = make_parser().parse_args(list(argv))
-    log.set_place("", "mpi-run")
-    log.to_stderr()
+    set_place("", "mpi-run")
+    to_stderr()
     try:
         mpi = load_mpi()
     except ConfigError as error:
@@ -265,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
         connect = mpi_carrier(world.rank, world.size, "", options.start_secs)
         transport = connect(options.start_secs, lambda: True, lambda missing, secs: None)
         step = Step(options, transport, world.rank)
-        log.set_place(step.job_id, f"rank {world.rank}")
+        set_place(step.job_id, f"rank {world.rank}")
         step.prepare()
     except (ReftError, OSError) as error:
         logger.error("%s", error)

@@ -26,7 +26,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -90,23 +90,21 @@ _PEER_MESSAGES = re.compile(
 def is_peer_failure(error: BaseException) -> bool:
     """Whether ``error``, or anything it was raised from or while handling, is lost communication. A wrong
     "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
-    return any(_is_communication_error(e) for e in _chain(error))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
         current = waiting.pop()
         if current is None or id(current) in seen:
             continue
+        if _is_communication_error(current):
+            return True
         seen.add(id(current))
-        yield current
         waiting.append(current.__cause__)
         if not current.__suppress_context__:
             waiting.append(current.__context__)
         if isinstance(current, BaseExceptionGroup):
             waiting.extend(current.exceptions)
+    return False
 
 
 def _is_communication_error(error: BaseException) -> bool:

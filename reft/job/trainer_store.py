@@ -66,7 +66,13 @@ class TrainerStore:
             return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
         served = cls.serve(incarnation)
         if nodes > 1:
-            host = local_addr or _own_address(store)
+            rendezvous, _ = parse_endpoint(store.endpoint)
+            host = local_addr or store.local_address()
+            if not local_addr and is_loopback(host) and not is_loopback(rendezvous):
+                raise ConfigError(
+                    f"the rendezvous host {rendezvous} is {host} on this machine, which other nodes cannot "
+                    f"reach: give this machine's address with --local-addr"
+                )
             port = served.let_relays_in(listen(host, 0, "--local-addr"), secret)
             store.set(_ENDPOINT_KEY, format_endpoint(host, port))
         return served
@@ -183,18 +189,6 @@ def trainer_environ(
         # The launcher, or the node's first process, serves the store, or relays to it.
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
-
-
-def _own_address(store: RendezvousStore) -> str:
-    """An address under which the other nodes reach this one: what the rendezvous sees."""
-    address = store.local_address()
-    rendezvous, _ = parse_endpoint(store.endpoint)
-    if is_loopback(address) and not is_loopback(rendezvous):
-        raise ConfigError(
-            f"the rendezvous host {rendezvous} is {address} on this machine, which other nodes cannot reach: "
-            f"give this machine's address with --local-addr"
-        )
-    return address
 
 
 def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:

@@ -261,7 +261,13 @@ class NodeMemory:
             # A secret without memory under it protects nothing, and would bar the user's.
             (self.path / SECRET_FILE).unlink(missing_ok=True)
         elif not os.path.lexists(self.path / SECRET_FILE):
-            self._remove_unreadable(secret)
+            # What the user's secret does not open, nobody's does.
+            for path, arena in scan(self.path, secret):
+                if isinstance(arena, Arena):
+                    arena.close()
+                    continue
+                logger.warning("%s: its secret is lost, so this memory cannot be read; it is removed", path)
+                path.unlink(missing_ok=True)
         try:
             self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
         except AuthenticationError as error:
@@ -273,15 +279,6 @@ class NodeMemory:
                 "--job-id"
             ) from error
         return self.job_dir
-
-    def _remove_unreadable(self, secret: bytes) -> None:
-        """The secret next to the memory is lost: what the user's does not open, nobody's does."""
-        for path, arena in scan(self.path, secret):
-            if isinstance(arena, Arena):
-                arena.close()
-                continue
-            logger.warning("%s: its secret is lost, so this memory cannot be read; it is removed", path)
-            path.unlink(missing_ok=True)
 
     def make_again(self, secret: bytes) -> None:
         """Somebody may have removed the directory under the running job: make it anew, and hold it. Raises
@@ -434,9 +431,8 @@ class DaemonKeeper:
         if time.monotonic() - self._asked_at < _ASK_SECS:
             return
         self._asked_at = time.monotonic()
-        answer = self.tell("ping")
-        if answer is not None:
-            self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
+        answer = self.tell("fenced", incarnation=self.incarnation)
+        self.fenced = self.fenced or str(answer or "")
         self._has_answered = self._has_answered or answer is not None
         self._unanswered = 0 if answer is not None else self._unanswered + 1
         process = self._process

@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 
-from reft import log
 from reft.config import ReftConfig
 from reft.control.wire import AuthenticatedServer, Channel
 from reft.errors import FencedError, PersistError, ReftError
+from reft.log import set_place, to_stderr
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
@@ -433,11 +433,11 @@ def main(argv: Sequence[str]) -> int:
         "--linger-secs", type=float, default=0.0, help="end after nobody has held the memory for this long"
     )
     options = parser.parse_args(list(argv))
-    log.set_place(options.job_dir.name, "daemon")
-    log.to_stderr()
+    set_place(options.job_dir.name, "daemon")
+    to_stderr()
     try:
         job_dir = JobDir.open(options.job_dir)
-        log.set_place(job_dir.job_id, f"daemon {job_dir.node}")
+        set_place(job_dir.job_id, f"daemon {job_dir.node}")
         daemon = Daemon(job_dir, options.launcher_pid, linger_secs=options.linger_secs)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(END_SIGNAL, lambda *_: _set_apart(daemon.end))

@@ -464,7 +464,13 @@ class StatusBoard:
         said: dict[str, Any] = {"number": self._number, "spare": self._is_spare()}
         said["counts"] = self._accounts.look(self.board.slow)
         report = self._observer.look(self._mine.model_copy(update=said))
-        self._tell_memory(report)
+        if report.round != self._memory_round:
+            self._memory_round = report.round
+            self._memory_told.clear()
+        for found in report.runs_out:  # each memory is named once in a start of the trainers
+            if found.name not in self._memory_told:
+                self._memory_told.add(found.name)
+                logger.warning("%s", found)
         if ending:
             report = report.model_copy(update={"left": True, "why": self._left})
             self._write(report)  # whatever becomes of the store
@@ -476,16 +482,6 @@ class StatusBoard:
             logger.debug("the status board cannot be reached: %s", error)
             self._drop()
         self._write(report)
-
-    def _tell_memory(self, report: NodeReport) -> None:
-        """Log what is running out on this node: each memory once in a start of the trainers."""
-        if report.round != self._memory_round:
-            self._memory_round = report.round
-            self._memory_told.clear()
-        for found in report.runs_out:
-            if found.name not in self._memory_told:
-                self._memory_told.add(found.name)
-                logger.warning("%s", found)
 
     def _exchange(self, report: NodeReport) -> None:
         if self._store is None:
@@ -533,14 +529,17 @@ class StatusBoard:
         board = Board(
             job_id=self.board.job_id,
             keeper=self._node,
-            number=self.board.number + 1,
             unix_secs=now,
             nodes=tuple(kept),
             slow=watch.slow() if watch else (),
             speeds=watch.speeds() if watch else (),
         )
         store.set("board", board.pack())
-        tell_changes(self.board.slow, board.slow)
+        was, now_slow = ({s.name: s for s in each.slow} for each in (self.board, board))
+        for name in now_slow.keys() - was.keys():
+            logger.warning("%s", now_slow[name])
+        for name in was.keys() - now_slow.keys():
+            logger.info("%s is no longer slower than its peers", name)
         self.board = board
         for name in forgotten:
             store.delete(f"node/{name}")
@@ -565,16 +564,6 @@ def _report(store: RendezvousStore, node: str) -> NodeReport | None:
     with suppress(ValueError):
         return None if data is None else NodeReport.unpack(data)
     return None
-
-
-def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:
-    """Log who has become slow, and who is no more: each once."""
-    was, now = {s.name: s for s in before}, {s.name: s for s in after}
-    for name, straggler in now.items():
-        if name not in was:
-            logger.warning("%s", straggler)
-    for name in was.keys() - now.keys():
-        logger.info("%s is no longer slower than its peers", name)
 
 
 def sort_out(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeReport], set[str]]:

@@ -257,7 +257,6 @@ class Board(_Message):
 
     job_id: str
     keeper: str = ""  # the node whose launcher puts it together
-    number: int = 0  # one more with every change
     unix_secs: float = 0.0  # when it was put together, by the keeper's clock
     nodes: tuple[NodeReport, ...] = ()
     slow: tuple[Straggler, ...] = ()  # what is slower than its peers, the costliest first
