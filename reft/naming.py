@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,20 @@ class Label:
 
     def __str__(self) -> str:
         return f"step {self.step} (incarnation {self.incarnation})"
+
+
+def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
+    """Versions of a future that the job went back behind, each with the version that says so: one of a later
+    incarnation whose step is not higher."""
+    line: list[Label] = []
+    passed: dict[Label, Label] = {}
+    for label in sorted(set(labels), reverse=True):
+        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
+        if later:
+            passed[label] = later[-1]
+        else:
+            line.append(label)
+    return passed
 
 
 BLOCK_NAME = "reft"  # key of the block in DeepSpeed's JSON

@@ -29,7 +29,7 @@ from reft.device import vendor_of
 from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology
-from reft.naming import Label
+from reft.naming import Label, given_up
 from reft.node.report import read_history
 from reft.policy.rate import (
     Due,
@@ -41,7 +41,7 @@ from reft.policy.rate import (
 )
 from reft.protect.placement import Weibull
 from reft.snapshot.worker import SnapshotRequest
-from reft.storage.persisted import given_up, job_directory, list_persisted
+from reft.storage.persisted import job_directory, list_persisted
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

@@ -97,10 +97,6 @@ class Participant:
     def at(self) -> Coordinate:
         return self.topology.coordinates[self.control.rank]
 
-    @property
-    def node(self) -> str:
-        return self.topology.nodes[self.control.rank]
-
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
         ``doing``: what for, for the error message."""
@@ -448,7 +444,7 @@ class Recovery:
         parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is Flaw.IN_TRANSIT:
-            suspects = self._ledger.in_transit(self._me.node, label)
+            suspects = self._ledger.in_transit(self._me.place.node, label)
             look = partial(find_corrupt, label, suspects, self._arenas)
             self._ledger.share(plans, parts, look, Flaw.STORED)
         return refused
@@ -516,9 +512,9 @@ class Recovery:
                     any_layout=self._any_layout,
                 )
             )
-            is_first = self._topology.local_ranks(self._me.node)[0] == self._rank
+            is_first = self._topology.local_ranks(self._me.place.node)[0] == self._rank
             problems = inventory.problems if is_first else ()
-            return summarize(self._me.node, mine, problems).encode()
+            return summarize(self._me.place.node, mine, problems).encode()
 
         labels: dict[tuple[int, int], Label] = {}
         told = self._me.gather(summarized, "taking inventory")
@@ -534,7 +530,9 @@ class Recovery:
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
         tables = tables_of(mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout)
-        packed = {group: Inventory(self._me.node, tuple(records)).pack() for group, records in tables.items()}
+        packed = {
+            group: Inventory(self._me.place.node, tuple(records)).pack() for group, records in tables.items()
+        }
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):
             for peer in parts[group]:
@@ -574,9 +572,9 @@ class Recovery:
         found.decision = decision
         found.sources = {g: s for g, of in sources.items() if (s := of.get(decision.label)) is not None}
         self._plan_groups({})
-        here = [r for records in found.tables.values() for r in records if r.node == self._me.node]
+        here = [r for records in found.tables.values() for r in records if r.node == self._me.place.node]
         used = tuple(r for r in here if r.header.label == decision.label)
-        found.inventory = Inventory(self._me.node, used)
+        found.inventory = Inventory(self._me.place.node, used)
 
     def _plan_groups(self, wanted: Wanted) -> None:
         found, decision = self._found, self._found.decision

@@ -175,20 +175,6 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
     return complete
 
 
-def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
-    """Versions of a future that the job went back behind, each with the version that says so: one of a later
-    incarnation whose step is not higher."""
-    line: list[Label] = []
-    passed: dict[Label, Label] = {}
-    for label in sorted(set(labels), reverse=True):
-        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
-        if later:
-            passed[label] = later[-1]
-        else:
-            line.append(label)
-    return passed
-
-
 def newest_incarnation(directory: Path, job_id: str) -> int:
     """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
     that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer."""

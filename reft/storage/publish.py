@@ -49,7 +49,7 @@ from reft.memory.header import (
     encode_record,
     pack_entries,
 )
-from reft.naming import Label
+from reft.naming import Label, given_up
 from reft.storage import fence
 from reft.storage.fence import REMOVED_SUFFIX, short_name
 from reft.storage.persisted import (
@@ -59,7 +59,6 @@ from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
     check_files,
-    given_up,
     latest_tag,
     list_persisted,
     read_marker,

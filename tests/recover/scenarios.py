@@ -25,6 +25,7 @@ class Scenario:
     labels: tuple[Label, ...] = (NEW,)  # versions in memory, by slot
     lost: tuple[str, ...] = ()  # nodes whose directories are gone; empty ones replace them
     topology: Topology | None = None  # new placement if it is not just the replacement
+    older: Fleet | None = None  # a job of another layout, of which an older version is left
 
     @property
     def placement(self) -> Topology:
@@ -75,6 +76,7 @@ SCENARIOS = {
     "injected_raise": Scenario(lost=("n2",)),
     "completed": Scenario(lost=("n2",)),
     "completed_again": Scenario(GRID, lost=("n1",)),
+    "completed_beside": Scenario(lost=("n2",), older=_PAIRS),
     "no_room_to_complete": Scenario(lost=("n2",)),
     "another_scheme": Scenario(lost=("n2",)),
     "corrupt_while_completing": Scenario(lost=("n2",)),
@@ -108,6 +110,9 @@ def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
 def prepare_memory(root: Path) -> None:
     for name, scenario in SCENARIOS.items():
         scenario.fleet.write(root / name, *scenario.labels, lost=scenario.lost)
+        for at in scenario.older.topology.coordinates if scenario.older else ():
+            if scenario.older.topology.node_of(at) not in scenario.lost:
+                scenario.older.write_arena(root / name, at, OLD, slot=1)
     arena = "rank0-slot0.arena"
     damage(root / "corrupt_at_source" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)

@@ -244,7 +244,10 @@ def test_injected_fault_fires_once_in_the_middle(results):
     assert all("InjectedFault" in results["injected_raise"][r]["message"] for r in (0, 2, 3))
 
 
-@pytest.mark.parametrize("name", ["completed", "completed_again", "corrupt_while_completing"])
+COMPLETED = ("completed", "completed_again", "completed_beside")
+
+
+@pytest.mark.parametrize("name", [*COMPLETED, "corrupt_while_completing"])
 def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
     """The newcomer's arena holds what its predecessor's held, and all others stay as they were: a second start
     finds everything at home."""
@@ -259,7 +262,7 @@ def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
         assert after["bytes_from"]["copy"] <= (0 if before == 1 else 1024)
 
 
-@pytest.mark.parametrize("name", ["completed", "completed_again"])
+@pytest.mark.parametrize("name", COMPLETED)
 def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
     placement = SCENARIOS[name].placement
     for lost in sorted(set(placement.nodes)):

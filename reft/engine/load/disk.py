@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.naming import Label
+from reft.naming import Label, given_up
 from reft.recover.relayout import MASTER, WEIGHT, Held
 from reft.state.codec import decode, encode
 from reft.storage.persisted import (
@@ -32,7 +32,6 @@ from reft.storage.persisted import (
     check_arenas,
     check_files,
     find_markers,
-    given_up,
     job_directory,
     latest_tag,
     read_marker,
