@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from local_cluster import free_port
 from memory_sampler import MemorySampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # some train the Llama of examples/
@@ -109,12 +109,6 @@ def scratch(options: argparse.Namespace) -> Iterator[Scratch]:
         shutil.rmtree(made.disk, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _rank_environment(rank: int, world: int, port: int, space: Scratch) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC_"))}
     return {
@@ -141,7 +135,7 @@ def launch(options: argparse.Namespace, space: Scratch) -> tuple[list[dict[str, 
     Raises:
         SystemExit: a rank failed; its standard error has been shown.
     """
-    world, port = options.dp * options.pp, _free_port()
+    world, port = options.dp * options.pp, free_port()
     command = [sys.executable, *sys.argv, "--worker", str(space.disk)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -123,11 +124,11 @@ class LocalCluster:
             self.endpoint = self.etcd
             return
         if not self.external_rendezvous:
-            self.endpoint = f"127.0.0.1:{port or _free_port()}"
+            self.endpoint = f"127.0.0.1:{port or free_port()}"
             return
         with (self.directory / "rendezvous.log").open("ab") as log:
             self.rendezvous = self.popen(
-                [sys.executable, *self._rendezvous_arguments(port)],
+                [sys.executable, *self._rendezvous_arguments(port or free_port())],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -309,6 +310,9 @@ class LocalCluster:
             self.rendezvous.poll()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def free_port() -> int:
+    """Below the ports that the kernel gives to connections: free again when the store is started anew."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -4,7 +4,6 @@ one with NVIDIA's local checkpoints."""
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from job_events import Event, EventReader, History, failure_to_step
-from local_cluster import KillKind, LocalCluster, LocalNode
+from local_cluster import KillKind, LocalCluster, LocalNode, free_port
 
 from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
@@ -39,7 +38,7 @@ class TorchrunCluster(LocalCluster):
         return {**super()._environment(name), **own}
 
     def _rendezvous_arguments(self, port: int) -> list[str]:
-        return ["-c", _STORE, str(port or _free_port())]
+        return ["-c", _STORE, str(port or free_port())]
 
     def _arguments(self, name: str, memory_dir: Path) -> list[str]:
         return [
@@ -50,11 +49,6 @@ class TorchrunCluster(LocalCluster):
             *self.options,
             *self.command,
         ]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass(frozen=True)
