@@ -41,7 +41,7 @@ VERSION_ON_DEVICE = (
     "tests/snapshot/test_copy_engines.py::test_a_version_is_the_state_between_begin_and_fence",
 )
 UNTIL_COPIED = ("tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",)
-LOCAL = ("tests/recover/test_local.py", "tests/recover/test_local.py")
+LOCAL = ("tests/recover/test_local.py",)
 
 MUTATIONS = {
     "p2-no-fence-before-the-optimizer": Mutation(
@@ -115,7 +115,7 @@ MUTATIONS = {
         "state/fingerprint.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
-        ("tests/state/test_codec.py",),
+        ("tests/state/test_fingerprint.py",),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
         "recover/inventory.py",
