@@ -117,17 +117,7 @@ class MegatronProgram:
         self._universal: dict[str, Any] | None = None
         self._evaluates = self._begins_to_evaluate = False
         """Whether this rank reads the samples of evaluations, and whether the first one follows the step."""
-        for name, reason in (*_REFUSED.items(), *_REFUSED_ABOVE_ONE.items()):
-            if _is_given(args, name):
-                raise ConfigError(
-                    f"Megatron was started with {_option(name)}, which reft cannot resume: {reason}"
-                )
-        kind = getattr(args, "dataloader_type", None) or _SINGLE
-        if kind not in {_SINGLE, _CYCLIC}:
-            raise ConfigError(
-                f"Megatron was started with --dataloader-type {kind}, whose position reft does not know; use "
-                f"{_SINGLE} or {_CYCLIC}"
-            )
+        kind = check_options(args, _REFUSED | _REFUSED_ABOVE_ONE)
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
     def join(self, session: Session) -> None:
@@ -250,6 +240,23 @@ def _evaluation_begun(begins: bool) -> Iterator[None]:
     finally:
         if here is not None:
             restore_host_rng(here)
+
+
+def check_options(args: Any, refused: Mapping[str, str]) -> str:
+    """How a program reads its data, by its arguments; a ConfigError where it was started with one of the
+    ``refused`` options, each with the reason, or reads otherwise than reft knows."""
+    for name, reason in refused.items():
+        if _is_given(args, name):
+            raise ConfigError(
+                f"Megatron was started with {_option(name)}, which reft cannot resume: {reason}"
+            )
+    kind = getattr(args, "dataloader_type", None) or _SINGLE
+    if kind not in {_SINGLE, _CYCLIC}:
+        raise ConfigError(
+            f"Megatron was started with --dataloader-type {kind}, whose position reft does not know; use "
+            f"{_SINGLE} or {_CYCLIC}"
+        )
+    return str(kind)
 
 
 def _option(name: str) -> str:

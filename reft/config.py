@@ -162,7 +162,7 @@ class HasConfig(Block):
     less often to keep max_overhead, 'staging' copies them to free device memory and to the host in the next
     steps"""
     staging_fallback: Literal["stall", "interval"] = "interval"
-    """what 'staging' does if the device has no free memory"""
+    """what 'staging' does on CPUs, or if the device has no free memory"""
     max_overhead: float = Field(0.03, gt=0, le=1)
     """part of the training time that versions may cost, for 'interval' and for "interval_steps": "auto" """
 

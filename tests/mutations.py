@@ -112,10 +112,10 @@ MUTATIONS = {
         "recover/inventory.py", "header.label == label and header.state.whole", "True", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
-        "state/fingerprint.py",
+        "engine/identity.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
-        ("tests/state/test_fingerprint.py",),
+        ("tests/engine/test_fingerprint.py",),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
         "recover/inventory.py",

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from reft.engine.engine import flat_facts, shapes_of
+from reft.engine.identity import Fact, facts_of_arguments
 from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
@@ -35,7 +36,6 @@ from reft.state.adapters import OptimizerState
 from reft.state.blob import capture_buffers, capture_rng, is_late, restore_buffers, restore_rng
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.codec import class_path
-from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.supported import APEX_FUSED_ADAM, check_apex, check_optimizer
 
 DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"

@@ -31,6 +31,7 @@ import torch
 
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
+from megatron_patches.deepspeed import check_options
 from reft import log
 from reft.config import parse_block, read_block
 from reft.engine.load.restore import bind
@@ -123,7 +124,8 @@ class TrainingProgram:
     # -- what is in the place of Megatron's ------------------------------------------------------------
 
     def validate_args(self, original: Function, args: Any, *more: Any, **options: Any) -> Any:
-        self._check(args)
+        check_release(PROGRAM_RELEASES)
+        check_options(args, _REFUSED)
         self._take_over_local_checkpoints(args)
         return original(args, *more, **options)
 
@@ -186,19 +188,6 @@ class TrainingProgram:
             return original(*args, **kwargs)
 
     # -- start -----------------------------------------------------------------------------------------
-
-    def _check(self, args: Any) -> None:
-        """A ConfigError where the release was never tried, or an option cannot be resumed."""
-        check_release(PROGRAM_RELEASES)
-        for name, reason in _REFUSED.items():
-            if getattr(args, name, False):
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"Megatron was started with {option}, which reft cannot resume: {reason}")
-        if getattr(args, "dataloader_type", None) == "external":
-            raise ConfigError(
-                "Megatron was started with --dataloader-type external, whose position reft does not know; "
-                "use single or cyclic"
-            )
 
     def _take_over_local_checkpoints(self, args: Any) -> None:
         """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of its node,

@@ -21,7 +21,7 @@ EXIT_WRONG_USE = 2
 
 @dataclass(frozen=True)
 class Command:
-    module: str  # where it is. name: its function there, or a ``typer.Typer`` of sub-commands.
+    module: str  # where it is. name: its function there.
     name: str
     help: str  # one line for ``reft --help``
     # it takes the arguments as they are and returns the exit code: it builds upon the parser of another tool
@@ -33,7 +33,7 @@ COMMANDS = {
     "launch": Command("reft.cli", "launch", "torchrun with reft: start this node's trainers", True),
     "mpi-run": Command("reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True),
     "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
-    "hook": Command("reft.cli.hook", "hook_app", "use the block under any launcher, in this environment"),
+    "hook": Command("reft.cli.hook", "hook_command", "use the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
     "plan": Command(
         "reft.tools.planning.command", "plan_command", "predict what a job's protection costs and survives"
@@ -73,10 +73,7 @@ def make_app(used: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
         what: Any = _elsewhere
         if name in used and not command.parses:
             what = getattr(import_module(command.module), command.name)
-        if isinstance(what, typer.Typer):
-            app.add_typer(what, name=name, short_help=command.help)
-        else:
-            app.command(name, short_help=command.help)(what)
+        app.command(name, short_help=command.help)(what)
     return app
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -23,49 +25,38 @@ sys.meta_path.insert(0, Reft())", {"sys": sys})
 """
 """What Python carries out when it starts: it imports nothing, and ``import deepspeed`` imports reft first."""
 
-hook_app = typer.Typer(help="Make the reft block effective under any launcher, in this Python environment.")
+
+class Action(StrEnum):
+    INSTALL = "install"
+    REMOVE = "remove"
+    STATUS = "status"
 
 
-@hook_app.command("install")
-def install_command() -> None:
-    """Make `import deepspeed` import reft in every script of this Python environment."""
-    path = place()
+def hook_command(
+    action: Annotated[Action, typer.Argument(help="status: exit code 1 if it is not installed")],
+) -> None:
+    """Make the reft block effective under any launcher, in this Python environment: `import deepspeed`
+    imports reft in every script."""
+    path = Path(sysconfig.get_path("purelib")) / FILE_NAME
+    was_there = path.exists()
     try:
-        path.write_text(LINE.strip().replace("\n", r"\n") + "\n")
+        if action is Action.INSTALL:
+            path.write_text(LINE.strip().replace("\n", r"\n") + "\n")
+        elif action is Action.REMOVE:
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ReftError(
-            f"{path} cannot be written ({error.strerror}): run this in a virtual environment of your own, or "
-            f"write `import reft` into the script before it imports deepspeed"
+            f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual environment "
+            f"of your own, or write `import reft` into the script before it imports deepspeed"
         ) from error
-    typer.echo(
-        f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; only `reft "
-        "launch` starts the node daemon and replaces nodes"
-    )
-
-
-@hook_app.command("remove")
-def remove_command() -> None:
-    """Undo `reft hook install`."""
-    path = place()
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        typer.echo(f"not installed: there is no {path}")
-    except OSError as error:
-        raise ReftError(f"{path} cannot be removed ({error.strerror}): remove it as its owner") from error
+    if action is Action.INSTALL:
+        typer.echo(
+            f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; only `reft "
+            "launch` starts the node daemon and replaces nodes"
+        )
+    elif was_there:
+        typer.echo(f"{'removed' if action is Action.REMOVE else 'installed'}: {path}")
     else:
-        typer.echo(f"removed: {path}")
-
-
-@hook_app.command("status")
-def status_command() -> None:
-    """Print whether the hook is installed; exit code 1 if not."""
-    path = place()
-    if not path.exists():
         typer.echo(f"not installed: there is no {path}")
-        raise typer.Exit(1)
-    typer.echo(f"installed: {path}")
-
-
-def place() -> Path:
-    return Path(sysconfig.get_path("purelib")) / FILE_NAME
+        if action is Action.STATUS:
+            raise typer.Exit(1)

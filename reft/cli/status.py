@@ -274,7 +274,6 @@ def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from zip(("protection", ""), describe(node["protection"] or {}), strict=False)
     yield "snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause"))
     yield "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"
-    yield from (("QUIET", said) for said in status.get("quiet") or ())
     yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
     if persist.get("dir"):
         said = _staleness(persist.get("stale_since_step"), persist.get("error"))

@@ -224,23 +224,17 @@ class KeyValueServer:
         return [True, value]
 
 
-class StoreRelay:
+def relay_store(listener: socket.socket, secret: bytes, store: RendezvousStore) -> AuthenticatedServer:
     """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
-
-    def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
-        operations: dict[str, Callable[..., Any]] = {
-            "get": store.peek,
-            "set": store.set,
-            "check": store.check,
-            "delete": store.delete,
-            "compare_set": store.compare_set,
-        }
-        serve = partial(_serve, operations=operations, lock=nullcontext())
-        self._server = AuthenticatedServer(listener, secret, PURPOSE, serve)
-        self.port = self._server.port
-
-    def close(self) -> None:
-        self._server.close()
+    operations: dict[str, Callable[..., Any]] = {
+        "get": store.peek,
+        "set": store.set,
+        "check": store.check,
+        "delete": store.delete,
+        "compare_set": store.compare_set,
+    }
+    serve = partial(_serve, operations=operations, lock=nullcontext())
+    return AuthenticatedServer(listener, secret, PURPOSE, serve)
 
 
 def _serve(

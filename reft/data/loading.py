@@ -31,14 +31,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from reft.data.order import Batches, Deal, JobPosition, Order, SharedBatches, Taken, decode, encode, mix
-from reft.data.passes import Read, is_left_out, kind_of, raw_iterator, received_by
-from reft.data.watch import WATCH, Followed, Registry
+from reft.data.passes import Read, is_left_out, raw_iterator, received_by
+from reft.data.watch import LOADERS, WATCH, Followed
 from reft.errors import ConfigError
 from reft.state.blob import capture_host_rng, restore_host_rng
+from reft.state.codec import class_path
 
 logger = logging.getLogger(__name__)
 
-LOADERS: Registry[dict[str, Any]] = Registry("reft.data.loader(dataset")
 _DECIDED = {
     "sampler": "the order follows from shuffle and seed",
     "batch_sampler": "the order follows from shuffle and seed",
@@ -68,8 +68,10 @@ class Progress(Read):
         self.moves += 1
 
 
-class Loader(Followed[Progress, dict[str, Any]]):
+class Loader(Followed[Progress]):
     """Made by :func:`loader`, over torch's ``DataLoader``, ``inner``."""
+
+    kind, call = "samples", "reft.data.loader(dataset"
 
     def __init__(
         self,
@@ -81,14 +83,13 @@ class Loader(Followed[Progress, dict[str, Any]]):
         name: str,
         options: dict[str, Any],
     ) -> None:
-        super().__init__()
+        super().__init__(name)
         self.dataset = dataset
         self.batch_size = batches.batch_size
         self.drop_last = batches.drop_last
         self._batches = batches
         self._order = batches.order
         self._given = replica
-        self._name = name
         self.inner: DataLoader[Any] = DataLoader(
             SeededDataset(dataset, self._order.seed),  # type: ignore[arg-type]
             batch_sampler=batches,
@@ -102,7 +103,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         self._has_left_out = False
         self._left_within_step = False
         """Whether the batch that was trained on last is not the replica's last one of its step."""
-        saved = LOADERS.add(name, self)
+        saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)
         self._loads = int(saved is not None)  # how often a version was loaded
 
@@ -118,7 +119,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         """Batches of a whole pass; a TypeError where replicas take as many as they come to."""
         if self._batches.step_samples is not None:
             raise TypeError(
-                f"the loader {self._name!r} has no length: each replica takes micro-batches at its own speed"
+                f"the loader {self.name!r} has no length: each replica takes micro-batches at its own speed"
             )
         return len(self.deal)
 
@@ -129,7 +130,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
 
     def __iter__(self) -> Reading:
-        LOADERS.require_named(self._name, self)
+        LOADERS.require_named(self)
         self._begun = Progress(self.inner, self._follow, self._beginning())
         return Reading(self, self._begun)
 
@@ -138,7 +139,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
-                f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
+                f'the loop over the loader {self.name!r} was left within a step: with order="dynamic" '
                 "replicas have different numbers of micro-batches and would start the next pass at "
                 "different steps. Leave the loop where loader.ends_step is true: count steps, not "
                 "micro-batches"
@@ -146,7 +147,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         mine, engines = self._batches.step_samples, WATCH.step_samples()
         if mine is not None and engines is not None and mine != engines:
             raise ConfigError(
-                f"the loader {self._name!r} has steps of {mine} samples (step_samples), but the engine has "
+                f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the engine has "
                 f"steps of {engines} (train_batch_size), by which its gradients would be weighted. Write "
                 f"reft.data.loader(..., step_samples=engine.train_batch_size())"
             )
@@ -188,7 +189,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
                 "the data set of the loader %r raised an error: if the script continues, replica %d skips "
                 "that micro-batch and the others do not, so their positions differ from now on and this "
                 "replica's pass ends sooner. Catch errors within the data set, and give another sample",
-                self._name,
+                self.name,
                 rank,
             )
 
@@ -215,7 +216,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
 
     def go_to(self, position: dict[str, Any]) -> None:
         """A position of other data or another order is a ConfigError."""
-        self._restored = decode(position, self._order, self._name)
+        self._restored = decode(position, self._order, self.name)
         self._loads, self._left_within_step = self._loads + 1, False
         self._handed_out.clear()
         for one in self._passes():
@@ -240,7 +241,7 @@ class Loader(Followed[Progress, dict[str, Any]]):
         if self._given is None or self._given == known:
             return None
         return (
-            f"the loader {self._name!r} reads samples for replica {self._given[0]} of {self._given[1]}, "
+            f"the loader {self.name!r} reads samples for replica {self._given[0]} of {self._given[1]}, "
             f"but this rank trains replica {known[0]} of {known[1]}: some samples would be used twice and "
             "others never. Remove dp_rank and dp_size: reft takes them from the engine"
         )
@@ -395,8 +396,8 @@ def loader(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"found {kind_of(dataset)}; expected a data set with a length and indices. Streams are read by a "
-            f"loader that knows its position, such as torchdata's StatefulDataLoader or "
+            f"found {class_path(dataset)}; expected a data set with a length and indices. Streams are read "
+            f"by a loader that knows its position, such as torchdata's StatefulDataLoader or "
             f"mosaicml-streaming's StreamingDataLoader (docs/data.md)"
         )
     if not isinstance(batch_size, int) or batch_size < 1:

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
+from reft.state.codec import class_path
 
 _MOST_SAMPLERS = 8
 """Of one loader, each held by another."""
@@ -153,12 +154,8 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def kind_of(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def source_of(loader: Any) -> str:
-    return f"{kind_of(loader.dataset)} of {length_of(loader.dataset)}"
+    return f"{class_path(loader.dataset)} of {length_of(loader.dataset)}"
 
 
 def described(loader: Any) -> str:

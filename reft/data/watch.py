@@ -13,9 +13,9 @@ import functools
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
@@ -29,7 +29,6 @@ from reft.data.passes import (
     has_workers,
     is_within,
     iterates_itself,
-    kind_of,
     leave_behind,
     of_inner,
     order_of,
@@ -37,6 +36,7 @@ from reft.data.passes import (
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
+from reft.state.codec import class_path
 
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
@@ -283,14 +283,19 @@ WATCH = Watch()
 
 # -- loaders by name, and their positions in a version that was loaded before or after the script made them
 
+KINDS = ("resumable", "samples")
+"""Where positions stand in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
 R = TypeVar("R", bound=Read)
-P = TypeVar("P")
 
 
-class Followed(ABC, Generic[R, P]):
-    """A loader whose position is part of the version."""
+class Followed(ABC, Generic[R]):
+    """A loader whose position, plain values, is part of the version."""
 
-    def __init__(self) -> None:
+    kind: ClassVar[str]  # one of KINDS
+    call: ClassVar[str]  # what the script writes to make one, for messages
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._begun: R | None = None
         """The pass that was begun last: perhaps a look, while another one is trained on."""
         self._followed: R | None = None  # the pass that was trained on last
@@ -316,36 +321,35 @@ class Followed(ABC, Generic[R, P]):
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     @abstractmethod
-    def position(self) -> P | None:
+    def position(self) -> dict[str, Any] | None:
         """None where nothing was begun."""
 
     @abstractmethod
-    def go_to(self, position: P) -> None:
+    def go_to(self, position: dict[str, Any]) -> None:
         """Go on behind ``position``, in a pass that is being read too."""
 
     def begin_anew(self) -> None:
         """A version was loaded that was taken before the first pass was begun."""
 
 
-class Registry(Generic[P]):
-    """The loaders of one kind in this process. ``call``: what the script writes to make one, for messages."""
+class Registry:
+    """The loaders of this process, by kind and name."""
 
-    def __init__(self, call: str) -> None:
-        self._call = call
-        self._named: weakref.WeakValueDictionary[str, Followed[Any, P]] = weakref.WeakValueDictionary()
-        self._waiting: dict[str, P] = {}
+    def __init__(self) -> None:
+        self._named = weakref.WeakValueDictionary[tuple[str, str], Followed[Any]]()
+        self._waiting = dict[tuple[str, str], dict[str, Any]]()
 
-    def add(self, name: str, loader: Followed[Any, P]) -> P | None:
+    def add(self, loader: Followed[Any]) -> dict[str, Any] | None:
         """Returns the position of a version that was loaded before the script has made its loader."""
-        self._named[name] = loader
-        return self._waiting.pop(name, None)
+        self._named[loader.kind, loader.name] = loader
+        return self._waiting.pop((loader.kind, loader.name), None)
 
-    def require_named(self, name: str, loader: Followed[Any, P]) -> None:
+    def require_named(self, loader: Followed[Any]) -> None:
         """A ConfigError where another loader has the name."""
-        if self._named.get(name) is not loader:
+        if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
-                f"found two loaders that are resumable under the name {name!r}; expected one name "
-                f"each: write {self._call}, name='...')"
+                f"found two loaders that are resumable under the name {loader.name!r}; expected one name "
+                f"each: write {loader.call}, name='...')"
             )
 
     def wrong(self) -> str | None:
@@ -354,37 +358,44 @@ class Registry(Generic[P]):
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
         """What they read, by name, where all ranks have to read the same."""
-        found = {name: loader.order_facts(replicas) for name, loader in sorted(self._named.items())}
+        found = {name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())}
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
-    def positions(self) -> dict[str, P]:
-        found = {name: loader.position() for name, loader in sorted(self._named.items())}
-        return {name: position for name, position in found.items() if position is not None}
+    def positions(self) -> dict[str, Any]:
+        """By kind and name."""
+        found = dict[str, Any]()
+        for (kind, name), loader in sorted(self._named.items()):
+            if (position := loader.position()) is not None:
+                found.setdefault(kind, {})[name] = position
+        return found
 
-    def restore(self, saved: dict[str, P]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Bring the loaders back, those too that the script makes later."""
+        positions = {(kind, name): at for kind in KINDS for name, at in saved.get(kind, {}).items()}
         loaders = dict(self._named)
-        self._waiting = {name: position for name, position in saved.items() if name not in loaders}
-        for name, loader in loaders.items():
-            if name in saved:
-                loader.go_to(saved[name])
+        self._waiting = {key: at for key, at in positions.items() if key not in loaders}
+        for key, loader in loaders.items():
+            if key in positions:
+                loader.go_to(positions[key])
             else:
                 loader.begin_anew()
 
 
-RESUMABLE: Registry[Position] = Registry("reft.resumable(loader")
+LOADERS = Registry()
 
 
-class ResumableLoader(Followed[Pass, Position]):
+class ResumableLoader(Followed[Pass]):
     """Made by :func:`resumable`, for a script that iterates over it itself, before or after
     ``engine.load_checkpoint``. Attributes that it does not have are the loader's; without reft attached it is
     the loader."""
 
+    kind, call = "resumable", "reft.resumable(loader"
+
     def __init__(self, loader: Any, name: str) -> None:
-        super().__init__()
+        super().__init__(name)
         self._loader = loader
-        self._name = name
-        self._restored = RESUMABLE.add(name, self)
+        saved = LOADERS.add(self)
+        self._restored = None if saved is None else Position(**saved)
         self._moved = False  # whether a version was loaded while a pass is being read that cannot move
 
     def __len__(self) -> int:
@@ -400,7 +411,7 @@ class ResumableLoader(Followed[Pass, Position]):
         return 0 if at is None else at.number
 
     def __iter__(self) -> Iterator[Any]:
-        RESUMABLE.require_named(self._name, self)
+        LOADERS.require_named(self)
         return self._of_shard() if is_shard(self._loader) else _Kept(self, self._begin(self._loader))
 
     def _of_shard(self) -> Iterator[Any]:
@@ -438,12 +449,12 @@ class ResumableLoader(Followed[Pass, Position]):
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
         return order_of(self._loader, replicas)
 
-    def position(self) -> Position | None:
-        restored = self._to_go_on_at()
-        if restored is not None or self._pass is None:
-            return restored
-        found = self._pass.position()
-        return replace(found, number=self._next_number()) if found.evaluates else found
+    def position(self) -> dict[str, Any] | None:
+        found = self._to_go_on_at()
+        if found is None and self._pass is not None:
+            found = self._pass.position()
+            found = replace(found, number=self._next_number()) if found.evaluates else found
+        return None if found is None else dict(vars(found))
 
     def _next_number(self) -> int:
         return 0 if self._pass is None else self._pass.number + self._pass.counts
@@ -454,20 +465,20 @@ class ResumableLoader(Followed[Pass, Position]):
             self._restored = None
         return self._restored
 
-    def go_to(self, position: Position) -> None:
-        self._restored = position
-        if position.evaluates:
+    def go_to(self, position: dict[str, Any]) -> None:
+        self._restored = at = Position(**position)
+        if at.evaluates:
             self._begun = self._followed = None
         for one in self._passes():
             if one is self._pass:
                 self._moved = one.reads_ahead
             if not one.reads_ahead:
-                one.go_to(position)
+                one.go_to(at)
             one.era = WATCH.resuming
 
 
 class _Kept:
-    """The iterator of a pass. It keeps the resumable loader, which :data:`RESUMABLE` does not: a script may
+    """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` does not: a script may
     iterate over one that it has no name for."""
 
     def __init__(self, owner: ResumableLoader, one: Pass) -> None:
@@ -508,7 +519,7 @@ def resumable(loader: Any, name: str = "data") -> Any:
     if not isinstance(loader, DataLoader) or (iterates_itself(loader) and not is_shard(loader)):
         own = ", which has an __iter__ of its own" if isinstance(loader, DataLoader) else ""
         raise ConfigError(
-            f"found {kind_of(loader)}{own}; expected a torch.utils.data.DataLoader, whose order can be "
+            f"found {class_path(loader)}{own}; expected a torch.utils.data.DataLoader, whose order can be "
             f"resumed. Keep the position of other data in reft.attach(engine, client_state=...)"
         )
     return ResumableLoader(loader, name)

@@ -25,7 +25,6 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data import loading
 from reft.data.order import why_refused
 from reft.data.passes import (
     Pass,
@@ -35,13 +34,13 @@ from reft.data.passes import (
     dealt_by,
     described,
     iterates_itself,
-    kind_of,
     order_of,
     reads_lazily,
 )
-from reft.data.watch import DISPATCHED, RESUMABLE, WATCH, Resuming, is_dispatched, is_shard
+from reft.data.watch import DISPATCHED, LOADERS, WATCH, Resuming, is_dispatched, is_shard
 from reft.env import ENV_NODES
 from reft.recover.relayout import Resize
+from reft.state.codec import class_path
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
@@ -160,7 +159,7 @@ class DataPosition:
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
-        found = {**loading.LOADERS.orders(replicas), **RESUMABLE.orders(replicas)}
+        found = LOADERS.orders(replicas)
         source = self._source_of(iterator)
         loader = self._maybe[-1].loader if self._maybe else None
         if loader is None and _is_repeating(source):
@@ -227,14 +226,10 @@ class DataPosition:
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
             if not getattr(self._stateful, _SAYS_SO, False):
-                found[ITERATOR_OF] = kind_of(self._stateful)
+                found[ITERATOR_OF] = class_path(self._stateful)
         if self._known and isinstance(self._pass, Pass):
             found["pass"] = dict(vars(self._pass.position()))
-        if loaders := RESUMABLE.positions():
-            found["resumable"] = {name: dict(vars(position)) for name, position in loaders.items()}
-        if samples := loading.LOADERS.positions():
-            found["samples"] = samples
-        return found
+        return found | LOADERS.positions()
 
     def _count_up(self) -> None:
         """Known is a position where every micro-batch was one batch of one loader."""
@@ -258,9 +253,7 @@ class DataPosition:
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
         self._saved, self._check = (position, None) if self._pipeline else (None, position)
-        loaders = state.get("resumable", {})
-        RESUMABLE.restore({name: Position(**p) for name, p in loaders.items()})
-        loading.LOADERS.restore(state.get("samples", {}))
+        LOADERS.restore(state)
         if "iterator" in state:
             self._stateful_saved = state["iterator"]
             self._apply_stateful()
@@ -296,15 +289,15 @@ class DataPosition:
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
         if self._comes_back():
-            return loading.LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
+            return LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
         return self._advice_for_loop()
 
     def _comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
         if isinstance(self._pass, Pass) or self._pass is None:
-            reads = RESUMABLE.positions()
-            return bool(reads) or (self._pass is None and bool(loading.LOADERS.positions()))
+            reads = LOADERS.positions()
+            return "resumable" in reads or (self._pass is None and "samples" in reads)
         return True
 
     def _advice_on_degrees(self) -> str | None:
@@ -347,7 +340,7 @@ def _named(source: Any) -> str:
         return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
     own = getattr(source, "__qualname__", None)  # of a generator
-    return f" ({kind.__name__} {own})" if own else f" ({kind_of(source)})"
+    return f" ({kind.__name__} {own})" if own else f" ({class_path(source)})"
 
 
 def _without_looks(passes: list[Read]) -> list[Read]:
@@ -486,7 +479,7 @@ def why_iterator_is_bound(iterator: Any) -> str | None:
         return None
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
-        f"iterator ({kind_of(iterator)}) would get the state of one replica: some samples would be used "
+        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples would be used "
         f"twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
     )
 

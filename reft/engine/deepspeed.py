@@ -32,6 +32,7 @@ from reft.engine.checks.preflight import engine_findings
 from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.data import DataPosition
 from reft.engine.engine import ClientState, coordinate_of, flat_facts, shapes_of
+from reft.engine.identity import Fact, facts_of_arguments
 from reft.engine.layouts import HELD, Resizing, told_of
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
@@ -47,7 +48,6 @@ from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import SectionImage
 from reft.state.codec import encode
-from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.supported import why_not_loadable
 
 logger = logging.getLogger(__name__)

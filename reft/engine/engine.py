@@ -18,7 +18,7 @@ import torch
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
-from reft.engine.identity import local_rank
+from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.memory.files import default_margin_bytes
@@ -39,7 +39,6 @@ from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
 from reft.state.catalogue import Adapter, SectionImage
-from reft.state.fingerprint import Fact
 from reft.state.gradients import GradientCapture
 
 if TYPE_CHECKING:

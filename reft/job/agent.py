@@ -429,7 +429,11 @@ class Trainers:
         self._note_exits_of(agreement.round)
         config: Any = self._options.config
         ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
-        node, local_size, world_size = (group_rank, len(agreement.members)), len(ranks), agreement.world_size
+        node, local_size, world_size = (
+            (group_rank, len(agreement.members)),
+            len(ranks),
+            sum(agreement.workers),
+        )
         # The number of restarts is the same on all nodes: older versions of torch make it part of the keys
         # under which trainers find each other.
         restarts = agreement.round - 1, config.max_restarts

@@ -160,7 +160,7 @@ class Launcher:
             "round %d, start %d of the job: %d trainers on %s; restarts used: %d of %d",
             agreement.round,
             agreement.incarnation,
-            agreement.world_size,
+            sum(agreement.workers),
             ", ".join(agreement.nodes),
             agreement.restarts_used,
             self._options.config.max_restarts,
@@ -299,7 +299,7 @@ class Launcher:
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._warm = WarmTrainers(options.preload, shared)
         handler = self.rendezvous = self.place.join()
-        self._board.start(lambda: handler.is_spare, lambda: handler.nodes)
+        self._board.start(lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting)
         if hasattr(options.config, "signals_to_handle"):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
         agent = self._agent = Agent(
@@ -470,13 +470,13 @@ class Hangs:
         self._node = node
         self._job_dir = job_dir
         self._watch = Watch()
-        self._seen: list[Waiting] = []
+        self.waiting: list[Waiting] = []  # At what they were when they were looked at last
         self._looked_at = time.monotonic()
         self.clear()
 
     def clear(self) -> None:
         self._watch.clear()
-        self._seen = []
+        self.waiting = []
         self._told: bytes | None = None
         self._cannot_ask = False
         self._asked_at = 0.0
@@ -490,8 +490,8 @@ class Hangs:
         if elapsed >= _ASK_SECS:
             self._looked_at += elapsed
             seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
-            self._seen = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
-        return [w for w in self._seen if w.seen.pid in pids]
+            self.waiting = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+        return [w for w in self.waiting if w.seen.pid in pids]
 
     def judge(
         self, mine: list[Waiting], table: Any, index: int, size: int, *, silent: bool = False

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -31,7 +31,6 @@ from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers, scan
 from reft.memory.files import holder, try_flock
 from reft.naming import JOB_ID
-from reft.state.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -456,10 +455,10 @@ FINGERPRINT_FILE = "fingerprint.json"
 _KEPT = 16  # Incarnations. Arenas hold versions of the last two or three; the others do no harm.
 
 
-def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerprint) -> None:
+def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
     """Note that ``incarnation`` and those after it work with this fingerprint. One process per node does it.
     Raises OSError."""
-    known = {**_known(directory), incarnation: fingerprint.encode().decode()}
+    known = {**_known(directory), incarnation: encoded}
     kept = sorted(known)[-_KEPT:]
     write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})
 
@@ -497,13 +496,12 @@ class Size:
     fixed: bool = False
 
 
-def note_size(job_dir: Path, fingerprint: Fingerprint, why_not: str, *, fixed: bool, any_batch: bool) -> None:
+def note_size(job_dir: Path, facts: Mapping[str, Any], why_not: str, *, fixed: bool, any_batch: bool) -> None:
     """By one trainer of the node. ``any_batch``: the global batch may be another one. Raises OSError."""
-    facts = fingerprint.facts
     batch, micro = (
         facts.get(f"config.{n}", 1) for n in ("train_batch_size", "train_micro_batch_size_per_gpu")
     )
-    size = Size(why_not, 0 if any_batch else int(batch), int(micro), fixed)  # type: ignore[arg-type]
+    size = Size(why_not, 0 if any_batch else int(batch), int(micro), fixed)
     write_json(job_dir / SIZE_FILE, asdict(size))
 
 

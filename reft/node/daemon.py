@@ -35,9 +35,9 @@ from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.naming import Label
 from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
-from reft.node.hangs import STOPPED, Unchanged, Watch
+from reft.node.hangs import STOPPED, Unchanged
 from reft.node.observe import CommitWatch
-from reft.node.progress import process_state, read_pages
+from reft.node.progress import process_state
 from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
@@ -65,7 +65,7 @@ class NodeStatus:
         self._cannot_write = ""
         self._skipped: Counter[str] = Counter()
         self._trainers: dict[str, dict[str, Any]] = {}
-        self._known = {**facts, "stale_since_step": None, "stale_cause": None, "quiet": [], "suspected": []}
+        self._known = {**facts, "stale_since_step": None, "stale_cause": None}
         self._commits = 0
         self.last_committed: Label | None = None
         self.persist = persist
@@ -90,14 +90,6 @@ class NodeStatus:
             self._skipped[cause] += 1
             since = self._known["stale_since_step"]
             self.update(stale_since_step=step if since is None else since, stale_cause=cause)
-
-    def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
-        """Trainers that have done nothing for longer than a step may take, and for longer than they may at
-        what they do."""
-        before = self._known["quiet"], self._known["suspected"]
-        # How long is said when it begins: the file is not written anew while that goes on.
-        if (len(quiet), len(suspected)) != tuple(map(len, before)):
-            self.update(quiet=quiet, suspected=suspected)
 
     def trainer(self, local_rank: int, stats: Mapping[str, Any]) -> None:
         with self._lock:
@@ -156,8 +148,6 @@ class Daemon:
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
-        self._trainers = Watch()
-        self._unseen_secs = 0.0
         self._launcher_still, self._writes = Unchanged(), Unchanged()
         self._incarnation = 0
         self._ordered = 0
@@ -203,7 +193,7 @@ class Daemon:
             now = time.monotonic()
             elapsed, looked_at = now - looked_at, now
             # Each by itself: one that fails does not hide the others.
-            for look in (self._look_at_trainers, self.rouse_launcher, self.look_at_storage):
+            for look in (self.rouse_launcher, self.look_at_storage):
                 try:
                     look(elapsed)
                 except Exception as error:
@@ -300,16 +290,6 @@ class Daemon:
 
     # -- what stands still -------------------------------------------------------------------------
 
-    def _look_at_trainers(self, elapsed_secs: float) -> None:
-        """For the status; its launcher looks itself, and judges."""
-        self._unseen_secs += elapsed_secs
-        if self._unseen_secs < _POLL_SECS:
-            return
-        elapsed_secs, self._unseen_secs = self._unseen_secs, 0.0
-        pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
-        quiet = [w for w in self._trainers.look(pages, elapsed_secs) if w.quiet]
-        self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
-
     def rouse_launcher(self, elapsed_secs: float) -> None:
         """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
@@ -363,7 +343,6 @@ class Daemon:
         """The launcher's trainers: process groups to end if it is killed."""
         self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
         self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
-        self._trainers.clear()
         self.status.update(workers=sorted(self._workers))
         return len(self._workers)
 

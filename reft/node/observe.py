@@ -32,6 +32,7 @@ from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json, write_json
 from reft.naming import Label
+from reft.node.hangs import Waiting
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
 from reft.node.protection import ProtectionRecord, read_record
@@ -219,7 +220,6 @@ class NodeObserver:
         stale, why = status.get("stale_since_step"), mine.why
         if not why and stale is not None and step is not None and step - stale >= _STALE_STEPS:
             why = _stale(status)
-        why = why or next(iter(status.get("suspected") or ()), "")
         since = mine.times.get(Signal.HEALTHY, 0.0)
         self._times[Signal.HEALTHY] = since or self._times.get(Signal.HEALTHY) or time.time()
         self._signal = self._signal_now(since, bool(pages), why)
@@ -270,7 +270,6 @@ class NodeObserver:
         self, mine: NodeReport, status: dict[str, Any], record: ProtectionRecord | None
     ) -> Iterable[str]:
         yield from mine.warnings
-        yield from status.get("quiet") or ()
         if status.get("stale_since_step") is not None:
             yield _stale(status)
         persist = status.get("persist") or {}
@@ -368,6 +367,7 @@ class StatusBoard:
         self._observer = NodeObserver(path, has_daemon=has_daemon)
         self._is_spare: Callable[[], bool] = lambda: False
         self._nodes: Callable[[], Sequence[str]] = lambda: ()
+        self._waiting: Callable[[], Sequence[Waiting]] = lambda: ()
         self._mine, self._node = mine, mine.node
         self._path = path
         self._store: RendezvousStore | None = None
@@ -387,10 +387,15 @@ class StatusBoard:
         self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
 
-    def start(self, is_spare: Callable[[], bool], nodes: Callable[[], Sequence[str]]) -> None:
+    def start(
+        self,
+        is_spare: Callable[[], bool],
+        nodes: Callable[[], Sequence[str]],
+        waiting: Callable[[], Sequence[Waiting]],
+    ) -> None:
         """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all; the first
-        keeps the board."""
-        self._is_spare, self._nodes = is_spare, nodes
+        keeps the board. ``waiting``: at what the trainers here are."""
+        self._is_spare, self._nodes, self._waiting = is_spare, nodes, waiting
         self._thread.start()
 
     def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:
@@ -462,6 +467,9 @@ class StatusBoard:
     def _turn(self, ending: bool) -> None:
         self._number += 1
         said: dict[str, Any] = {"number": self._number, "spare": self._is_spare()}
+        quiet = [waiting for waiting in self._waiting() if waiting.quiet]
+        said["warnings"] = (*self._mine.warnings, *map(str, quiet))
+        said["why"] = self._mine.why or next((str(w) for w in quiet if w.suspected), "")
         said["counts"] = self._accounts.look(self.board.slow)
         report = self._observer.look(self._mine.model_copy(update=said))
         if report.round != self._memory_round:

@@ -29,7 +29,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,6 @@ def analyse(
     job_id: str,
     degrees: tuple[int, int, int],
     *,
-    created_unix_secs: float = 0.0,
     clock: str = "host",
     bandwidth_bytes_per_sec: float | None = None,
 ) -> ProfileResult:
@@ -163,8 +161,6 @@ def analyse(
         by_stage[rank.pp].append(rank)
     return ProfileResult(
         job_id=job_id,
-        created_unix_secs=created_unix_secs,
-        world_size=prod(degrees),
         degrees=degrees,
         steps=steps,
         step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),

@@ -113,7 +113,6 @@ class Profiler:
                     ranks,
                     self._job_id,
                     (degrees.pp, degrees.dp, degrees.tp),
-                    created_unix_secs=time.time(),
                     clock="host" if self.clock is None else "device",
                     bandwidth_bytes_per_sec=probe_bandwidth(),
                 )

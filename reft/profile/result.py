@@ -182,8 +182,6 @@ class ProfileResult:
     into host memory, None if it is not known."""
 
     job_id: str
-    created_unix_secs: float
-    world_size: int
     degrees: tuple[int, int, int]
     steps: tuple[int, ...]
     step_secs: Spread

@@ -72,10 +72,10 @@ class Life:
     def plain(self) -> Any:
         return self._make(nn.Sequential, nn.Linear, nn.Dropout)
 
-    def pipeline(self, **options: Any) -> Any:
+    def pipeline(self, stages: int = 1, **options: Any) -> Any:
         def staged(*layers: LayerSpec) -> PipelineModule:
             loss = nn.functional.mse_loss
-            return PipelineModule([*layers], num_stages=1, loss_fn=loss, partition_method="uniform")
+            return PipelineModule([*layers], num_stages=stages, loss_fn=loss, partition_method="uniform")
 
         return self._make(staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
 

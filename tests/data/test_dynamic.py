@@ -32,7 +32,7 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         # Replicas of one process have loaders of one name.
-        monkeypatch.setattr(loading.LOADERS, "require_named", lambda name, loader: None)
+        monkeypatch.setattr(loading.LOADERS, "require_named", lambda loader: None)
         self.start(1)
 
     def start(self, replicas: int, store: Any = None) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import reft
-from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, Order
+from reft.data.watch import LOADERS
 from reft.engine.data import DataPosition
 from reft.state.blob import capture_host_rng, capture_rng, same_host_rng
 from tests.data.life import Engine, seed

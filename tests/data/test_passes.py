@@ -23,9 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import reft
-from reft.data import loading
+from reft.data import watch as watching
 from reft.data.passes import Pass, Position
-from reft.data.watch import RESUMABLE, Resuming, Watch
+from reft.data.watch import Resuming, Watch
 from reft.state.blob import capture_rng, restore_host_rng
 from reft.state.codec import decode, encode
 from tests.data.life import seed
@@ -186,11 +186,11 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
     for batch in reft.resumable(LOADERS["shuffled"](), name="not kept"):
         found.append(numbers(batch))
         if len(found) == 2:
-            saved = RESUMABLE.positions().get("not kept")
+            saved = watching.LOADERS.positions().get("resumable", {}).get("not kept")
             assert saved is not None, "its position is in no version"
     assert found == wanted
-    assert "not kept" not in RESUMABLE.positions(), "it goes with its iterator"
-    RESUMABLE.restore({"not kept": saved})
+    assert "not kept" not in watching.LOADERS.positions().get("resumable", {}), "it goes with its iterator"
+    watching.LOADERS.restore({"resumable": {"not kept": saved}})
     again = [x[0].tolist() for x in reft.resumable(LOADERS["shuffled"](), name="not kept")]
     assert again == [one[: len(one) // 4] for one in wanted[2:]], "goes on behind it"
 
@@ -198,5 +198,5 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
 def test_p8_a_loader_of_reft_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
     consumed = []
     for _ in reft.data.loader(range(6), 2, name="not kept"):
-        consumed.append(loading.LOADERS.positions()["not kept"]["consumed"])
+        consumed.append(watching.LOADERS.positions()["samples"]["not kept"]["consumed"])
     assert consumed == [2, 4, 6]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.job_events import EventReader
 from reft.errors import ConfigError
-from reft.tools.demo.command import Failure, Job, Kill, deepspeed_config, loss_difference, parse
+from reft.tools.demo.command import Failure, Job, deepspeed_config, loss_difference, parse
 
 STEPS = 6
 
@@ -141,9 +141,9 @@ def test_a_torn_line_waits_for_its_end(tmp_path: Path):
 
 def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():
     options = parse([])
-    assert (options.pp, options.dp, options.kills) == (2, 2, (Kill(9, 1),))
+    assert (options.pp, options.dp, options.kills) == (2, 2, (Failure(9, 1),))
     assert parse(["--steps", "1"]).kills == parse(["--kill", "none"]).kills == ()
-    assert parse(["--kill", "14:0,9:1,9:3"]).kills == (Kill(9, 1), Kill(9, 3), Kill(14, 0))
+    assert parse(["--kill", "14:0,9:1,9:3"]).kills == (Failure(9, 1), Failure(9, 3), Failure(14, 0))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ class Job:
         self.pacer = Pacer(
             HasConfig.model_validate(has),
             self.engine,
-            **{"stage_id": 0, "stages": 2, "micro_batches": 1},
+            stage_id=0,
+            stages=2,
+            micro_batches=1,
             staging_room=self.staging.room,
             gate=self.gate,
         )

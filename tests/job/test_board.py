@@ -13,8 +13,9 @@ import pytest
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.memory.jobdir import JobDir
+from reft.node.hangs import Waiting
 from reft.node.observe import StatusBoard
-from reft.node.progress import ProgressPage
+from reft.node.progress import Phase, ProgressPage, Seen
 from reft.node.report import Board, NodeReport, Signal, read_board
 from tests.clock import Clock
 from tests.commands import command
@@ -92,8 +93,24 @@ def board_of(server: KeyValueServer, root: Path, node: str) -> StatusBoard:
     return StatusBoard(connect, mine, job.path, job_id="job", has_daemon=False)
 
 
-def start(board: StatusBoard, nodes: Sequence[str] = ()) -> None:
-    board.start(lambda: False, lambda: nodes)
+def start(board: StatusBoard, nodes: Sequence[str] = (), waiting: Sequence[Waiting] = ()) -> None:
+    board.start(lambda: False, lambda: nodes, lambda: waiting)
+
+
+@pytest.mark.parametrize(("secs", "signal"), [(1.0, "HEALTHY"), (9.0, "UNHEALTHY")])
+def test_a_trainer_that_may_hang_makes_its_node_unhealthy(
+    tmp_path: Path, server: KeyValueServer, secs: float, signal: str
+) -> None:
+    board = board_of(server, tmp_path, "a")
+    seen = Seen(0, 3, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
+    start(board, waiting=[Waiting(seen, secs, "a")])
+    wait_for(lambda: known(tmp_path, "a"), "its report")
+    told = read_board(tmp_path / "a" / "job")
+    assert told is not None
+    (node,) = told.nodes
+    said = [text for text in (*node.warnings, node.why) if text.startswith("rank 3: a step after step 8")]
+    assert (str(node.signal), len(said)) == (signal, 2 if signal == "UNHEALTHY" else 0)
+    board.close("")
 
 
 def known(root: Path, node: str) -> dict[str, str]:

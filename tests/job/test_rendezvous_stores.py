@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreRelay
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, relay_store
 from reft.control.wire import listen
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.etcd import EtcdLine, EtcdSettings, EtcdStore
@@ -61,7 +61,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         cluster.ctl("del", "--prefix", "reft/")
         made = Backend(lambda secret, run_id: etcd_store(cluster, secret, run_id))
         if request.param == "relay":
-            servers.append(StoreRelay(listen("127.0.0.1", 0), SECRET, etcd_store(cluster).lasting()))
+            servers.append(relay_store(listen("127.0.0.1", 0), SECRET, etcd_store(cluster).lasting()))
             made = Backend(lambda secret, _: KeyValueStore(f"127.0.0.1:{servers[0].port}", secret))
     yield made
     for store in made.made:

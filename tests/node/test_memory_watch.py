@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from math import exp, sin
 from pathlib import Path
@@ -20,6 +19,7 @@ from reft.node.memory_watch import (
 from reft.node.observe import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.node.report import NodeReport
+from tests.clock import Clock
 
 MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]  # MiB in use at a second
@@ -104,14 +104,18 @@ def job(tmp_path: Path) -> JobDir:
     return JobDir.open_or_create(tmp_path, "job", "node0", secret=b"s" * 32)
 
 
-def test_every_node_tells_of_its_memory_and_of_its_devices(job: JobDir) -> None:
+def test_every_node_tells_of_its_memory_and_of_its_devices(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("reft.node.memory_watch.time", clock)
     page = ProgressPage(job.path, 0, 5, 10.0, 600.0)
     page.begin_step()
     watch, mine = NodeObserver(job.path, has_daemon=False), NodeReport(node="node0", domain="node0")
     assert watch.look(mine).memory == ()
     page.end_step(1)
     page.set_device(DeviceUse(1000, 100, 700))
-    time.sleep(0.6)  # it looks twice a second at most
+    clock.sleep(0.6)  # it looks twice a second at most
     report = watch.look(mine)
     device = next(use for use in report.memory if use.device)
     assert (device.name, device.peak_bytes, device.limit_bytes) == ("the device of rank 5", 700, 1000)

@@ -88,7 +88,9 @@ def make_worker(
         control=control,
         topology=topology,
         arenas=arenas,
-        **{"block_bytes": 65536, "host_bytes": 4096, "verify": verify},
+        block_bytes=65536,
+        host_bytes=4096,
+        verify=verify,
         switch=SchemeSwitch(
             control,
             topology,

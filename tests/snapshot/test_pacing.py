@@ -81,8 +81,8 @@ EVALUATION = ["RecvActivation", "ForwardPass"]
 
 
 def make_pacer(clock: Clock, gate: Gate | None = None, stages: int = 2, micro: int = 1, **has: Any) -> Pacer:
-    place = {"stage_id": 1, "stages": stages, "micro_batches": micro}
-    return Pacer(HasConfig.model_validate({"compute_share": 0.0, **has}), clock, gate=gate, **place)
+    settings = HasConfig.model_validate({"compute_share": 0.0, **has})
+    return Pacer(settings, clock, gate=gate, stage_id=1, stages=stages, micro_batches=micro)
 
 
 def run_step(

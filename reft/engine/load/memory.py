@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from reft.engine import on_import
-from reft.engine.identity import local_rank, noted_commit
+from reft.engine.identity import BY_LAYOUT, BY_REPLICAS, local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
@@ -34,7 +34,6 @@ from reft.recover.relayout import only_replicas_differ
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
-from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from reft.engine.checks.start import (
     warn,
     what_begins_anew,
 )
+from reft.engine.identity import BY_LAYOUT
 from reft.engine.load.disk import (
     DamagedError,
     DiskCheckpoint,
@@ -41,7 +42,6 @@ from reft.naming import Label
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.relayout import Resize, only_replicas_differ
-from reft.state.fingerprint import BY_LAYOUT
 
 if TYPE_CHECKING:
     from reft.engine.deepspeed import DeepSpeedEngine

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, StoreRelay
-from reft.control.wire import format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, relay_store
+from reft.control.wire import AuthenticatedServer, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
 from reft.job.hosts import is_this_host
@@ -55,7 +55,7 @@ class ServedPlace:
         self._conf: dict[str, Any] = self._config.rdzv_configs
         self._contact_secs = float(self._conf.get("connect_timeout", _FIRST_CONTACT_SECS))
         self._read_secs = float(self._conf.get("read_timeout", _READ_SECS))
-        self._server: KeyValueServer | StoreRelay | None = None
+        self._server: KeyValueServer | AuthenticatedServer | None = None
         self._store: RendezvousStore | None = None
 
     def join(self) -> StoreRendezvous:
@@ -202,7 +202,7 @@ class EtcdPlace(ServedPlace):
     def _open(self) -> RendezvousStore:
         store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs)
         self._wait_for_the_cluster(store)
-        self._server = StoreRelay(listen(LOOPBACK, 0), self._secret, store.lasting())
+        self._server = relay_store(listen(LOOPBACK, 0), self._secret, store.lasting())
         return store
 
     def _make_client(self, timeout_secs: float) -> RendezvousStore:

@@ -80,10 +80,6 @@ class Agreement:
     refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
     turn: int = 0  # ranks that each node gets in its turn
 
-    @property
-    def world_size(self) -> int:
-        return sum(self.workers)
-
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
         return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
 
@@ -385,7 +381,11 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
         case Looked():
             _look(after, event, now, rules)
         case Exited():
-            _exit(after, event.node, rules)
+            role = after.role(event.node)
+            if role in (Role.TRAINS, Role.WAITS):
+                _set(after, event.node, role=Role.NONE)
+            if role is Role.TRAINS:
+                _thin(after, rules)
         case Joins():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
@@ -408,14 +408,6 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
 
 def _set(state: State, name: str, **changes: object) -> None:
     state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
-
-
-def _exit(state: State, name: str, rules: Rules) -> None:
-    role = state.role(name)
-    if role in (Role.TRAINS, Role.WAITS):
-        _set(state, name, role=Role.NONE)
-    if role is Role.TRAINS:
-        _thin(state, rules)
 
 
 def _thin(state: State, rules: Rules) -> None:

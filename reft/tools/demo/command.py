@@ -51,19 +51,12 @@ Say = Callable[[str, str], None]  # a line for people, and its style
 Losses = dict[int, list[str]]  # by step, as ``float.hex``, of every time that it was computed
 
 
-class Kill(NamedTuple):
-    """One failure to make: node ``node`` is lost while step ``step + 1`` is computed."""
-
-    step: int
-    node: int
-
-
 class Failure(NamedTuple):
-    """One failure that was made: at a Unix time, when ``step`` was done and the next one was computed."""
+    """A node is lost while the step after ``step`` is computed; ``time``: when that was, in Unix seconds."""
 
     step: int
     node: int
-    time: float
+    time: float = 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -128,10 +121,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _kills(text: str | None, steps: int, nodes: int) -> tuple[Kill, ...]:
+def _kills(text: str | None, steps: int, nodes: int) -> tuple[Failure, ...]:
     """``"9:1,14:0"`` to failures, by step."""
     if text is None:
-        return (Kill(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
+        return (Failure(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
     kills = []
     for part in text.split(",") if text.strip() != "none" else ():
         try:
@@ -145,7 +138,7 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[Kill, ...]:
                 f"--kill {part}: expected a step from 1 to {steps - 1}, since a node fails while the step "
                 f"after it is computed, and one of the nodes 0 to {nodes - 1}"
             )
-        kills.append(Kill(step, node))
+        kills.append(Failure(step, node))
     if len(set(kills)) < len(kills):
         raise ConfigError(f"--kill is {text!r}: a node can fail only once in a step; remove the repetition")
     return tuple(sorted(kills))

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from reft.engine.identity import Identity
+from reft.engine.identity import Fingerprint, Identity, changed, differences, facts_of_arguments, require_same
 from reft.errors import FingerprintError
 from reft.memory.jobdir import JobDir, record_fingerprint
 from reft.naming import Label
-from reft.state.fingerprint import Fingerprint, changed, differences, facts_of_arguments, require_same
 
 ONE = Fingerprint({"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7})
 
@@ -128,7 +127,7 @@ def check(tmp_path: Path) -> Any:
     here, back = (JobDir.open_or_create(tmp_path / n, "job", n) for n in ("here", "back"))
     for directory, known in ((here, {1: OLD, 3: NEW}), (back, {1: OLD})):
         for incarnation, fingerprint in known.items():
-            record_fingerprint(directory.path, incarnation, fingerprint)
+            record_fingerprint(directory.path, incarnation, fingerprint.encode().decode())
     config: Any = SimpleNamespace(job_id="job", accept_changes=[])
     control: Any = SimpleNamespace(rank=0)
     job = Identity(NEW, config, control, restarted=False)
