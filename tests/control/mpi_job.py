@@ -13,8 +13,7 @@ from pathlib import Path
 from reft.control.mpi import load_mpi, mpi_carrier
 
 from .contract import CASES, Rank
-from .mpi_calls import refuse_pickling
-from .ranks import DEADLINE_SECS
+from .ranks import DEADLINE_SECS, refuse_pickling
 
 
 def main(directory: Path, names: list[str]) -> None:
