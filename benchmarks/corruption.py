@@ -25,8 +25,7 @@ from results import machine
 
 from reft.memory.arena import Arena, headers
 from reft.snapshot.copying.copier import TURNS
-from tests.engine.ranks import join_group
-from tests.engine.shared import Mlp
+from tests.engine.ranks import Mlp, join_group
 
 WRONG, WIDTH, INNER, BLOCK_BYTES = 1, 64, 1000, 4096
 KINDS = ("weight", "moment", "gradient before the reduction", "gradient after it", "copy", "arena")

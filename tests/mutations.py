@@ -41,7 +41,7 @@ VERSION_ON_DEVICE = (
     "tests/snapshot/test_copy_engines.py::test_a_version_is_the_state_between_begin_and_fence",
 )
 UNTIL_COPIED = ("tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",)
-LOCAL = ("tests/recover/test_local.py", "tests/recover/test_parity_recovery.py")
+LOCAL = ("tests/recover/test_local.py",)
 
 MUTATIONS = {
     "p2-no-fence-before-the-optimizer": Mutation(
@@ -54,13 +54,13 @@ MUTATIONS = {
         "snapshot/worker.py",
         "self._differs = Cause(versions.PEERS_DIFFER) if differs else None",
         "self._differs = None",
-        ("tests/snapshot/test_corruption.py",),
+        ("tests/snapshot/test_worker.py",),
     ),
     "p3-a-nan-is-committed": Mutation(
         "snapshot/worker.py",
         "if not found or not self._verify.suspects:",
         "if True:",
-        ("tests/snapshot/test_corruption.py",),
+        ("tests/snapshot/test_worker.py",),
     ),
     "p2-late-copy-keeps-its-version": Mutation(
         VERSION,
@@ -121,13 +121,13 @@ MUTATIONS = {
         "recover/inventory.py",
         "if head.job_id != job_id:",
         "if False:",
-        ("tests/recover/test_recovery_plan.py",),
+        ("tests/recover/test_local.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
         "engine/identity.py",
         "_label(held).incarnation > label.incarnation",
         "False",
-        ("tests/engine/test_record.py",),
+        ("tests/engine/test_protecting.py",),
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
         "node/daemon.py",
@@ -157,7 +157,7 @@ MUTATIONS = {
         "storage/publish.py",
         " and label < named.label:",
         " and False:",
-        ("tests/storage/test_publish.py",),
+        ("tests/storage/test_fence.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
         "memory/files.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)

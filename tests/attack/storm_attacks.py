@@ -15,7 +15,7 @@ from random import Random
 
 from tests.attack.jobs import asked
 from tests.attack.storm_job import BrokenPromiseError, StormJob, StormSetup, step_of
-from tests.faults.memory import exchange, fill_up
+from tests.faults.job import exchange, fill_up
 
 _PAUSE_SECS = (0.5, 9.0)
 _BACK_SECS = (0.0, 3.0)

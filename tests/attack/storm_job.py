@@ -17,8 +17,16 @@ from benchmarks.job_events import EventReader, History
 from benchmarks.local_cluster import LocalCluster, LocalNode
 from tests.attack.jobs import asked
 from tests.faults.cases import OPTIMIZERS, Optimizer, Shape
-from tests.faults.job import FaultJob, Losses, Recovery, Scratch, recoveries, wrong_losses
-from tests.faults.memory import memory_directory, small_file_system
+from tests.faults.job import (
+    FaultJob,
+    Losses,
+    Recovery,
+    Scratch,
+    memory_directory,
+    recoveries,
+    small_file_system,
+    wrong_losses,
+)
 
 SAFE_SECS = 420.0
 """Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""

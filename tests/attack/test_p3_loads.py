@@ -13,8 +13,8 @@ import pytest
 
 import reft
 from benchmarks.job_events import History
-from tests.engine.engine_job import make, seed, train
 from tests.engine.ranks import be_a_rank, run_ranks
+from tests.engine.test_engine import make, seed, train
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,7 @@ import torch
 
 import reft
 from tests.attack.jobs import asked, wait_for
-from tests.engine.ranks import be_a_rank, run_ranks
-from tests.engine.shared import Mlp
+from tests.engine.ranks import Mlp, be_a_rank, run_ranks
 
 pytestmark = pytest.mark.integration
 

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reft import cli
-from reft.cli import COMMANDS
+from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
+from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
+from reft.naming import Label
+from reft.node.advice import Speed, situation
+from reft.node.daemon import NodeStatus
+from reft.node.report import (
+    BOARD_FILE,
+    ENDED,
+    ENDED_WELL,
+    HISTORY_FILE,
+    RESUMED,
+    STARTED,
+    STEPPED,
+    Board,
+    NodeReport,
+    note,
+    read_board,
+)
+from reft.storage.persister import PersistStatus
+from tests.commands import Answer, command
+from tests.machine import can_give_away
 
 HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
 COUNT = f"""
@@ -83,3 +106,427 @@ def test_no_folder_is_made_for_a_file(
     assert cli.main([*arguments.split(), "folder/below/a.png", *rest]) == cli.EXIT_WRONG_USE
     assert "there is no folder folder/below" in " ".join(capsys.readouterr().err.split())
     assert not Path("folder").exists()
+
+
+FILES = {
+    "broken.json": b"{ not json",
+    "list.json": b"[1, 2]",
+    "null.json": b"null",
+    "bytes.json": bytes(range(256)),
+    "deep.json": b"[" * 100_000,
+    "block.json": json.dumps({"reft": 5}).encode(),
+    "key.json": json.dumps({"reft": {"enabledd": True}}).encode(),
+    "ds.json": json.dumps({"train_batch_size": 8, "reft": {"enabled": True}}).encode(),
+    "plain.json": json.dumps({"train_batch_size": 8}).encode(),
+    "script.py": b"raise SystemExit(3)",
+}
+PLAN = "plan ds.json --model 1.3b --dp 4"
+UNREADABLE = ("nofile.json", "broken.json", "list.json", "bytes.json", "deep.json")
+
+CASES = [
+    "nonsense",
+    "--nonsense",
+    "version --nonsense",
+    "config",
+    *(
+        f"config --check {name}"
+        for name in (*UNREADABLE, "null.json", "plain.json", "block.json", "key.json", "directory")
+    ),
+    *(
+        f"launch {options} script.py"
+        for options in (
+            "--nproc-per-node -3",
+            "--nproc-per-node 0",
+            "--nproc-per-node abc",
+            "--nnodes 0",
+            "--nnodes -1",
+            "--nnodes 0 --rdzv-endpoint localhost:1",
+            "--nnodes 3:1",
+            "--nnodes a:b",
+            "--node-rank -4",
+            "--master-port 99999",
+            "--master-port -1",
+            "--monitor-interval nan",
+            "--grace-secs nan",
+            "--max-peer-restarts -1",
+            "--rdzv-conf nonsense",
+            "--rdzv-conf join_timeout=abc",
+            "--rdzv-conf timeout=-1",
+            "--rdzv-conf keep_alive_interval=0",
+            "--local-ranks-filter x",
+            "--tee 9",
+            "--log-dir file/below",
+            "--nonsense",
+        )
+    ),
+    *(f"config --script {name}" for name in ("nofile.py", "broken.json", "bytes.json", "directory")),
+    "launch",
+    "profile",
+    "profile --nproc-per-node -3 script.py",
+    "profile --steps -1 script.py",
+    *(f"profile --from {name}" for name in (*UNREADABLE, "null.json", "block.json", "directory")),
+    "rendezvous --port 99999",
+    "rendezvous --port abc",
+    "rendezvous --host nonsense.invalid",
+    "demo --nodes 0",
+    "demo --steps -1",
+    "demo --kill abc",
+    "demo --kill 99:99",
+    "demo --protection nonsense",
+    *(
+        f"{command} --memory-dir nofile"
+        for command in ("inspect", "verify", "clean", "status", "persist --out out", "protect arc")
+    ),
+    "persist",
+    "persist --out out --keep 0",
+    "clean --nonsense",
+    "plan",
+    "plan ds.json",
+    *(f"plan {name} --model 34b --dp 4" for name in UNREADABLE),
+    *(f"{PLAN} --model {name}" for name in UNREADABLE),
+    *(f"{PLAN} --cluster {name}" for name in UNREADABLE),
+    *(f"{PLAN} --profile {name}" for name in UNREADABLE),
+    *(
+        f"{PLAN} {options}"
+        for options in (
+            "--pp 0",
+            "--tp 7",
+            "--tolerance -1",
+            "--host-memory-gb nan",
+            "--host-memory-gb inf",
+            "--parameters nan",
+            "--parameters 7X",
+            "--max-overhead nan",
+        )
+    ),
+    "plan --print-cluster nonsense",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("REFT_MEMORY_DIR", str(tmp_path / "memory"))
+    return tmp_path
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_use_is_told_and_ends_with_code_2(
+    folder: Path, case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = cli.main(case.split())
+    except SystemExit as stop:  # argparse has told
+        code = stop.code
+    out, err = capfd.readouterr()
+    assert code == 2, (out, err)
+    assert "Traceback" not in out + err
+    assert err.strip()
+
+
+FACTS: dict[str, Any] = {
+    "round": 1,
+    "nodes": ["a"],
+    "failures": [],
+    "lost": [],
+    "joined": [],
+    "newest_step": -1,
+}
+
+
+def ended(tmp_path: Path, *, reason: str | None = None) -> JobDir:
+    job = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
+    if reason is not None:
+        note(job.path, STARTED, **FACTS)
+        note(job.path, ENDED, reason=reason)
+    return job
+
+
+def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
+    job = ended(tmp_path)
+    write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
+    reports = tuple(NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5) for n in nodes)
+    board = Board(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(update=facts)
+    write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
+    return job
+
+
+def ask(tmp_path: Path, *options: str) -> list[str]:
+    return ["status", "--memory-dir", str(tmp_path / "memory"), *options]
+
+
+def asked(tmp_path: Path, *options: str) -> Answer:
+    return command(*ask(tmp_path, *options))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_memory_or_daemon_it_is_json_too(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "memory").mkdir()
+    if there:
+        path = ended(tmp_path).path
+        for file in ("status.json", "daemon.json", "protection.json"):
+            (path / file).write_text("{ torn")
+    answer = asked(tmp_path, "--json")
+    assert answer.code == EXIT_NOT_WELL
+    told = answer.json
+    if there:
+        (node,) = told["here"]
+        assert (told["job_id"], told["state"], told["ended"]) == ("job", "ended", "its processes are gone")
+        assert (node["daemon_runs"], node["status"], node["protection"]) == (False, None, None)
+    else:
+        assert (told["job_id"], told["nodes"], told["here"]) == (None, [], [])
+        assert told["problem"] in answer.err
+        assert "no job has memory in" in answer.err
+
+
+def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status = NodeStatus(ended(tmp_path).path, {}, PersistStatus())
+    status.committed(Label(1, 3))
+    for rank in (0, 1):
+        traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
+        status.trainer(rank, stats={"traffic": traffic})
+    status.trainer(2, stats={})  # it has not committed anything yet
+    status.write_if_changed()
+    shown = " ".join(asked(tmp_path).out.split())
+    assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
+    assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
+    (here,) = asked(tmp_path, "--json").json["here"]
+    assert here["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
+    assert "recomputed" not in shown
+    status.trainer(0, stats={"traffic": {"to_host": {}, "sent": {}}, "recomputed": 5})
+    resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
+    status.trainer(1, stats={"traffic": {"to_host": {}, "sent": {}}, **resynced})
+    status.write_if_changed()
+    shown = " ".join(asked(tmp_path).out.split())
+    said = "9 partitions; copied from their owners: 1x it is not what its owner has"
+    assert f"recomputed │ {said}" in shown
+
+
+def test_commits_that_a_restart_did_not_find_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = ended(tmp_path).path
+    note(path, STARTED, gathering_secs=None, **FACTS)
+    for step in (9, 6):
+        again = FACTS | {"round": 2, "lost": ["b"], "newest_step": 9}
+        note(path, STARTED, gathering_secs=None, **again)
+        note(path, RESUMED, source="disk, /d", step=step, secs=0.5)
+    answer = command("history", "--memory-dir", tmp_path / "memory")
+    assert answer.code == EXIT_WELL
+    assert "step 6 (disk, /d); 3 committed steps were lost" in answer.out
+    assert answer.out.count("were lost") == 1
+
+
+@pytest.mark.parametrize("event", [STARTED, RESUMED, STEPPED, ENDED])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"source": "memory", "step": "three", "secs": 0.5},
+        FACTS | {"reason": ["a"], "nodes": "a", "newest_step": 0},
+        {"unix_secs": float("inf"), "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
+        {"unix_secs": 1e300, "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
+    ],
+)
+def test_an_event_that_lacks_fields_is_left_out_of_the_history(
+    tmp_path: Path, event: str, wrong: dict[str, object]
+) -> None:
+    """Another release, or a full disk, may have written what this one does not understand."""
+    path = ended(tmp_path).path
+    note(path, STARTED, gathering_secs=None, **FACTS)
+    said = []
+    for lines in (
+        "",
+        json.dumps({"event": event, "unix_secs": 1.0, **wrong}),
+        '[1]\n"x"\n{"event": [1], "unix_secs": 2.0}',
+    ):
+        with (path / HISTORY_FILE).open("a") as file:
+            file.write(f"{lines}\n")
+        history = command("history", "--memory-dir", tmp_path / "memory")
+        assert history.code == EXIT_WELL
+        said.append(history.out)
+        assert asked(tmp_path).code == EXIT_NOT_WELL
+    if event != STEPPED:  # it has nothing but its time
+        assert said == said[:1] * 3
+
+
+def test_the_whole_job_is_told_from_one_node(tmp_path: Path) -> None:
+    running(tmp_path, "b", "a", "[c]")
+    shown, answer = asked(tmp_path), asked(tmp_path, "--json")
+    assert (shown.code, answer.code) == (EXIT_NOT_WELL, EXIT_NOT_WELL)  # nothing is committed
+    assert "3, 2.5 steps/s" in shown.out
+    assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == ["[c]", "a", "b"]
+    told = answer.json
+    assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+
+
+def test_the_address_of_the_web_page_or_what_to_write(tmp_path: Path) -> None:
+    job = running(tmp_path, "a")
+    answer = asked(tmp_path, "--web")
+    assert answer.code == EXIT_WRONG_USE
+    assert '"metrics": {"port": 9095}' in answer.err
+    write_json(job.path / "status.json", {"web": "http://127.0.0.1:9095/"})
+    assert asked(tmp_path, "--web") == (EXIT_WELL, "http://127.0.0.1:9095/\n", "")
+
+
+def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(tmp_path: Path) -> None:
+    running(tmp_path, "a", written_unix_secs=time.time() - 60)
+    assert "reported nothing for 60 s" in asked(tmp_path, "--json").json["warnings"][0]
+    running(tmp_path, "a", store_lost_unix_secs=time.time())
+    assert "has not reached the rendezvous store" in asked(tmp_path, "--json").json["warnings"][0]
+
+
+@pytest.mark.parametrize("board", [b"", b"{}", b'{"job_id": 5, "nodes": [{}]}', b"[" * 100_000])
+def test_p6_a_board_that_is_none_is_left_out(tmp_path: Path, board: bytes) -> None:
+    job = running(tmp_path, "a")
+    (job.path / BOARD_FILE).write_bytes(board)
+    told = asked(tmp_path, "--json").json
+    assert [n["node"] for n in told["nodes"]] == ["a"]
+    assert "no reft launcher reports on other nodes" in told["warnings"][0]
+
+
+def test_a_job_that_has_ended_says_why(tmp_path: Path) -> None:
+    ended(tmp_path, reason="a bad sample")
+    for options in ([], ["--watch"]):
+        answer = asked(tmp_path, *options)
+        assert answer.code == EXIT_NOT_WELL
+        assert "does not run: a bad sample" in answer.out
+    answer = asked(tmp_path, "--watch", "--json")
+    assert (answer.code, answer.json["ended"]) == (EXIT_NOT_WELL, "a bad sample")
+    assert len(answer.out.splitlines()) == 1
+
+
+@pytest.mark.skipif(not can_give_away(65534), reason="files cannot be given to another user here")
+@pytest.mark.parametrize("whole", [True, False], ids=["its memory", "the directory alone"])
+def test_p11_another_users_job_is_told_to_be_theirs(tmp_path: Path, whole: bool) -> None:
+    job = ended(tmp_path) if whole else None
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    for path in (tmp_path / "memory", *([job.path] if job else [])):
+        os.chown(path, 65534, -1)
+    answer = asked(tmp_path)
+    assert answer.code == EXIT_NOT_WELL
+    said = "belongs to uid 65534" if whole else "no job has memory in"
+    assert said in " ".join(answer.err.split())
+
+
+@pytest.mark.process
+def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> None:
+    running(tmp_path, "a", "b")
+    words = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]
+    for options in ([], ["--json"]):
+        with subprocess.Popen(
+            [*words, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as watch:
+            assert watch.stdout is not None
+            assert watch.stderr is not None
+            if options:
+                seen = [json.loads(watch.stdout.readline()) for _ in range(2)]
+                assert [len(told["nodes"]) for told in seen] == [2, 2]
+            else:
+                while "steps/s" not in watch.stdout.readline():
+                    assert watch.poll() is None
+            watch.send_signal(2)
+            watch.stdout.read()
+            assert "Traceback" not in watch.stderr.read()
+        assert watch.returncode == EXIT_NOT_WELL
+
+
+def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(tmp_path: Path) -> None:
+    job = ended(tmp_path)
+    report = NodeReport(node=job.node, domain="a", left=True, why=ENDED_WELL)
+    board = Board(job_id="job", nodes=(report,))
+    write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
+    answer = asked(tmp_path, "--watch", "--json")
+    assert (answer.code, answer.json["ended"]) == (EXIT_WELL, "it ended well")
+
+
+@pytest.mark.process
+def test_watching_ends_with_the_job(tmp_path: Path) -> None:
+    job = running(tmp_path, "a")
+    words = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--json", "--interval", "0.1")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        assert json.loads(watch.stdout.readline())["state"] == "runs"
+        for path in job.path.iterdir():
+            path.unlink()
+        time.sleep(0.5)  # it is looked at meanwhile
+        job.path.rmdir()
+        last = json.loads(watch.stdout.read().splitlines()[-1])
+        assert (last["state"], last["ended"]) == ("ended", "it ended well, and its memory was removed")
+    assert watch.returncode == EXIT_WELL
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three nodes and a spare; it began with two, and one is lost again and again."""
+    path = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32).path
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    for nodes, newest, lost in (
+        ("ab", -1, ""),
+        ("abc", 150, ""),
+        ("abc", 300, "c"),
+        ("abc", 320, "c"),
+        ("abc", 330, "c"),
+    ):
+        facts: dict[str, Any] = {"round": 1, "nodes": list(nodes), "lost": list(lost), "newest_step": newest}
+        note(path, STARTED, failures=[], joined=[], **facts)
+        now[0] += 20.0
+        note(path, RESUMED, source="memory", step=max(newest, 0), secs=20.0, times={})
+        now[0] += 100.0
+    monkeypatch.undo()
+    nodes = [NodeReport(node=n, domain=n, steps_per_sec=1.9) for n in "abc"]
+    nodes.append(NodeReport(node="s", domain="s", spare=True))
+    board = Board(job_id="job", nodes=tuple(nodes), written_unix_secs=time.time())
+    write_json(path / BOARD_FILE, board.model_dump(mode="json"))
+    return path
+
+
+def advised(job: Path, *options: str) -> Answer:
+    answer = command("advise", "--memory-dir", job.parent, *options)
+    assert answer.code == EXIT_WELL
+    return answer
+
+
+def test_what_the_nodes_have_noted_is_understood(job: Path) -> None:
+    seen = situation([job], read_board(job), 4)
+    assert (seen.nodes, seen.spares) == (("a", "b", "c"), ("s",))
+    assert seen.losses == {"c": 3}
+    # 150 steps with two nodes in 120 s, of which training takes what the start left; then as told now.
+    assert [speed.workers for speed in seen.speeds] == [2, 3, 3]
+    assert 150 / 120 <= seen.speeds[0].per_sec <= 150 / 99
+    assert seen.speeds[-1] == Speed(3, 1.9)
+    assert seen.memory[0].node == "a"
+
+
+def test_it_is_told_to_people_as_json_and_as_yaml(job: Path) -> None:
+    assert "replace c: it was lost 3 times, of 3 in all" in advised(job).out
+    assert "add to 4 nodes" in advised(job, "--max-nodes", "4").out
+    found = advised(job, "--json", "--max-nodes", "4").json
+    assert [a["action"] for a in found["advice"] if a["action"] != "memory"] == ["replace", "add"]
+    spec = found["scale_plan"]["spec"]
+    assert spec["removePods"] == [{"name": "c", "type": "worker"}]
+    assert spec["replicaResourceSpecs"]["worker"]["replicas"] == 4
+    assert advised(job, "--yaml", "--max-nodes", "4").json == found["scale_plan"]
+
+
+def test_stragglers_that_the_job_names_are_replaced(job: Path) -> None:
+    board = read_board(job)
+    assert board is not None
+    slow = {
+        **{"kind": "node", "name": "node b", "ranks": (1,), "nodes": ("b",), "since_step": 3},
+        **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
+    }
+    write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
+    said = "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting"
+    assert said in advised(job).out

@@ -9,11 +9,12 @@ import faulthandler
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from reft.control.mpi import load_mpi, mpi_carrier
 
 from .contract import CASES, Rank
-from .ranks import DEADLINE_SECS, refuse_pickling
+from .ranks import DEADLINE_SECS
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -35,6 +36,20 @@ def main(directory: Path, names: list[str]) -> None:
         (place / f"result-{world.rank}").write_text(said)
         me.hear("result", range(world.size))
     print("the end", flush=True)
+
+
+def refuse_pickling(mpi: Any) -> None:
+    """From now on every call of mpi4py that would pickle raises in this process."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an object was pickled")
+
+    mpi.pickle.__init__(refuse, refuse)
+    try:
+        mpi.COMM_SELF.bcast({})
+    except AssertionError:
+        return
+    raise AssertionError("mpi4py pickles in another way")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME as DEVICE
 from tests.device.simulated import Simulated
-from tests.snapshot.devices import host_memory, parity_of
+from tests.snapshot.conftest import host_memory, parity_of
 
 SIZES = (1000, 64, 4096, 333, 2048)
 """Of the tensors that are the state: shards begin in the midst of one, so that parities gather."""

@@ -3,18 +3,86 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import save_with_host_state
 from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
-from reft.grid import Coordinate, Degrees
+from reft.engine.load.memory import write_and_hash
+from reft.grid import Coordinate, Degrees, Section
+from reft.memory.arena import Arena
+from reft.memory.header import checksum
+from reft.memory.jobdir import JobDir
+from reft.memory.stream import PlainHashingCopier, hashing_copier
 from reft.naming import Label
 from reft.recover.relayout import WHOLE, Held, Parameter
-from reft.storage.persisted import FileRecord
-from tests.engine.ranks import run_ranks
+from reft.state.catalogue import SectionImage
+from reft.storage.persist import persist_label
+from reft.storage.persisted import STORAGE_KEY, FileRecord
+from tests.attack import test_p7_disk as disk_job
+from tests.attack.jobs import asked, wait_for
+from tests.engine.ranks import be_a_rank, run_ranks
+
+
+class Stored(disk_job.Lives):
+    def write(self, engine: Any, job: str = "one") -> None:
+        step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
+
+        def committed() -> list[dict[str, Any]]:
+            found = asked("inspect", nodes, job)["versions"]
+            return [v for v in found if v["committed"] and v["whole_ranks"] == 2 and v["step"] == step]
+
+        wait_for(lambda: bool(committed()), f"a commit of step {step}")
+        label = Label(committed()[0]["incarnation"], step)
+        config = ReftConfig(enabled=True, persist=PersistConfig(dir=self.persist, keep=3))
+        persist_label(JobDir.open(self.memory(job)), label, config)
+        self.attack(lambda: None)
+
+    def flip(self, step: int) -> None:
+        def flip() -> None:
+            path = self.persist / "one" / f"global_step{step}" / "pp0.dp1.tp0.arena"
+            data = bytearray(path.read_bytes())
+            with Arena.open(path, STORAGE_KEY) as arena:
+                entries = arena.header().entries
+                block = next(e for e in entries if e.key.section is Section.REPLICATED)
+                data[data.index(bytes(arena.read_block(block))) + 99] ^= 4
+            path.write_bytes(data)
+
+        self.attack(flip)
+
+
+def main(root: Path) -> dict[str, Any]:
+    disk_job.Lives = Stored  # type: ignore[misc]
+    lives = Stored(root, "stored")
+    stored = str(lives.persist / "one")
+    out: dict[str, Any] = {}
+    losses = disk_job.first_life(lives)
+    out["newest"] = disk_job.goes_on(lives, losses)
+    with lives.life() as (engine, (out["memory"], _)):
+        path, _ = engine.load_checkpoint(stored, tag="global_step4")
+        out["back"] = [path.removeprefix(stored), engine.global_steps]
+        out["equal"] = disk_job.train(engine, 10) == losses[4:]
+        lives.flip(8)
+        weights = [p.detach().clone() for p in engine.module.parameters()]
+        for name, options in (("damaged", {"tag": "global_step8"}), ("base", {"load_module_only": True})):
+            try:
+                engine.load_checkpoint(stored, **options)
+            except OSError as error:
+                out[name] = [type(error).__name__, str(error), engine.global_steps]
+        out["untouched"] = all(map(torch.equal, weights, engine.module.parameters()))
+    lives.lose_memory("one")
+    with lives.life(load={"tag": None}) as (_, (out["older"], _)):
+        pass
+    lives.lose_memory("one")
+    lives.flip(4)
+    with lives.life() as (_, out["all_damaged"]):
+        return out
 
 
 def persisted(incarnation: int, step: int) -> DiskCheckpoint:
@@ -68,7 +136,7 @@ def test_every_file_is_read_by_one_rank() -> None:
 @pytest.mark.integration
 def test_p3_p5_versions_on_storage_are_recovered_as_those_in_memory(tmp_path: Path) -> None:
     """The newest, one by its tag from a job that trains, and none that is damaged: then nothing is written."""
-    for r in run_ranks(Path(__file__).with_name("stored_job.py"), tmp_path):
+    for r in run_ranks(Path(__file__), tmp_path):
         assert r["newest"] == {"step": 8, "client": r["newest"]["client"], "equal": True}
         assert r["memory"] == 10
         assert r["back"] == ["/global_step4", 4]
@@ -141,3 +209,27 @@ def test_p3_what_is_not_tied_of_a_tied_module_is_the_own_stages(
     for (pp, _), had in held.items():
         for part in had.parameters:
             assert parts.tensor(Coordinate(pp, 0, 0), f"model.{part.name}").tolist() == [pp] * 2, (pp, part)
+
+
+@pytest.mark.parametrize("make", [hashing_copier, PlainHashingCopier])
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.data())
+def test_p5_any_part_of_an_image_is_written_and_hashed(make, sizes, data) -> None:
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    image = SectionImage([(f"t{number}", tensor) for number, tensor in enumerate(tensors)])
+    start = data.draw(st.integers(0, image.nbytes))
+    stop = data.draw(st.integers(start, image.nbytes))
+    block = torch.randint(1, 256, (stop - start,), dtype=torch.uint8)
+    parts = []
+    image.write_from(start, block, lambda *pair: parts.append(pair))
+    assert write_and_hash(parts, block, make()) == checksum(block.numpy().data)
+    found = torch.empty_like(block)
+    image.read_into(start, found)
+    pads = torch.ones(image.nbytes, dtype=torch.bool)
+    for offset, spec in zip(image.offsets, image.specs, strict=True):
+        pads[offset : offset + spec.shape[0]] = False
+    assert torch.equal(found, torch.where(pads[start:stop], 0, block))
+
+
+if __name__ == "__main__":
+    be_a_rank(main)

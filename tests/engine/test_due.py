@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import reft
 from reft.config import ReftConfig
+from reft.engine.deepspeed import session_of
 from reft.engine.rates import newest_step
 from reft.grid import Degrees
 from reft.naming import Label
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
-from tests.engine.ranks import run_life
+from tests.engine.ranks import be_a_rank, block_of, run_life
+from tests.engine.test_engine import make, train
 
-JOB = Path(__file__).with_name("due_job.py")
+
+def main(root: Path) -> dict[str, Any]:
+    life = json.loads((root / "life.json").read_text())
+    options = {"interval_steps": "auto", "max_lost_steps": 100, "faults": life["faults"]}
+    engine = make(block_of(root, "due", **options), init=reft.initialize)
+    path, _ = engine.load_checkpoint(str(root / "none"))
+    session = session_of(engine)
+    assert session is not None
+    assert session.worker is not None
+    while engine.global_steps < life["until"]:
+        wanted = max(int(step) for step in life["wants"] if int(step) <= engine.global_steps)
+        session.worker.watchers.wanted_interval = lambda windows, k=life["wants"][str(wanted)]: k
+        train(engine, engine.global_steps + 1)
+        assert session.worker.drain(60)  # every vote is known, whatever the machine does
+    if life.get("killed"):
+        (root / f"killed-{os.environ['RANK']}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"path": path}
 
 
 @pytest.mark.integration
@@ -34,9 +56,9 @@ def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
     tmp_path: Path, wants: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
 ) -> None:
     with pytest.raises(AssertionError):  # a killed rank fails
-        run_life(JOB, tmp_path, wants=wants, faults=faults, until=killed_at, killed=True)
+        run_life(Path(__file__), tmp_path, wants=wants, faults=faults, until=killed_at, killed=True)
     assert list(tmp_path.glob("killed-*"))
-    for rank in run_life(JOB, tmp_path, wants={0: 1}, faults=[], until=goes_on_at):
+    for rank in run_life(Path(__file__), tmp_path, wants={0: 1}, faults=[], until=goes_on_at):
         assert rank["path"] == f"memory:due/{goes_on_at}"
 
 
@@ -62,3 +84,7 @@ def test_storage_counts_from_the_newest_version_that_the_job_did_not_go_back_beh
     assert newest_step(config, 300) == 120
     (tmp_path / "mine" / "global_step120" / MARKER_NAME).write_text("{")
     assert newest_step(config, 110) == 100
+
+
+if __name__ == "__main__":
+    be_a_rank(main)

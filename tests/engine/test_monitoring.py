@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.job.cluster import WatchedCluster, cluster
-from tests.job.test_resizing import CONFIG
+from tests.job.test_scaling import CONFIG
 
 STEPS_PER_PRINT = 2
 WAIT_SECS = 300.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,8 +13,37 @@ from unittest import mock
 
 import pytest
 
+from reft.engine.deepspeed import session_of
 from reft.engine.session import Stopping
+from reft.errors import TransferError
 from tests.attack.jobs import DEADLINE_SECS, ranks
+from tests.engine.ranks import join_group
+from tests.engine.test_traffic import make, train
+
+
+def main(out: Path) -> None:
+    logging.basicConfig()
+    join_group()
+    rank = int(os.environ["RANK"])
+    os.environ["REFT_NODE_ID"] = f"node{rank}"
+    engine = make(0, {"enabled": True, "job_id": "stop", "grace_secs": 4})
+    engine.load_checkpoint(str(out / "none"))
+    train(engine)
+    session = session_of(engine)
+    assert session is not None
+    assert session.worker is not None
+    if rank == 1:
+
+        def lose(*args: object, **options: object) -> None:
+            raise TransferError("lost by the test")
+
+        session.worker.control.rejoin = lose  # type: ignore[method-assign]
+        session.worker.votes.cast = lose  # type: ignore[method-assign]
+    train(engine)
+    (out / f"rank{rank}.json").write_text('{"ready": true}')
+    while True:
+        train(engine)
+
 
 GRACE_SECS = 25.0
 
@@ -62,7 +93,7 @@ def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> Non
 
 @pytest.mark.integration
 def test_p6_trainers_whose_snapshot_workers_have_lost_each_other_end_when_told_to(tmp_path: Path) -> None:
-    job, memory = Path(__file__).with_name("stop_job.py"), [tmp_path / f"memory{rank}" for rank in range(2)]
+    job, memory = Path(__file__), [tmp_path / f"memory{rank}" for rank in range(2)]
     with ranks(job, cwd=tmp_path, out=tmp_path / "out", memory=memory) as started:
         for rank in range(2):
             started.said(rank, "ready")
@@ -74,3 +105,7 @@ def test_p6_trainers_whose_snapshot_workers_have_lost_each_other_end_when_told_t
     assert 128 + signal.SIGTERM in codes, log
     assert -signal.SIGKILL not in codes, log
     assert "without a vote: the other ranks do not answer" in log
+
+
+if __name__ == "__main__":
+    main(Path(os.environ["TEST_OUT"]))

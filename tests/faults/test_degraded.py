@@ -12,8 +12,15 @@ import pytest
 
 from tests.commands import Answer, command
 from tests.faults.cases import DP2, DP3, OPTIMIZERS
-from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
-from tests.faults.memory import fill_up, remount, small_file_system
+from tests.faults.job import (
+    FaultJob,
+    Scratch,
+    broken_promises,
+    fill_up,
+    remount,
+    small_file_system,
+    wrong_losses,
+)
 from tests.versions import step_on_storage
 
 OPTIMIZER = OPTIMIZERS[2]

@@ -17,14 +17,14 @@ from reft.node.hangs import Waiting
 from reft.node.observe import StatusBoard
 from reft.node.progress import Phase, ProgressPage, Seen
 from reft.node.report import Board, NodeReport, Signal, read_board
-from tests.clock import Clock
 from tests.commands import command
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
+from tests.machine import Clock
 from tests.prefork import Popen
 
 from .cluster import cluster, deepspeed_json
-from .test_resizing import CONFIG, OPTIONS, trains
+from .test_scaling import CONFIG, OPTIONS, trains
 
 
 @pytest.mark.nightly

@@ -23,8 +23,8 @@ from reft.storage.persisted import job_directory, list_persisted
 
 from .cluster import SCRIPTS, WatchedCluster, cluster, deepspeed_json
 from .test_nodes import QUICK
-from .test_resizing import CONFIG as RESIZED
-from .test_resizing import last_step
+from .test_scaling import CONFIG as RESIZED
+from .test_scaling import last_step
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,

@@ -18,7 +18,7 @@ from reft.job.launch import Hangs
 from reft.job.script import EX_FENCED, Cause, Failure
 from reft.node.hangs import Waiting
 from reft.node.progress import Phase, ProgressPage, Seen
-from tests.clock import Clock
+from tests.machine import Clock
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 

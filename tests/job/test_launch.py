@@ -29,9 +29,9 @@ from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 from reft.node.report import PARTS, note, read_history
+from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
-from .conftest import SECRET
 
 
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):

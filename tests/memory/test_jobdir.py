@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,9 @@ from reft.memory.jobdir import (
     read_json,
     read_secret,
     remove_job,
+    user_secret,
 )
 from tests.machine import can_give_away
-
-pytestmark = pytest.mark.timeout(60)
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(
@@ -46,6 +46,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.timeout(60)
 def test_p11_the_directory_and_its_secret_are_private(tmp_path: Path) -> None:
     job = JobDir.open_or_create(tmp_path / "deep" / "memory", "job", "node0")
     assert mode(job.path) == 0o700
@@ -58,6 +59,7 @@ def test_p11_the_directory_and_its_secret_are_private(tmp_path: Path) -> None:
     assert (found["job_id"], found["node"], found["owner_uid"]) == ("job", "node0", os.geteuid())
 
 
+@pytest.mark.timeout(60)
 def test_the_given_secret_is_used_and_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_given_secret_is_used_and_another_one_is_refused(
         JobDir.open_or_create(tmp_path, "third", "node0")
 
 
+@pytest.mark.timeout(60)
 def test_many_that_attach_at_once_agree_on_one_secret(tmp_path: Path) -> None:
     for attempt in range(40):
         found: list[bytes] = []
@@ -91,6 +94,7 @@ def test_many_that_attach_at_once_agree_on_one_secret(tmp_path: Path) -> None:
         assert sorted(p.name for p in (tmp_path / f"job{attempt}").iterdir()) == [JOB_FILE, SECRET_FILE]
 
 
+@pytest.mark.timeout(60)
 def test_p11_what_others_could_have_read_or_made_is_refused(tmp_path: Path) -> None:
     job = JobDir.open_or_create(tmp_path, "job", "node0")
     secret = job.path / SECRET_FILE
@@ -118,6 +122,7 @@ def test_p11_what_others_could_have_read_or_made_is_refused(tmp_path: Path) -> N
         JobDir.open(tmp_path)
 
 
+@pytest.mark.timeout(60)
 @needs_root
 def test_p11_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
     job = JobDir.open_or_create(tmp_path, "job", "node0")
@@ -134,6 +139,7 @@ def test_p11_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
     assert summary.owner_uid == STRANGER
 
 
+@pytest.mark.timeout(60)
 @needs_root
 def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
@@ -146,6 +152,7 @@ def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(tmp
     assert not (tmp_path / "disk" / "reft" / "other").exists()
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("mode", "owner", "says"),
     [
@@ -169,6 +176,7 @@ def test_p11_a_memory_directory_where_others_can_exchange_jobs_is_refused(
     assert list(memory_dir.iterdir()) == []
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("job_id", ["..", ".", "/", "../elsewhere", "/tmp", "a/b", ".x", "x" * 129])
 def test_p7_a_job_id_that_is_a_path_is_refused(tmp_path: Path, job_id: str) -> None:
     memory_dir = tmp_path / "deep" / "reft"
@@ -177,6 +185,7 @@ def test_p7_a_job_id_that_is_a_path_is_refused(tmp_path: Path, job_id: str) -> N
     assert not memory_dir.exists()
 
 
+@pytest.mark.timeout(60)
 def test_another_name_of_a_node_is_recorded_and_one_of_a_job_refused(tmp_path: Path) -> None:
     first = JobDir.open_or_create(tmp_path, "job", "node0")
     created = (read_json(first.path / JOB_FILE) or {})["created"]
@@ -188,6 +197,7 @@ def test_another_name_of_a_node_is_recorded_and_one_of_a_job_refused(tmp_path: P
         JobDir.open_or_create(tmp_path, "renamed", "node0")
 
 
+@pytest.mark.timeout(60)
 def test_the_newest_incarnation_is_the_highest_that_any_arena_names(tmp_path: Path) -> None:
     job = JobDir.open_or_create(tmp_path, "job", "node0")
     assert job.newest_incarnation() == 0
@@ -198,6 +208,7 @@ def test_the_newest_incarnation_is_the_highest_that_any_arena_names(tmp_path: Pa
     assert job.newest_incarnation() == 5
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.process
 def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None:
     me = process_identity()
@@ -220,6 +231,7 @@ DAEMON = (
 )
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.process
 @pytest.mark.parametrize(("how", "why"), [("arena.state", "open for writing"), (DAEMON, "daemon runs")])
 def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, how: str, why: str) -> None:
@@ -240,6 +252,7 @@ def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, how: str, wh
     assert list_jobs(tmp_path) == []
 
 
+@pytest.mark.timeout(60)
 def test_nobody_attaches_while_a_directory_is_removed(tmp_path: Path) -> None:
     import fcntl
 
@@ -255,6 +268,7 @@ def test_nobody_attaches_while_a_directory_is_removed(tmp_path: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.timeout(60)
 def test_only_job_directories_are_listed_and_removed(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("x")
@@ -268,3 +282,68 @@ def test_only_job_directories_are_listed_and_removed(tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "precious.txt").exists()
     (summary, _) = list_jobs(tmp_path)
     assert json.loads(json.dumps(summary.to_json()))["job_id"] == "a"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("REFT_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".reft" / "secret"
+
+
+def test_p11_many_that_ask_at_once_get_the_same(path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: user_secret(), range(16)))
+    assert len(found) == 1
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in path.parent.iterdir()] == ["secret"]
+
+
+def test_p11_the_environment_comes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFT_SECRET", "ab" * 32)
+    assert user_secret() == b"\xab" * 32
+    assert not path.parent.exists()
+    monkeypatch.setenv("REFT_SECRET", "ab" * 31)
+    with pytest.raises(AuthenticationError, match="64 digits"):
+        user_secret()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_p11_a_file_that_others_can_use_is_refused(path: Path, mode: int) -> None:
+    user_secret()
+    path.chmod(mode)
+    with pytest.raises(AuthenticationError, match=rf"mode 0{mode:o}\); expected 0600.*chmod go=.*remove it"):
+        user_secret()
+
+
+def test_p11_a_link_and_anothers_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_secret()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(AuthenticationError, match=r"belongs to uid .* remove it"):
+        user_secret()
+    monkeypatch.undo()
+    monkeypatch.delenv("REFT_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(path.parent.parent))
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(ConfigError, match="REFT_SECRET"):
+        user_secret()
+
+
+def test_p11_a_damaged_file_is_not_replaced(path: Path) -> None:
+    user_secret()
+    path.write_text("half")
+    with pytest.raises(AuthenticationError, match="not a secret"):
+        user_secret()
+    assert path.read_text() == "half"
+
+
+def test_p11_without_a_home_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("REFT_SECRET", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    with pytest.raises(ConfigError, match=r"HOME is not set.*REFT_SECRET to 64"):
+        user_secret()
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        user_secret()

@@ -19,7 +19,7 @@ from reft.node.memory_watch import (
 from reft.node.observe import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.node.report import NodeReport
-from tests.clock import Clock
+from tests.machine import Clock
 
 MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]  # MiB in use at a second

@@ -16,7 +16,7 @@ from reft.node.observe import Accounts, NodeObserver, Speed
 from reft.node.progress import Phase, ProgressPage, Seen
 from reft.node.report import RESUMED, STARTED, Counts, NodeReport, Signal, note
 from reft.storage.persister import PersistStatus
-from tests.clock import Clock
+from tests.machine import Clock
 from tests.memory.arena_tools import SECRET, make, write_version
 
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
 import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import exp
 from pathlib import Path
 
 import pytest
 
-from reft.node.progress import Phase, ProgressPage, read_pages, read_times
-from tests.clock import Clock
+from reft.node.advice import (
+    Action,
+    Advice,
+    Memory,
+    Situation,
+    Speed,
+    advise,
+    dropping_pays,
+    gain_of_workers,
+    scale_plan,
+)
+from reft.node.hangs import Waiting, Watch, limit_secs, name_culprit
+from reft.node.memory_watch import MemoryUse
+from reft.node.progress import Phase, ProgressPage, RankSteps, Seen, StepTimes, read_pages, read_times
+from reft.node.stragglers import Kind, SlowTest, SpeedWatch, Straggler
+from tests.machine import Clock
 
 
 def test_a_page_tells_what_its_trainer_is_at(tmp_path: Path) -> None:
@@ -168,3 +190,431 @@ def test_waiting_for_a_core_is_no_computing(
     monkeypatch.undo()
     (step,) = read_times(tmp_path)[0].steps
     assert (step.compute, step.busy, step.linked) == pytest.approx((0.006, 0.004, 0.001))
+
+
+STEP_LIMIT = 7.5
+OTHER_LIMIT = 600.0
+SEEN = Seen(
+    local_rank=0,
+    rank=0,
+    pid=100,
+    phase=Phase.STEP,
+    step=8,
+    position=3,
+    instruction="ForwardPass",
+    nanos=1,
+    hang_factor=10.0,
+    hang_timeout_secs=OTHER_LIMIT,
+    step_secs=0.3,
+    phase_secs=0.0,
+    stack_signal=0,
+    state="S",
+)
+
+
+def named(*waiting: Waiting) -> tuple[int, ...] | None:
+    """The ranks; none of them where all wait, and None where nobody is accused."""
+    verdict = name_culprit(list(waiting))
+    return None if verdict is None else verdict.ranks
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
+    seen = replace(SEEN, phase=phase)
+    wanted = {Phase.STEP: STEP_LIMIT, Phase.PAUSED: None, Phase.ENDED: None}.get(phase, OTHER_LIMIT)
+    assert limit_secs(seen) == wanted
+    assert limit_secs(replace(seen, state="t")) is None, "somebody looks at it with a debugger"
+    assert limit_secs(replace(seen, hang_factor=0.0, state="T")) is None
+    unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
+    assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
+
+
+def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
+    unmeasured = replace(SEEN, step_secs=0.0)
+    assert limit_secs(unmeasured) == OTHER_LIMIT
+    assert limit_secs(replace(unmeasured, state="T")) == STEP_LIMIT, "nothing goes on in it"
+    assert Waiting(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
+    # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
+    behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
+    ahead = replace(SEEN, step=2, instruction="Backward")
+    assert named(Waiting(ahead, 9.0), Waiting(behind, 9.0)) is None
+    assert named(Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)) == (1,)
+
+
+def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
+    watch = Watch()
+    assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]
+    for _ in range(40):
+        (waiting,) = watch.look([SEEN], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (10.0, True)
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (0.0, False)
+    # This process stood still, or the clock was set: nobody hangs for that.
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 1e6)
+    assert not waiting.suspected
+
+
+def test_a_suspicion_ends_with_the_round() -> None:
+    watch = Watch()
+    for _ in range(10):
+        (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.suspected
+    watch.clear()
+    (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.quiet_secs == 0.0
+    watch.look([SEEN], 1.0)
+    assert not any(w.quiet for w in watch.look([replace(SEEN, pid=101)], 1.0)), "another trainer"
+
+
+AT = {
+    "waits": dict(instruction="RecvActivation"),
+    "computes": dict(instruction="BackwardPass"),
+    "loads": dict(instruction="LoadMicroBatch"),
+    "between": dict(phase=Phase.BETWEEN, instruction=""),
+    "saves": dict(phase=Phase.SAVING, instruction=""),
+    "evaluates": dict(phase=Phase.EVALUATION, instruction="ForwardPass"),
+    "first": dict(phase=Phase.FIRST_STEP, instruction="ForwardPass"),
+    "paused": dict(phase=Phase.PAUSED, instruction=""),
+    "stopped": dict(state="T", instruction="RecvGrad"),
+    "gone": dict(state="", instruction="RecvGrad"),
+}
+
+
+def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
+    return Waiting(replace(SEEN, rank=rank, step=step, **AT[what]), quiet_secs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_is_named_in_every_combination(ranks: int) -> None:
+    for combination in product(AT, repeat=ranks):
+        waiting = [rank_at(rank, what, STEP_LIMIT + 1) for rank, what in enumerate(combination)]
+        ranks_at = {what: tuple(r for r, at in enumerate(combination) if at == what) for what in AT}
+        stopped, gone, computing = (ranks_at[what] for what in ("stopped", "gone", "computes"))
+        nobody = () if set(combination) == {"waits"} else None  # who takes its time may
+        assert named(*waiting) == (stopped or gone or computing or nobody), combination
+
+
+def test_nobody_is_named_while_a_rank_goes_on_or_before_the_limit() -> None:
+    for what in AT:
+        assert named(rank_at(0, "waits", STEP_LIMIT + 1), rank_at(1, what, 0.1)) is None, what
+        assert named(rank_at(0, "waits", 1.0), rank_at(1, what, STEP_LIMIT - 1)) is None, what
+
+
+def test_what_takes_too_long_at_anything_is_named() -> None:
+    for what in ("loads", "between", "saves", "evaluates", "first"):
+        assert named(rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)) == (1,), what
+    assert named(rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)) is None
+
+
+def test_what_all_ranks_do_between_two_steps_may_last() -> None:
+    """The last step may have been the last."""
+    assert named(rank_at(0, "between", 1e6), rank_at(1, "between", 1e6)) is None
+    assert named(rank_at(0, "between", 1e6), rank_at(1, "stopped", STEP_LIMIT + 1)) == (1,)
+
+
+def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
+    waiting = [rank_at(rank, "waits", 9.0, step) for rank, step in enumerate((9, 8, 9))]
+    verdict = name_culprit(waiting)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "rank 1 hangs: behind the others (rank 1: step after step 8" in verdict.reason
+
+
+NOISE = Path(__file__).with_name("noise.csv")
+"""1,000 undisturbed steps of two stages with two replicas on two cores, which other work kept busy (load
+average 15 to 33): the whole step, and each rank's computing and its wait for a core, in microseconds."""
+Place = tuple[int, int, int]
+RANKS: tuple[Place, ...] = tuple((pp, dp, 0) for pp in (0, 1) for dp in (0, 1))
+Of = Callable[[int], StepTimes]
+
+
+def took(
+    step: int, compute: float, *, whole: float = 0.1, busy: float = 0.0, previous: float = 0, next: float = 0
+) -> StepTimes:
+    """Seconds; two milliseconds of transfers, collectives and the optimizer each."""
+    return StepTimes(step, whole, compute, busy, 0.002, 0.002, 0.002, previous, next, 8)
+
+
+def tell(
+    watch: SpeedWatch,
+    steps: range,
+    ranks: dict[Place, Of],
+    *,
+    node: Callable[[int], str] = "node{}".format,
+    pid: int = 7,
+) -> None:
+    """The watch sees these steps, a few at a time; every rank is a node unless ``node`` says else."""
+    for first in range(steps.start, steps.stop, 8):
+        seen = range(max(steps.start, first - 16), min(first + 8, steps.stop))
+        watch.look(
+            (node(rank), RankSteps(rank, pid, at, tuple(of(step) for step in seen)))
+            for rank, (at, of) in enumerate(ranks.items())
+        )
+
+
+def recorded() -> Iterator[tuple[int, float, dict[Place, tuple[float, float]]]]:
+    """Step, seconds of it, and by rank the seconds of computing and of waiting for a core."""
+    with NOISE.open() as file:
+        rows = csv.reader(file)
+        next(rows)
+        for step, whole, *numbers in rows:
+            secs = [int(n) / 1e6 for n in numbers]
+            ranks = {at: (secs[2 * i], secs[2 * i + 1]) for i, at in enumerate(RANKS)}
+            yield int(step), int(whole) / 1e6, ranks
+
+
+def noisy(rank: int, secs: float, *, slow_from: int = 10**9) -> Of:
+    """Computing with Laplace noise of three percent, always the same; slower by a fifth from a step on."""
+
+    def of(step: int) -> StepTimes:
+        source = random.Random(1000 * step + rank)
+        noise = source.expovariate(33.0) - source.expovariate(33.0)
+        return took(step, secs * exp(noise) * (1.2 if step >= slow_from else 1.0))
+
+    return of
+
+
+def test_a_rank_that_is_slower_by_a_fifth_is_named_within_20_steps() -> None:
+    watch = SpeedWatch()
+    ranks = {at: noisy(i, 0.04, slow_from=100 if at == (1, 1, 0) else 10**9) for i, at in enumerate(RANKS)}
+    tell(watch, range(1, 100), ranks)
+    assert watch.slow() == ()
+    tell(watch, range(100, 120), ranks)
+    (named,) = watch.slow()
+    assert (named.kind, named.name, named.ranks) == (Kind.RANK, "rank 3 (node3)", (3,))
+    assert abs(named.since_step - 100) <= 3
+    assert named.factor == pytest.approx(1.2, rel=0.05)
+    assert named.cost_secs == pytest.approx(0.008, rel=0.3)
+    assert named.cost_share == pytest.approx(0.08, rel=0.3)
+    # As quick as the others again, it is named no more.
+    tell(watch, range(120, 170), {at: noisy(i, 0.04) for i, at in enumerate(RANKS)})
+    assert watch.slow() == ()
+
+
+def test_only_equals_are_compared() -> None:
+    """A stage that has more to do is not slow, and one replica has no equals."""
+    watch = SpeedWatch()
+    tell(watch, range(1, 300), {at: noisy(i, 0.02 if at[0] else 0.06) for i, at in enumerate(RANKS)})
+    assert watch.slow() == ()
+    assert {s.rank: round(s.compute_secs, 2) for s in watch.speeds()} == {0: 0.06, 1: 0.06, 2: 0.02, 3: 0.02}
+    alone = SpeedWatch()
+    tell(alone, range(1, 200), {(pp, 0, 0): noisy(pp, 0.02 * (1 + pp)) for pp in (0, 1)})
+    assert alone.slow() == ()
+    assert len(alone.speeds()) == 2
+
+
+def test_no_rank_is_named_in_1000_recorded_steps_of_a_busy_machine() -> None:
+    known = {step: (whole, ranks) for step, whole, ranks in recorded()}
+    assert len(known) > 990
+
+    def of(at: Place, step: int) -> StepTimes:
+        whole, ranks = known[step]
+        return took(step, ranks[at][0], whole=whole, busy=ranks[at][1])
+
+    watch = SpeedWatch()
+    for first in range(min(known), max(known) - 8, 8):
+        chunk = range(first, first + 8)
+        if all(step in known for step in chunk):
+            tell(watch, chunk, {at: partial(of, at) for at in RANKS})
+            assert watch.slow() == ()
+
+
+def test_a_busy_machine_does_not_hide_who_is_slower_by_a_third() -> None:
+    """In most of the recorded steps, whenever it begins: named within 30 steps, and never its peer."""
+    steps = list(recorded())
+    named, cases = 0, 0
+    for start in range(100, 900, 50):
+        for pp in (0, 1):
+            mine, peer = SlowTest(4), SlowTest(4)
+            for step, whole, ranks in steps[: start + 30]:
+                slower = 4 / 3 if step >= steps[start][0] else 1.0
+                one, other = slower * ranks[pp, 0, 0][0], ranks[pp, 1, 0][0]
+                mine.see(step, one, other, whole)
+                peer.see(step, other, one, whole)
+            cases += 1
+            named += mine.since_step is not None
+            assert peer.since_step is None
+    assert named >= 0.9 * cases
+
+
+def test_a_burst_is_no_slowness_and_what_costs_little_is_not_named() -> None:
+    watch = SpeedWatch()
+    ranks = {at: noisy(i, 0.04) for i, at in enumerate(RANKS)}
+    tell(watch, range(1, 100), ranks)
+    tell(watch, range(100, 107), ranks | {RANKS[0]: noisy(0, 0.12)})
+    tell(watch, range(107, 140), ranks)
+    assert watch.slow() == ()
+    little = {at: (lambda step: took(step, 0.002)) for at in RANKS}
+    little[RANKS[0]] = lambda step: took(step, 0.0025)
+    tell(watch, range(140, 240), little)
+    assert watch.slow() == ()
+
+
+def test_ranks_that_are_slow_together_are_named_as_a_node_or_as_tensor_parallel_peers() -> None:
+    watch = SpeedWatch()
+    ranks = {(0, dp, 0): noisy(dp, 0.06 if dp in (2, 3) else 0.04) for dp in range(6)}
+    tell(watch, range(1, 100), ranks, node=lambda rank: f"host{rank // 2}")
+    (named,) = watch.slow()
+    assert (named.kind, named.name, named.ranks, named.nodes) == (Kind.NODE, "host1", (2, 3), ("host1",))
+    watch = SpeedWatch()
+    places = [(0, dp, tp) for dp in range(3) for tp in range(2)]
+    tell(watch, range(1, 100), {at: noisy(i, 0.06 if at[1] == 1 else 0.04) for i, at in enumerate(places)})
+    (named,) = watch.slow()
+    assert (named.name, named.ranks) == ("one of ranks 2, 3", (2, 3))
+
+
+def test_a_slow_link_is_told_from_a_stage_that_waits() -> None:
+    watch = SpeedWatch()
+
+    def of(at: Place, step: int) -> StepTimes:
+        slow = 0.004 if at[1] == 1 else 0.0005
+        # The first stage waits long for the second; whoever comes last sees what the bytes take.
+        return took(step, 0.03, next=0.02) if at[0] == 0 else took(step, 0.03, previous=slow)
+
+    tell(watch, range(1, 60), {at: partial(of, at) for at in RANKS})
+    (named,) = watch.slow()
+    assert (named.kind, named.name) == (Kind.LINK, "rank 1 (node1) - rank 3 (node3)")
+    assert named.factor == pytest.approx(8.0, rel=0.1)
+    assert named.cost_secs == pytest.approx(8 * 0.0035, rel=0.1)
+
+
+def test_a_job_that_goes_back_or_starts_again_is_looked_at_anew() -> None:
+    watch = SpeedWatch()
+    slow = {at: noisy(i, 0.06 if i == 0 else 0.04) for i, at in enumerate(RANKS)}
+    tell(watch, range(1, 100), slow)
+    assert [s.ranks for s in watch.slow()] == [(0,)]
+    tell(watch, range(50, 60), {at: noisy(i, 0.04) for i, at in enumerate(RANKS)}, pid=8)
+    assert watch.slow() == ()
+    tell(watch, range(20, 120), slow, pid=8)
+    assert [s.ranks for s in watch.slow()] == [(0,)], "steps that are made again count"
+
+
+ABCD = ("a", "b", "c", "d")
+GIB = 2**30
+
+
+def slow(name: str, nodes: tuple[str, ...], factor: float) -> Straggler:
+    return Straggler(Kind.NODE, name, (), nodes, 1, factor, 0.0, 0.0, "")
+
+
+def memory(node: str, used_gib: int) -> Memory:
+    return Memory(node, MemoryUse("the host", 0, used_gib * GIB, 100 * GIB))
+
+
+SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted"),
+    [
+        (Situation(ABCD), []),
+        # A straggler: a spare takes its place; without one it goes if the others are faster alone.
+        (Situation(ABCD, spares=("s",), slow=(slow("node b", ("b",), 1.1),)), [("replace", ("b",), 4)]),
+        (Situation(ABCD, slow=(slow("node b", ("b",), 1.2),)), [("replace", ("b",), 4)]),
+        (Situation(ABCD, slow=(slow("node b", ("b",), 1.5),)), [("drop", ("b",), 3)]),
+        (Situation(("a",), slow=(slow("node a", ("a",), 9.0),)), [("replace", ("a",), 1)]),
+        (Situation(ABCD, slow=(slow("a link", ("a", "b"), 9.0),)), []),
+        # The slowest gets the only spare.
+        (
+            Situation(ABCD, spares=("s",), slow=(slow("a", ("a",), 1.5), slow("b", ("b",), 3.0))),
+            [("replace", ("b",), 4), ("drop", ("a",), 3)],
+        ),
+        # Two slow ranks of one node take one spare.
+        (
+            Situation(ABCD, spares=("s", "t"), slow=(*SLOW_A, slow("b", ("b",), 1.5))),
+            [("replace", ("a",), 4), ("replace", ("b",), 4)],
+        ),
+        # One node that is lost again and again.
+        (Situation(ABCD, losses={"c": 3, "a": 1}), [("replace", ("c",), 4)]),
+        (Situation(ABCD, losses={"c": 2}), []),
+        (Situation(ABCD, losses={"c": 3, "a": 2, "b": 2}), []),
+        (Situation(ABCD, losses={"gone": 5}), []),
+        (Situation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
+        # Memory that runs out.
+        (
+            Situation(ABCD, memory=(memory("a", 80), memory("b", 95))),
+            [("memory", ("b",), 4)],
+        ),
+        # How many nodes: DLRover's threshold is a fifth.
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=8), [("add", (), 6)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.2)), most_nodes=5), [("add", (), 5)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.19)), most_nodes=8), [("remove", (), 2)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=4), []),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9))), []),
+        (Situation(ABCD, speeds=(Speed(4, 1.9), Speed(2, 1.0)), most_nodes=8), []),
+        (Situation(ABCD, speeds=(Speed(4, 1.0),), most_nodes=8), []),
+    ],
+    ids=lambda v: str(v)[:60],
+)
+def test_what_is_advised(seen: Situation, wanted: list[tuple[str, tuple[str, ...], int]]) -> None:
+    assert [(str(a.action), a.nodes, a.workers) for a in advise(seen)] == wanted
+    assert all(a.why and str(a) and json.dumps(a.to_json()) for a in advise(seen))
+
+
+def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None:
+    """Simulated: a synchronous step takes as long as its slowest; a node less means more work for the others."""
+    for nodes in (2, 3, 4, 8):
+        for factor in (1.05, 1.2, 1.4, 1.9, 2.1, 3.0):
+            with_it = max([1.0] * (nodes - 1) + [factor]) / nodes
+            without = 1.0 / (nodes - 1)
+            assert dropping_pays(nodes, factor) == (without < with_it * (1 - 1e-12))
+
+
+# -- published (REFERENCE, section 3) -------------------------------------------------------------------
+
+
+def test_published_threshold_of_a_worker_more() -> None:
+    """(change of speed / change of workers) / (speed / workers) >= 0.2."""
+    assert gain_of_workers(Speed(10, 100.0), Speed(12, 104.0)) == pytest.approx(0.2)
+    one, two = Speed(1, 10.0), Speed(2, 20.0)
+    assert gain_of_workers(one, two) == gain_of_workers(two, one) == 1
+
+
+PUBLISHED_PLAN = {
+    "apiVersion": "elastic.iml.github.io/v1alpha1",
+    "kind": "ScalePlan",
+    "metadata": {"labels": {"scale-type": "auto"}, "name": "deepctr-auto-job-scaleplan-2"},
+    "spec": {
+        "createPods": [],
+        "ownerJob": "deepctr-auto-job",
+        "removePods": [],
+        "replicaResourceSpecs": {"worker": {"replicas": 4, "resource": {"cpu": "1", "memory": "4170Mi"}}},
+    },
+}
+"""DLRover's example of a plan that its master writes; it also has the addresses of parameter servers."""
+
+
+def test_published_scale_plan() -> None:
+    more = Advice(Action.ADD, (), 4, "")
+    plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, spares=0, cpu=1, memory_bytes=4170 * 2**20)
+    spec = dict(plan["spec"])
+    assert (spec.pop("migratePods"), spec.pop("psHosts")) == ([], [])  # of nothing, and no parameter servers
+    assert plan | {"spec": spec} == PUBLISHED_PLAN
+
+
+@pytest.mark.parametrize(
+    ("spares", "removed", "migrated", "replicas"),
+    [((), "b", "ca", 3), (("s",), "b", "ca", 4), (("s", "t"), "bc", "a", 4)],
+)
+def test_what_is_advised_becomes_a_plan(
+    spares: tuple[str, ...], removed: str, migrated: str, replicas: int
+) -> None:
+    """b is slow, c is lost again and again, and a lacks memory. Without a spare b is dropped and has no successor;
+    the successor of c comes before c goes. The first spare takes b's place, the second c's."""
+    found = advise(
+        Situation(
+            ABCD,
+            spares,
+            slow=(slow("b", ("b",), 2.0),),
+            losses={"c": 4},
+            memory=(memory("a", 95),),
+        )
+    )
+    spec = scale_plan("job", 1, found, workers=4, spares=len(spares), cpu=8, memory_bytes=100 * GIB)["spec"]
+    usual, more = ({"cpu": "8", "memory": memory} for memory in ("102400Mi", "121600Mi"))
+    assert spec["createPods"] == []
+    assert spec["removePods"] == [{"name": node, "type": "worker"} for node in removed]
+    assert spec["replicaResourceSpecs"]["worker"] == {"replicas": replicas, "resource": usual}
+    assert spec["migratePods"] == [
+        {"name": node, "resource": more if node == "a" else usual} for node in migrated
+    ]

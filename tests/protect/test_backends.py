@@ -24,8 +24,7 @@ from reft.protect.backend import (
 )
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
 from tests.device.conftest import sim
-from tests.protect.backends import CASES, Case, case_or_skip, has_cupy
-from tests.protect.reference import slow_combine
+from tests.protect.backends import CASES, Case, case_or_skip, has_cupy, slow_combine
 
 __all__ = ["sim"]
 

@@ -35,7 +35,7 @@ from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.rebuild import Blueprint, Completing
 from reft.recover.recover import Participant, Recovery
 from reft.recover.relayout import Imaged, Move, Resize, only_replicas_differ, plan_replica, spoken_by
-from tests.control.ranks import refuse_pickling
+from tests.control.mpi_job import refuse_pickling
 
 from .fleet import JOB, NEW, SECRET, arena_name
 from .scenarios import DEAD, MORE, NOT_OVER_MPI, OTHER_LAYOUTS, PADDING, RING, SCENARIOS, WORLD_SIZE

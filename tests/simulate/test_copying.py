@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.__main__ import main
 from benchmarks.simulator.copying import Beside, Copying, Tier
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, one_f_one_b
+from benchmarks.simulator.settings import MACHINES, experiments
+from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
+from reft.config import Variant
+from reft.policy.loads import Load
+from reft.tools.planning.model import SHAPES, Training
+from reft.tools.planning.plan import estimated_pace
 
 MB = 1e6
 parts = st.floats(0.0, 1.0)
@@ -98,3 +107,102 @@ def test_pieces_are_recorded_as_chunks():
             window = stage.windows[chunk.window]
             assert window.start_secs + 50.0 <= chunk.begin_secs
             assert chunk.end_secs <= window.stop_secs + 50.0
+
+
+EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
+
+
+@st.composite
+def trainings(draw):
+    return Training(
+        draw(st.sampled_from([SHAPES[name] for name in ("125m", "1.3b", "6.7b", "34b")])),
+        draw(st.sampled_from(sorted(MACHINES.values(), key=lambda m: m.name))),
+        tensor=draw(st.sampled_from([1, 2, 4, 8])),
+        stages=draw(st.integers(1, 8)),
+        data=draw(st.integers(2, 64)),
+        micro_batches=draw(st.integers(1, 16)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainings(), st.sampled_from(sorted(PROTECTIONS)))
+def test_has_costs_no_more_than_the_others_with_equal_bytes(training, protection):
+    """Where its plan fits; where not, it waits rather than share a link with the training."""
+    result = predict(training, protection=protection)
+    has = result.of(Variant.HAS)
+    assume(has.copied_bytes[Tier.FENCE] == 0)
+    for variant in EQUAL_BYTES:
+        other = result.of(variant)
+        assert other.nbytes == has.nbytes
+        assert has.step_secs <= other.step_secs * (1 + 1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainings())
+def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(training):
+    result = predict(training)
+    plain, has = result.of(Variant.NONE).simulation, result.of(Variant.HAS)
+    plans = [
+        plan_stage(training, s, 2 / training.data * training.state_bytes(s.stage_id)) for s in plain.stages
+    ]
+    assume(all(plan.tier_bytes[1] == plan.total_bytes for plan in plans))
+    assert has.overhead == pytest.approx(0.0, abs=1e-9)
+    assert has.copied_bytes[Tier.WAITING] == pytest.approx(sum(has.copied_bytes.values()))
+
+
+def test_a_plan_estimates_hardly_less_than_what_is_simulated():
+    for training in (job for group in experiments() for job in group.trainings):
+        plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
+        pipeline = one_f_one_b(training.stages, training.micro_batches)
+        pace = estimated_pace(training)
+        assert pace.step_secs == pytest.approx(plain.makespan_secs, rel=0.02)
+        for part in (0.1, 0.5, 1.0):
+            nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
+            true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
+            found = pace({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
+            assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
+
+
+def run(capsys, *arguments):
+    code = main(arguments)
+    return code, capsys.readouterr()
+
+
+def test_json_is_labelled_and_has_every_variant_and_published_value(capsys):
+    code, captured = run(capsys, "has", "--json")
+    result = json.loads(captured.out)
+    assert code == 0
+    assert result["simulated"] is True
+    settings_ = [s for e in result["experiments"] for s in e["settings"]]
+    assert len(settings_) == 12
+    for setting in settings_:
+        assert setting["simulated"] is True
+        assert {v["variant"] for v in setting["variants"]} == {v.value for v in Variant}
+        assert all(v["simulated"] for v in setting["variants"])
+    assert len(result["published"]) == 8
+    assert result["bytes_per_device_gb"][0]["aec"] == {"computed": "0.1625", "derived": "0.1625"}
+    assert "published" not in json.dumps(result["bytes_per_device_gb"])
+
+
+def test_the_report_has_what_the_papers_print_beside_labelled_values(capsys, tmp_path):
+    assert run(capsys, "paper", "--out", str(tmp_path))[0] == 0
+    sections = json.loads((tmp_path / "paper.json").read_text())
+    lines = [line for section in sections for line in section["lines"]]
+    assert {line["how"] for line in lines} == {"simulated", "computed", "measured"}
+    told = " ".join(line["published"] for line in lines)
+    for value in ("22 %", "6.63", "17 %", "9.27", "0.84", "0.75", "12.36", "6.32", "6.59", "30.45", "35 %"):
+        assert value in told, value
+    text = (tmp_path / "paper.md").read_text()
+    assert all((tmp_path / name).is_file() and name in text for name in ("overheads.png", "step.png"))
+
+
+def test_figures_are_drawn(capsys, tmp_path):
+    overheads, timeline, pipeline = (tmp_path / f"{name}.svg" for name in ("a", "b", "c"))
+    assert run(capsys, "has", "--figure", str(overheads))[0] == 0
+    arguments = ("has", "--model", "1.3b", "--cluster", "v100", "--timeline", str(timeline))
+    assert run(capsys, *arguments)[0] == 0
+    assert run(capsys, "pipeline", "--schedule", "zero-bubble-h1", "--figure", str(pipeline))[0] == 0
+    for path in (overheads, timeline, pipeline):
+        assert "<svg" in path.read_text()
+    bars = sum(len(experiment.trainings) for experiment in experiments())
+    assert overheads.read_text().count("<!-- has") >= bars, "every bar of HAS is labelled, of height 0 too"

@@ -29,7 +29,7 @@ from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated
 from tests.protect.backends import case_or_skip
-from tests.snapshot.devices import parity_of, random_bytes
+from tests.snapshot.conftest import parity_of, random_bytes
 
 
 class OneByOne(HostGate):

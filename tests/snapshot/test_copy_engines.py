@@ -24,7 +24,7 @@ from reft.snapshot.copying.engine import CopyEngine, Piece, contiguous
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated as Device
 from tests.device.simulated import SimulatedVendor, missing
-from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
+from tests.snapshot.conftest import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 
 CLOCK_ERROR_SECS = 0.001
 """Most by which a device's time, told by the host's clock, may be wrong on a busy machine."""

@@ -17,6 +17,7 @@ from reft.naming import Label
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.stats import Complaints, Samples
 from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of_one, make_worker
@@ -120,3 +121,28 @@ def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -
     peers.replicas[1] = mock.Mock(stale="", number=label.step)
     peers.compare(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
     assert peers.stats.resynced == {"KeyError": 1}
+
+
+def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints()
+    for step in range(5):
+        complaints.tell("a version broke off", TransferError(f"a peer is gone at step {step}"))
+    complaints.tell("a version broke off", TransferError("ranks vote on different steps (3 and 4)"))
+    assert len(caplog.records) == 2
+
+
+def test_causes_are_not_kept_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints()
+    for length in (*range(2000), 0):
+        complaints.tell("a version broke off", TransferError("x" * length))
+    assert len(caplog.records) == 2001
+
+
+def test_the_median_is_that_of_the_newest_samples_and_what_became_known_of_them_later() -> None:
+    samples = Samples(3)
+    samples.add_to_newest(5.0)
+    assert (samples.median, samples.newest) == (None, None)
+    for value in (9.0, 1.0, 4.0, 7.0):
+        samples.append(value)
+        samples.add_to_newest(0.5)
+    assert (samples.median, samples.newest, list(samples)) == (4.5, 7.5, [1.5, 4.5, 7.5])

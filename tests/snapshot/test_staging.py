@@ -11,7 +11,7 @@ from reft.snapshot.copying.copier import Chunk, StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import Kind
-from tests.snapshot.devices import Cuda, Simulated, host_memory, random_bytes
+from tests.snapshot.conftest import Cuda, Simulated, host_memory, random_bytes
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])

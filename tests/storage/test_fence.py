@@ -8,18 +8,30 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from reft.errors import PersistError
+from reft.grid import Degrees
 from reft.naming import Label
 from reft.storage import fence
-from reft.storage.persisted import check_files, latest_tag, list_persisted
+from reft.storage.persisted import (
+    FileRecord,
+    PersistedInfo,
+    check_files,
+    file_checksum,
+    find_markers,
+    job_directory,
+    latest_tag,
+    list_persisted,
+    tag_of,
+)
 from reft.storage.publish import WorkDir, publish, remove_debris
-
-from .test_publish import JOB, names, prepare
+from tests.storage.job_memory import latest_persisted, verify_persisted
 
 EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
 """Beginnings of the audit events by which the interpreter tells of everything that touches a file system."""
@@ -132,3 +144,119 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
         assert (latest_tag(directory), debris) == ("global_step16", []), f"stopped at {number}"
     assert number > 30
     assert wrong == []
+
+
+JOB = "job-a"
+
+
+def prepare(directory: Path, label: Label, job_id: str = JOB) -> tuple[WorkDir, PersistedInfo]:
+    work = WorkDir.of(directory, job_id, label)
+    work.scripts.mkdir(parents=True)
+    (work.scripts / "zero_to_fp32.py").write_text("# script")
+    (work.root / "mp_rank_00_model_states.pt").write_text(f"state of {label} of {job_id}")
+    files = {
+        p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
+    }
+    info = PersistedInfo(directory, tag_of(label), job_id, label, Degrees(1, 1, 1), time.time(), {}, files)
+    return work, info
+
+
+def publish_version(directory: Path, label: Label, *, keep: int = 2, job_id: str = JOB) -> None:
+    publish(*prepare(directory, label, job_id), keep)
+
+
+def state_of(info: PersistedInfo | None) -> str:
+    assert info is not None
+    assert verify_persisted(info.directory, info.tag) == []
+    return (info.path / "mp_rank_00_model_states.pt").read_text()
+
+
+def names(directory: Path) -> list[str]:
+    """What lies there beside the claim."""
+    return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".incarnation-"))
+
+
+def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
+    publish_version(tmp_path, Label(1, 1), job_id="other")
+    (tmp_path / "global_step2").mkdir()
+    (tmp_path / "global_step2" / "mp_rank_00_model_states.pt").write_text("the user's")
+    for step in (3, 4, 5, 6):
+        publish_version(tmp_path, Label(1, step), keep=2)
+    tags = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert tags == ["global_step1", "global_step2", "global_step5", "global_step6"]
+    # A later incarnation that resumed further back: what lies ahead does not crowd out what it falls back to.
+    publish_version(tmp_path, Label(2, 4), keep=2)
+    assert latest_tag(tmp_path) == "global_step4"
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(1, 5), Label(1, 6), Label(2, 4)]
+    for step in (5, 6, 7):
+        publish_version(tmp_path, Label(2, step), keep=2)
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(2, 6), Label(2, 7)]
+
+
+def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path) -> None:
+    publish_version(tmp_path, Label(2, 4))
+    for stale in (Label(1, 4), Label(1, 9), Label(2, 3)):
+        work, info = prepare(tmp_path, stale)
+        with pytest.raises(PersistError, match="refused"):
+            publish(work, info, 2)
+        assert latest_tag(tmp_path) == "global_step4"
+        assert [i.label for i in list_persisted(tmp_path)] == [Label(2, 4)]
+
+
+def test_p7_what_reft_or_this_job_did_not_write_is_not_replaced(tmp_path: Path) -> None:
+    publish_version(tmp_path, Label(1, 8), job_id="one")
+    with pytest.raises(PersistError, match="is a checkpoint of job one; job two does not replace it"):
+        publish_version(tmp_path, Label(3, 8), job_id="two")
+    assert state_of(latest_persisted(tmp_path, "one")) == "state of step 8 (incarnation 1) of one"
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "mine.pt").write_text("precious")
+    with pytest.raises(PersistError, match="was not written by reft"):
+        publish_version(tmp_path, Label(1, 4))
+    assert (tmp_path / "global_step4" / "mine.pt").read_text() == "precious"
+
+
+def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+    publish_version(tmp_path, Label(1, 4))
+    publish_version(tmp_path, Label(1, 8))
+    state = tmp_path / "global_step8" / "mp_rank_00_model_states.pt"
+    content = bytearray(state.read_bytes())
+    content[3] ^= 1
+    state.write_bytes(content)
+    problems = verify_persisted(tmp_path)
+    assert len(problems) == 1
+    assert "mp_rank_00_model_states.pt: checksum" in problems[0]
+    state.write_bytes(content[:-1])
+    assert latest_persisted(tmp_path, JOB).label == Label(1, 4)  # type: ignore[union-attr]
+    state.unlink()
+    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
+    assert "No such file" in verify_persisted(tmp_path, "global_step8")[0]
+    (tmp_path / "global_step4" / "reft.json").write_text("{")
+    assert latest_persisted(tmp_path) is None
+
+
+@pytest.mark.parametrize("job_id", ["", ".", "..", "a/b"])
+def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id: str) -> None:
+    with pytest.raises(PersistError, match="cannot name a directory"):
+        job_directory(tmp_path, job_id)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"mp_rank_00_model_states.pt", b"../global_step4/reft.json", "is not a file of the checkpoint"),
+        (b'"format": 1', b'"format": 1, \xff\xfe', "is not a marker"),
+        (b"}", b"", "is not a marker"),
+    ],
+    ids=["files elsewhere", "no text", "torn"],
+)
+def test_p5_p6_a_wrong_marker_is_a_problem_and_no_more(
+    tmp_path: Path, old: bytes, new: bytes, said: str
+) -> None:
+    publish_version(tmp_path, Label(1, 4))
+    publish_version(tmp_path, Label(1, 8))
+    marker = tmp_path / "global_step8" / "reft.json"
+    marker.write_bytes(marker.read_bytes().replace(old, new))
+    found, problems = find_markers(tmp_path, JOB)
+    assert [i.label for i in found] == [Label(1, 4)]
+    assert said in problems[0]
+    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from tests.job.ledger import BATCH, SEED, Samples, digest, seed_rank, state_digest
+from tests.job.test_ledger import BATCH, SEED, Samples, digest, seed_rank, state_digest
 
 CONFIG, WORKERS, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
