@@ -36,9 +36,8 @@ from reft.control.control import connect
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.transport import FANOUT, Buffers, children_of, parent_of
 from reft.control.wire import listen
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.recover.decide import Verdict, encode_verdicts
 from reft.recover.inventory import Head, Summary
 

@@ -18,11 +18,10 @@ from common import MIB, parser, progress, scratch
 from results import estimate, machine
 
 from reft.config import PersistConfig, ReftConfig
-from reft.grid import BlockKey, Coordinate, Degrees, Section
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section
 from reft.memory.arena import Arena, arena_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.storage.persist import persist_label
 
 BLOCK_BYTES = 4 * MIB

@@ -25,9 +25,8 @@ from typing import Any
 from common import MIB
 from results import machine
 
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees, Label, Topology
 from reft.memory.header import ArenaHeader, ArenaState, Entry
-from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
 from reft.recover.inventory import (

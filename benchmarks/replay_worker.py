@@ -17,10 +17,9 @@ from replay_savers import NoSaver, Version
 from reft.config import HasConfig, Variant
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
-from reft.grid import Degrees, Topology
+from reft.grid import Degrees, Label, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.naming import Label
-from reft.node.protection import ProtectionRecord
+from reft.node.client import ProtectionRecord
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine

@@ -1,5 +1,5 @@
-"""Where the ranks of a hybrid-parallel job sit, and what blocks are called: coordinates, nodes, sharding
-groups, sections. The words that saving, storing and loading share.
+"""Where the ranks of a hybrid-parallel job sit, and what versions and blocks are called: coordinates, nodes,
+sharding groups, labels, sections. The words that saving, storing and loading share.
 
 Ranks are reassigned by TorchElastic after every failure, so nothing that outlives a process is
 keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (promise P7).
@@ -8,7 +8,7 @@ keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (p
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -235,3 +235,31 @@ class BlockKey:
     # it (parity)
     member: int
     index: int  # position within that shard, 0-based
+
+
+@dataclass(frozen=True, order=True)
+class Label:
+    """A version of the job's state.
+
+    Ordered by incarnation first: a later incarnation starts from the best version there was, so what
+    it commits replaces everything older, also where a node that was cut off ran further."""
+
+    incarnation: int  # 1 for the first start of the job, one more after every restart
+    step: int  # optimizer steps that the state has seen (DeepSpeed's ``global_steps``)
+
+    def __str__(self) -> str:
+        return f"step {self.step} (incarnation {self.incarnation})"
+
+
+def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
+    """Versions of a future that the job went back behind, each with the version that says so: one of a later
+    incarnation whose step is not higher."""
+    line: list[Label] = []
+    passed: dict[Label, Label] = {}
+    for label in sorted(set(labels), reverse=True):
+        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
+        if later:
+            passed[label] = later[-1]
+        else:
+            line.append(label)
+    return passed

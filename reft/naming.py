@@ -11,42 +11,13 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def committed_key(job_id: str) -> str:
     """Where the rendezvous store holds the newest committed version of a job."""
     return f"reft/{job_id}/committed"
-
-
-@dataclass(frozen=True, order=True)
-class Label:
-    """A version of the job's state.
-
-    Ordered by incarnation first: a later incarnation starts from the best version there was, so what
-    it commits replaces everything older, also where a node that was cut off ran further."""
-
-    incarnation: int  # 1 for the first start of the job, one more after every restart
-    step: int  # optimizer steps that the state has seen (DeepSpeed's ``global_steps``)
-
-    def __str__(self) -> str:
-        return f"step {self.step} (incarnation {self.incarnation})"
-
-
-def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
-    """Versions of a future that the job went back behind, each with the version that says so: one of a later
-    incarnation whose step is not higher."""
-    line: list[Label] = []
-    passed: dict[Label, Label] = {}
-    for label in sorted(set(labels), reverse=True):
-        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
-        if later:
-            passed[label] = later[-1]
-        else:
-            line.append(label)
-    return passed
 
 
 BLOCK_NAME = "reft"  # key of the block in DeepSpeed's JSON

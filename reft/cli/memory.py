@@ -17,8 +17,8 @@ from rich.table import Table
 from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
+from reft.grid import Label
 from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
-from reft.naming import Label
 from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
 from reft.storage.persist import PersistProgress
 

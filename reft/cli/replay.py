@@ -13,11 +13,10 @@ from typing import Any
 from reft.cli.memory import EXIT_NOT_WELL, find_memory
 from reft.env import ENV_PROFILE, ENV_REPLAY
 from reft.errors import ConfigError
-from reft.grid import BlockKey, Coordinate, Section
+from reft.grid import BlockKey, Coordinate, Label, Section
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers
 from reft.memory.header import checksum
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
-from reft.naming import Label
 
 _NAME = "reft replay"
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]

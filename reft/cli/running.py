@@ -23,7 +23,7 @@ from reft.memory.arena import headers
 from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir, ScaleAnswer, live_processes, read_answer
 from reft.node.advice import advise, scale_plan, situation
-from reft.node.protection import ProtectionRecord, parse_order, read_record, write_order
+from reft.node.client import ProtectionRecord, parse_order, read_record, write_order
 from reft.node.report import newest_board, read_history
 
 _POLL_SECS = 0.1

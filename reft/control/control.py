@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from reft.backoff import Backoff
 from reft.control.transport import (
     CONNECT_SECS,
     PEER_ENDED,
@@ -49,9 +48,9 @@ from reft.control.transport import (
     parent_of,
     saying,
 )
-from reft.control.wire import Channel, authenticate, check_authentic
+from reft.control.wire import Backoff, Channel, authenticate, check_authentic
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.naming import Label
+from reft.grid import Label
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from reft.backoff import Backoff
 from reft.control.wire import (
     AuthenticatedServer,
+    Backoff,
     Channel,
     address_towards,
     authenticate,

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from reft.backoff import Backoff
 from reft.control.transport import (
     Bytes,
     GoOn,
@@ -36,6 +35,7 @@ from reft.control.transport import (
     parent_of,
     saying,
 )
+from reft.control.wire import Backoff
 from reft.errors import ConfigError, TransferError
 
 _BYTES = 4  # the tag of these messages

@@ -31,9 +31,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from reft.backoff import Backoff
 from reft.control.wire import (
     AuthenticatedServer,
+    Backoff,
     Channel,
     authenticate,
     check_authentic,

@@ -464,3 +464,25 @@ def _keep_alive(connection: socket.socket) -> None:
         (socket.TCP_KEEPCNT, _PROBES),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Backoff:
+    """How long to leave alone what has failed: twice as long after every failure, until it works again. The
+    caller goes on with other work meanwhile (tenacity would call a function again and again).
+
+    ``first``: pause after the first failure, in seconds, versions or whatever the caller counts. ``most``:
+    longest pause, in the same unit."""
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first, self._most = first, most
+        self.pause = first  # what follows the next failure
+
+    def failed(self) -> float:
+        """Count a failure; returns the pause that follows it."""
+        pause = self.pause
+        self.pause = min(2 * pause, self._most)
+        return pause
+
+    def reset(self) -> None:
+        """It works again."""
+        self.pause = self._first

@@ -20,10 +20,9 @@ from reft.control.control import WorkerControl
 from reft.device import vendor_of
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.memory.files import default_margin_bytes
-from reft.naming import Label
-from reft.node.protection import ProtectionRecord, read_record, resume, write_record
+from reft.node.client import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet

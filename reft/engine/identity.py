@@ -45,7 +45,7 @@ from reft.errors import (
     ReftError,
     TransferError,
 )
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees, Label, Topology
 from reft.memory.files import JobLock, holder
 from reft.memory.jobdir import (
     SECRET_BYTES,
@@ -59,7 +59,7 @@ from reft.memory.jobdir import (
     record_fingerprint,
     user_secret,
 )
-from reft.naming import Label, committed_key, kernel_id, own_name_of_process
+from reft.naming import committed_key, kernel_id, own_name_of_process
 from reft.snapshot.stats import Complaints
 from reft.state.codec import decode, encode
 from reft.storage import fence

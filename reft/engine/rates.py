@@ -28,8 +28,7 @@ from reft.config import ReftConfig
 from reft.device import vendor_of
 from reft.durable import write_durably
 from reft.errors import PersistError
-from reft.grid import Topology
-from reft.naming import Label, given_up
+from reft.grid import Label, Topology, given_up
 from reft.node.report import read_history
 from reft.policy.rate import (
     Due,

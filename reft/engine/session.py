@@ -34,13 +34,12 @@ from reft.engine.rates import Rates
 from reft.env import ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.faults import FaultPlan, kill_this_node
+from reft.grid import Label
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
 from reft.memory.jobdir import secret_of_environment
-from reft.naming import Label
-from reft.node.client import DaemonClient
+from reft.node.client import DaemonClient, write_order
 from reft.node.progress import DeviceUse, ProgressPage, open_page
-from reft.node.protection import write_order
 from reft.node.report import read_history, restarts_among
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import Complaints, SnapshotStats

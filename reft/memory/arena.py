@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.errors import ArenaError
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Label
 from reft.memory.files import (
     allocate,
     free_bytes,
@@ -59,7 +59,6 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
-from reft.naming import Label
 
 __all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
 

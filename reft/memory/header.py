@@ -25,8 +25,7 @@ import xxhash
 
 from reft.control.wire import mac
 from reft.errors import ArenaError
-from reft.grid import BlockKey, Coordinate, Degrees, Section, aligned
-from reft.naming import Label
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, aligned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -30,10 +30,10 @@ import psutil
 from reft.config import ReftConfig
 from reft.control.wire import AuthenticatedServer, Channel
 from reft.errors import FencedError, PersistError, ReftError
+from reft.grid import Label
 from reft.log import set_place, to_stderr
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
-from reft.naming import Label
 from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged
 from reft.node.observe import CommitWatch

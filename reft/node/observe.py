@@ -27,15 +27,14 @@ from typing import Any, NamedTuple
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ArenaError, ReftError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json, write_json
-from reft.naming import Label
+from reft.node.client import ProtectionRecord, read_record
 from reft.node.hangs import Waiting
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times
-from reft.node.protection import ProtectionRecord, read_record
 from reft.node.report import (
     BOARD_FILE,
     MOST_WARNINGS,

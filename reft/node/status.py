@@ -25,9 +25,9 @@ from reft.config import MetricsConfig
 from reft.errors import ReftError
 from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
 from reft.node.advice import advise, situation
+from reft.node.client import read_record
 from reft.node.observe import NodeObserver
 from reft.node.progress import read_pages
-from reft.node.protection import read_record
 from reft.node.report import (
     ENDED_WELL,
     Board,

@@ -23,8 +23,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.grid import Topology
-from reft.naming import Label
+from reft.grid import Label, Topology
 from reft.node.report import Round
 from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 

@@ -10,11 +10,10 @@ peers as the code survives losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, exp, prod
 
-from reft.backoff import Backoff
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
 from reft.protect.codes import Code, Scheme, fatal_loss, make_code
@@ -146,10 +145,6 @@ def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
 
 LEAST_ARENAS = 2  # the committed version, and the one that is being written (P3)
 
-CALM_SECS = 10.0
-_MOST_CALMS = 64
-_ROOM_AFTER_RISE = 1.5  # a level up must leave so many margins free, so that it is not given up at once
-
 
 @dataclass(frozen=True)
 class Level:
@@ -182,49 +177,6 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
         scheme = max(less, key=lambda s: (s.copies + s.parities, s.share(members), s.copies))
         losses = scheme.copies + scheme.parities
         yield scheme
-
-
-class MemoryWatch:
-    """Which level one rank wants, from how much memory its node has left.
-
-    Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
-    as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to
-    be given up again."""
-
-    def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
-        self.margin_bytes = margin_bytes
-        self._calm = Backoff(calm_secs, _MOST_CALMS * calm_secs)
-        self._calm_since: float | None = None
-        self._rose_at: float | None = None
-
-    def wanted_level(
-        self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
-    ) -> int:
-        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the ladder.
-        ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the node would
-        take for the next level up. ``now``: seconds of a monotonic clock."""
-        if free_bytes < self.margin_bytes:
-            self._calm_since = None
-            return min(level + 1, levels - 1)
-        if level == 0 or free_bytes - growth() < _ROOM_AFTER_RISE * self.margin_bytes:
-            self._calm_since = None
-            return level
-        if self._calm_since is None:
-            self._calm_since = now
-        return level - 1 if now - self._calm_since >= self._calm.pause else level
-
-    def moved(self, before: int, after: int, now: float) -> None:
-        """All ranks are on another level."""
-        self._calm_since = None
-        if after < before:
-            self._rose_at = now
-        elif self._rose_at is not None:
-            flapped = now - self._rose_at < 2 * self._calm.pause
-            if flapped:
-                self._calm.failed()
-            else:
-                self._calm.reset()
-            self._rose_at = None
 
 
 # -- how likely a job survives: formulas -----------------------------------------------------------

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import msgpack
 
 from reft.errors import LayoutError
-from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
 from reft.memory.header import Entry
-from reft.naming import Label
 from reft.protect.codes import parse_block_code
 from reft.recover.inventory import (
     ArenaRecord,

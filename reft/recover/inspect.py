@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import BlockKey
+from reft.grid import BlockKey, Label
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of, live_processes
-from reft.naming import Label
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from

@@ -30,7 +30,7 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, TransferError
-from reft.grid import Coordinate, Degrees, Topology
+from reft.grid import Coordinate, Degrees, Label, Topology
 from reft.memory.arena import Arena, is_decoded, scan
 from reft.memory.header import (
     ArenaHeader,
@@ -42,7 +42,6 @@ from reft.memory.header import (
     unpack_entries,
 )
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.recover.plan import BlockSource, Fetch, Group
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
-from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
 from reft.memory.arena import is_decoded
-from reft.naming import Label
 from reft.protect.codes import BlockCode, plan_decode
 
 

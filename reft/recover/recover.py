@@ -29,8 +29,7 @@ import torch
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
-from reft.naming import Label
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
 from reft.recover.decide import (
     Decision,
     Piece,

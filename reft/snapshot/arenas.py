@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from reft.backoff import Backoff
 from reft.control.control import WorkerControl
+from reft.control.wire import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError, TransferError
-from reft.grid import Coordinate, Section, Topology
+from reft.grid import Coordinate, Label, Section, Topology
 from reft.memory.arena import Arena, SlotFiles, reserved_bytes
 from reft.memory.files import free_bytes
 from reft.memory.header import ArenaHeader, ArenaState, checksum
 from reft.memory.stream import HashingCopier, Ranges, hashing_copier
-from reft.naming import Label
 from reft.protect.codes import pack_checksums
 from reft.snapshot.plan import GroupLayout, PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of

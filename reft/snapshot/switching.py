@@ -1,7 +1,7 @@
 """Changing the protection while the job runs, at one version boundary on all ranks: by order, or for want of
 memory.
 
-An order (:mod:`reft.node.protection`) on any node travels in the votes of the versions, and so does how far
+An order (:mod:`reft.node.client`) on any node travels in the votes of the versions, and so does how far
 each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has left; every
 rank hears the newest order and the lowest level from the same vote. Once that version is through the
 protocol the worker threads, and only they,
@@ -27,10 +27,10 @@ from pathlib import Path
 
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
+from reft.control.wire import Backoff
 from reft.errors import ConfigError
-from reft.grid import Topology
-from reft.naming import Label
-from reft.node.protection import (
+from reft.grid import Label, Topology
+from reft.node.client import (
     REQUEST_FILE,
     Degradation,
     Order,
@@ -39,7 +39,7 @@ from reft.node.protection import (
     parse_order,
     read_order,
 )
-from reft.protect.placement import CALM_SECS, Level, MemoryWatch, ladder, tolerance
+from reft.protect.placement import Level, ladder, tolerance
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.plan import GroupLayout, layout_under
 
@@ -47,6 +47,53 @@ logger = logging.getLogger(__name__)
 
 _NO_LIMIT = -1
 _NEVER = 2**62
+
+CALM_SECS = 10.0
+_MOST_CALMS = 64
+_ROOM_AFTER_RISE = 1.5  # a level up must leave so many margins free, so that it is not given up at once
+
+
+class MemoryWatch:
+    """Which level one rank wants, from how much memory its node has left.
+
+    Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
+    as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to
+    be given up again."""
+
+    def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
+        self.margin_bytes = margin_bytes
+        self._calm = Backoff(calm_secs, _MOST_CALMS * calm_secs)
+        self._calm_since: float | None = None
+        self._rose_at: float | None = None
+
+    def wanted_level(
+        self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
+    ) -> int:
+        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the ladder.
+        ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the node would
+        take for the next level up. ``now``: seconds of a monotonic clock."""
+        if free_bytes < self.margin_bytes:
+            self._calm_since = None
+            return min(level + 1, levels - 1)
+        if level == 0 or free_bytes - growth() < _ROOM_AFTER_RISE * self.margin_bytes:
+            self._calm_since = None
+            return level
+        if self._calm_since is None:
+            self._calm_since = now
+        return level - 1 if now - self._calm_since >= self._calm.pause else level
+
+    def moved(self, before: int, after: int, now: float) -> None:
+        """All ranks are on another level."""
+        self._calm_since = None
+        if after < before:
+            self._rose_at = now
+        elif self._rose_at is not None:
+            flapped = now - self._rose_at < 2 * self._calm.pause
+            if flapped:
+                self._calm.failed()
+            else:
+                self._calm.reset()
+            self._rose_at = None
 
 
 @dataclass(frozen=True)

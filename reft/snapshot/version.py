@@ -45,8 +45,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 
 NONE_YET = Label(-1, -1)  # Older than every version
 

@@ -26,8 +26,7 @@ from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Section, Topology
-from reft.naming import Label
+from reft.grid import Label, Section, Topology
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange

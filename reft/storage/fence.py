@@ -24,7 +24,7 @@ from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
 from reft.errors import FencedError
-from reft.naming import Label
+from reft.grid import Label
 
 _CLAIM = ".incarnation-"
 _POINTER = ".pointer-"

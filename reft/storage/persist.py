@@ -26,15 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reft.backoff import Backoff
 from reft.config import FaultPoint, ReftConfig
+from reft.control.wire import Backoff
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir, recorded_fingerprint
-from reft.naming import Label
 from reft.storage import fence
 from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
 from reft.storage.publish import (

@@ -21,9 +21,8 @@ from typing import Any
 import xxhash
 
 from reft.errors import ArenaError, PersistError
-from reft.grid import Degrees
+from reft.grid import Degrees, Label
 from reft.memory.arena import Arena
-from reft.naming import Label
 from reft.storage import fence
 
 logger = logging.getLogger(__name__)

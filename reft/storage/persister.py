@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.backoff import Backoff
 from reft.config import ReftConfig
+from reft.control.wire import Backoff
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
+from reft.grid import Label
 from reft.memory.arena import headers
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label
 
 logger = logging.getLogger(__name__)

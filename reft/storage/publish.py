@@ -36,7 +36,7 @@ from typing import Any
 from reft.control.wire import is_same, mac
 from reft.durable import sync_directory, write_durably
 from reft.errors import AuthenticationError, PersistError
-from reft.grid import Coordinate, aligned
+from reft.grid import Coordinate, Label, aligned, given_up
 from reft.memory.header import (
     ArenaHeader,
     ArenaState,
@@ -49,7 +49,6 @@ from reft.memory.header import (
     encode_record,
     pack_entries,
 )
-from reft.naming import Label, given_up
 from reft.storage import fence
 from reft.storage.fence import REMOVED_SUFFIX, short_name
 from reft.storage.persisted import (

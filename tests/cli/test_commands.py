@@ -15,8 +15,8 @@ import pytest
 from reft import cli
 from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
+from reft.grid import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
-from reft.naming import Label
 from reft.node.advice import Speed, situation
 from reft.node.daemon import NodeStatus
 from reft.node.report import (

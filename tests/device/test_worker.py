@@ -16,8 +16,8 @@ import torch
 
 from reft.config import HasConfig, Variant
 from reft.device import Vendor
+from reft.grid import Label
 from reft.memory.arena import scan
-from reft.naming import Label
 from reft.snapshot.copying.copier import Copier, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.copying.engine import CopyTicket, Piece

@@ -15,12 +15,11 @@ from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import save_with_host_state
 from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
 from reft.engine.load.memory import write_and_hash
-from reft.grid import Coordinate, Degrees, Section
+from reft.grid import Coordinate, Degrees, Label, Section
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.jobdir import JobDir
 from reft.memory.stream import PlainHashingCopier, hashing_copier
-from reft.naming import Label
 from reft.recover.relayout import WHOLE, Held, Parameter
 from reft.state.catalogue import SectionImage
 from reft.storage.persist import persist_label

@@ -14,8 +14,7 @@ import reft
 from reft.config import ReftConfig
 from reft.engine.deepspeed import session_of
 from reft.engine.rates import newest_step
-from reft.grid import Degrees
-from reft.naming import Label
+from reft.grid import Degrees, Label
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
 from tests.engine.ranks import be_a_rank, block_of, run_life
 from tests.engine.test_engine import make, train

@@ -10,8 +10,8 @@ import pytest
 
 from reft.engine.identity import Fingerprint, Identity, changed, differences, facts_of_arguments, require_same
 from reft.errors import FingerprintError
+from reft.grid import Label
 from reft.memory.jobdir import JobDir, record_fingerprint
-from reft.naming import Label
 
 ONE = Fingerprint({"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7})
 

@@ -26,9 +26,8 @@ from reft.engine.identity import JobRecord, noted_commit
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.session import Session
 from reft.errors import TransferError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.log import EventLog
-from reft.naming import Label
 from reft.node import report
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.stats import Complaints, SnapshotStats

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from reft.engine.rates import RateCache, dividing, learned_risk
-from reft.grid import Coordinate, Degrees, Topology
-from reft.naming import Label
+from reft.grid import Coordinate, Degrees, Label, Topology
 from reft.node.report import STARTED, note
 from reft.policy.rate import Due, Pairs, StorageRate, TierRate, whole_interval
 from reft.snapshot.version import Stage, Version

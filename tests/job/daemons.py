@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Label
 from reft.memory.arena import Arena, arena_name
 from reft.memory.header import ArenaHeader, ArenaState
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.node.client import request
 
 ROOT = Path(__file__).resolve().parents[2]

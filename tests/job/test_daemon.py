@@ -20,13 +20,12 @@ import pytest
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, OvertakenError
-from reft.grid import Coordinate
+from reft.grid import Coordinate, Label
 from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.node.client import END_SIGNAL, SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
 from reft.node.daemon import Daemon
 from reft.storage import fence

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reft.grid import BlockKey, Coordinate, Degrees, Section
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.naming import Label
 
 SECRET = bytes(range(32))
 BLOCK_BYTES = 1000

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from reft.errors import ArenaError
-from reft.grid import Degrees, Topology
+from reft.grid import Degrees, Label, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import Entry
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.recover.inspect import find_job_dirs, inspect_job
 from tests.commands import command
 from tests.recover.fleet import SECRET, Fleet

@@ -18,8 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from reft.config import MetricsConfig, parse_block
+from reft.grid import Label
 from reft.memory.jobdir import JobDir, write_json
-from reft.naming import Label
 from reft.node.daemon import NodeStatus
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.report import BOARD_FILE, STARTED, Board, Counts, NodeReport, Round, Shard, Signal, note

@@ -15,8 +15,9 @@ from reft.memory.arena import reserved_bytes
 from reft.policy.choose import Alternative, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates, group_loads
 from reft.protect.codes import Scheme
-from reft.protect.placement import MemoryWatch, ladder, place_group, tolerance
+from reft.protect.placement import ladder, place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.snapshot.switching import MemoryWatch
 from tests.protect.backends import schemes_for
 
 MIB = 2**20

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.grid import STATE_SECTIONS, BlockKey, Coordinate, Degrees, Section, Topology
+from reft.grid import STATE_SECTIONS, BlockKey, Coordinate, Degrees, Label, Section, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.naming import Label
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.codes import Scheme, pack_checksums
 from reft.protect.placement import place_group

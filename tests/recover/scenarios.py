@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees, Section, Topology
+from reft.grid import Coordinate, Degrees, Label, Section, Topology
 from reft.memory.arena import Arena
-from reft.naming import Label
 
 from .fleet import NEW, OLD, SECRET, Fleet, falsify_parities, place, without
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.grid import Coordinate, Topology
+from reft.grid import Coordinate, Label, Topology
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.recover.decide import (
     Verdict,
     decide,

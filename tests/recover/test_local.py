@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from reft.control.wire import authenticate, check_authentic
 from reft.errors import AuthenticationError, LayoutError, UnrecoverableError
-from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, Topology
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Label, Section, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.protect.placement import tolerance
 from reft.recover.decide import offline_topology, plan_recovery, plan_verified
 from reft.recover.inventory import Inventory, Place

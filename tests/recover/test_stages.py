@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ArenaError, LayoutError
-from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.codes import BlockCode, Scheme, make_code
 from reft.protect.placement import place_group

@@ -25,10 +25,9 @@ from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Label, Section
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
-from reft.naming import Label
 from reft.recover.decide import Piece
 from reft.recover.inventory import Place
 from reft.recover.plan import NotRecoverable, count_bytes

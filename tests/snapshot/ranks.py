@@ -20,10 +20,9 @@ import torch.distributed as dist
 from reft.config import FaultConfig, VerifyConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
-from reft.grid import Degrees, Topology
+from reft.grid import Degrees, Label, Topology
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.naming import Label
-from reft.node.protection import ProtectionRecord, write_record
+from reft.node.client import ProtectionRecord, write_record
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement, product
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.recover.decide import preferred_label
 from reft.snapshot.version import Slots
 from tests.snapshot.version_model import EMPTY, NOBODY, Choose, Held, describe

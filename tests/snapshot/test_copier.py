@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from reft.config import FaultPoint
 from reft.device import Vendor
-from reft.grid import Section
+from reft.grid import Label, Section
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
-from reft.naming import Label
 from reft.protect.backend import TorchBackend, _tried
 from reft.protect.placement import place_group
 from reft.snapshot.arenas import Filling

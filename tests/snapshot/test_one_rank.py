@@ -12,8 +12,8 @@ import pytest
 
 from reft.config import Variant
 from reft.errors import TransferError
+from reft.grid import Label
 from reft.memory.arena import Arena, scan
-from reft.naming import Label
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.recompute import PeerOptimizers

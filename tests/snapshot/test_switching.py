@@ -16,12 +16,11 @@ import torch.distributed as dist
 from reft.cli.running import describe
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import ConfigError
-from reft.grid import Degrees, Topology
+from reft.grid import Degrees, Label, Topology
 from reft.memory.arena import Arena, scan
 from reft.memory.header import Geometry
 from reft.memory.jobdir import write_json
-from reft.naming import Label
-from reft.node.protection import (
+from reft.node.client import (
     REQUEST_FILE,
     Order,
     ProtectionRecord,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.recover.decide import preferred_label
 from reft.snapshot.version import (
     NOT_STARTED,

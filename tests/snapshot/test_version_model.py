@@ -20,8 +20,8 @@ from itertools import product
 
 import pytest
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.placement import Level
 from reft.snapshot.switching import InForce

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from reft.config import FaultConfig, FaultPoint, VerifyConfig
 from reft.control.control import Ballot
 from reft.errors import TransferError
-from reft.grid import STATE_SECTIONS, Degrees, Section, Topology
+from reft.grid import STATE_SECTIONS, Degrees, Label, Section, Topology
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.snapshot.copying.copier import TURNS, Copier, PeerCheck, differing
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.plan import LiveImages

@@ -22,7 +22,7 @@ from reft.errors import ArenaError
 from reft.grid import Section
 from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
-from reft.node.protection import write_order
+from reft.node.client import write_order
 from reft.snapshot import worker
 from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
 from reft.snapshot.copying import engine

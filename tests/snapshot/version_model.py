@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.protect.placement import Level
 from reft.recover.decide import preferred_label
 from reft.snapshot import version

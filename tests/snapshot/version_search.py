@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, product
 
+from reft.grid import Label
 from reft.memory.header import ArenaState
-from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.snapshot.version import NONE_YET, Met, Standing, Task, Voted, resume_from
 from tests.snapshot.switch_model import SwitchingRank

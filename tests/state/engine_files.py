@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from reft.grid import Coordinate, Section
-from reft.naming import Label
+from reft.grid import Coordinate, Label, Section
 from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter

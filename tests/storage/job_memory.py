@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from reft.config import PersistConfig, ReftConfig
-from reft.grid import Coordinate, Degrees, Section, Topology
+from reft.grid import Coordinate, Degrees, Label, Section, Topology
 from reft.memory.jobdir import JobDir
-from reft.naming import Label
 from reft.snapshot.plan import SectionSizes
 from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import PersistError
-from reft.grid import Degrees
-from reft.naming import Label
+from reft.grid import Degrees, Label
 from reft.storage import fence
 from reft.storage.persisted import (
     FileRecord,

@@ -14,9 +14,8 @@ import torch
 
 from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError
-from reft.grid import Section
+from reft.grid import Label, Section
 from reft.memory.arena import Arena
-from reft.naming import Label
 from reft.recover.offline import export_stored, persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.state.template import same_value

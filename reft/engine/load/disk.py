@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 
 from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
-from reft.grid import Coordinate, Degrees
-from reft.naming import Label, given_up
+from reft.grid import Coordinate, Degrees, Label, given_up
 from reft.recover.relayout import MASTER, WEIGHT, Held
 from reft.state.codec import decode, encode
 from reft.storage.persisted import (

@@ -37,8 +37,7 @@ from reft.engine.load.memory import MemoryRestorer, may_differ, stored_participa
 from reft.engine.load.relayout import CheckpointSource, on_all, other_layout, take_up_checkpoint
 from reft.engine.session import Session
 from reft.errors import LayoutError, PersistError, UnrecoverableError
-from reft.grid import Degrees
-from reft.naming import Label
+from reft.grid import Degrees, Label
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.relayout import Resize, only_replicas_differ

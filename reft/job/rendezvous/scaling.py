@@ -37,7 +37,7 @@ from reft.memory.jobdir import (
     write_answer,
     write_order,
 )
-from reft.node.protection import read_record
+from reft.node.client import read_record
 from reft.node.report import Board
 from reft.protect.codes import Scheme
 
