@@ -95,31 +95,29 @@ class Pauses:
         time.sleep(self._pauses.failed())
 
 
-class Communicators:
-    """Duplicates of one communicator, on which nothing else is done.
+def duplicates_of(parent: Any) -> Callable[[float, GoOn], Any]:
+    """Gives the next duplicate of a communicator, on which nothing else is done, within so many seconds.
+    Collective. Raises TransferError: not all ranks came in time, or were waited for no more.
 
     A request for a duplicate cannot be taken back: what one attempt has waited for in vain, the next takes
     up, so that the n-th of all ranks belong together."""
+    asked: list[tuple[Any, Any]] = []
 
-    def __init__(self, parent: Any) -> None:
-        self._parent = parent
-        self._asked: tuple[Any, Any] | None = None
-
-    def fresh(self, timeout_secs: float, go_on: GoOn) -> Any:
-        """The next duplicate. Collective. Raises TransferError: not all ranks came in time, or ``go_on`` said
-        no."""
+    def fresh(timeout_secs: float, go_on: GoOn) -> Any:
         deadline, pauses = time.monotonic() + timeout_secs, Pauses()
-        if self._asked is None:
-            self._asked = self._parent.Idup()
-        communicator, request = self._asked
+        if not asked:
+            asked.append(parent.Idup())
+        communicator, request = asked[0]
         while not request.Test():
             if time.monotonic() > deadline or not go_on():
                 raise TransferError(
-                    f"not all {self._parent.size} ranks connected over MPI within {timeout_secs:.0f} s"
+                    f"not all {parent.size} ranks connected over MPI within {timeout_secs:.0f} s"
                 )
             pauses.rest()
-        self._asked = None
+        asked.clear()
         return communicator
+
+    return fresh
 
 
 class Outgoing:
@@ -467,11 +465,11 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
             f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
         )
-    communicators = Communicators(Communicators(world).fresh(timeout_secs, lambda: True))
+    fresh = duplicates_of(duplicates_of(world)(timeout_secs, lambda: True))
 
     def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> MpiTransport:
         try:
-            communicator = communicators.fresh(timeout_secs, go_on)
+            communicator = fresh(timeout_secs, go_on)
         except mpi.Exception as error:
             raise TransferError(
                 f"MPI cannot create another communicator for this process ({str(error).splitlines()[0]}); "

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -32,7 +33,15 @@ from reft.control.transport import (
 from reft.control.wire import AuthenticatedServer, Channel, connect_authenticated, listen_locally
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 
-from .ranks import DEADLINE_SECS, SECRET, Table, failure_of, join, on_all, per_node
+from .ranks import DEADLINE_SECS, SECRET, Table, connected, failure_of, join, on_all, per_node
+
+
+@pytest.fixture
+def overlays(request: pytest.FixtureRequest) -> Iterator[list[Overlay]]:
+    made = connected(request.param)
+    yield made
+    for one in made:
+        one.close()
 
 
 def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
