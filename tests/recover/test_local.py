@@ -35,6 +35,7 @@ from .fleet import (
     SHAPES,
     Fleet,
     check_plan,
+    damage,
     falsify_parities,
     inventories,
     opened,
@@ -43,7 +44,6 @@ from .fleet import (
     read_image,
     without,
 )
-from .scenarios import damage
 
 FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
 
