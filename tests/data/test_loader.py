@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,14 +18,18 @@ import torch
 from deepspeed.utils import RepeatingLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import reft
 from reft.data.order import Deal, JobPosition, Order
+from reft.data.passes import dealt_by
 from reft.data.watch import LOADERS
-from reft.engine.data import DataPosition
+from reft.engine.data import LEFT, DataPosition, move_data
+from reft.env import ENV_NODES
+from reft.recover.relayout import Resize
 from reft.state.blob import capture_host_rng, capture_rng, same_host_rng
-from tests.data.life import Engine, seed
+from tests.data.life import Damaged, Engine, Life, Pipeline, seed
 
 Key = tuple[int, int]
 
@@ -249,3 +257,258 @@ def test_p12_the_place_of_another_replica_is_told() -> None:
     finally:
         data.close()
     assert LOADERS.wrong() is None
+
+
+SIZE, BATCH = 24, 2
+
+
+class DamagedStream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        self._next = -1
+        return self
+
+    def __next__(self) -> int:
+        self._next += 1
+        if self._next >= SIZE:
+            raise StopIteration
+        return damaged()[self._next]
+
+
+def damaged() -> Damaged:
+    return Damaged(SIZE, 5, 14)
+
+
+def static(workers: int, **options: Any) -> Any:
+    return reft.data.loader(damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged", **options)
+
+
+def dynamic(workers: int) -> Any:
+    return static(workers, order="dynamic", step_samples=BATCH)
+
+
+def resumable(workers: int) -> Any:
+    loader: Any = DataLoader(damaged(), BATCH, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+    return reft.resumable(loader, name="damaged")
+
+
+def read_again(workers: int) -> Any:
+    return reft.resumable(DataLoader(DamagedStream(), 1, num_workers=workers), name="damaged")
+
+
+def whole(loader: Any, life: Life, train: Callable[[Any], Any], *, stop: int | None = None) -> Any:
+    reading, saved = iter(loader), None
+    while True:
+        try:
+            train(reading)
+        except ValueError:
+            continue
+        except StopIteration:
+            return saved
+        if len(life.seen) == stop:
+            saved = life.data.state(), capture_rng()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("made", [static, dynamic, resumable, read_again])
+def test_p8_a_batch_that_could_not_be_read_is_left_out_after_a_failure_too(
+    begin: Any, made: Any, workers: int
+) -> None:
+    if made is read_again and workers:
+        workers = 1  # each would read the whole stream
+    for stop in (3, 8) if workers else range(1, 10):
+        torch.manual_seed(1)
+        life, loader = begin(), made(workers)
+        saved = whole(loader, life, lambda reading, life=life: life.train(next(reading)), stop=stop)
+        wanted = life.seen
+        life.data.close()
+
+        life, loader = begin(), made(workers)
+        life.data.restore(*saved)
+        whole(loader, life, lambda reading, life=life: life.train(next(reading)))
+        assert life.seen == wanted[stop:], f"behind batch {stop}"
+
+
+class Late(Damaged):
+    def __getitem__(self, index: int) -> int:
+        if index == SIZE // 2:
+            time.sleep(2.5)
+        return index
+
+
+@pytest.mark.integration
+def test_p8_a_batch_that_is_late_is_not_left_out() -> None:
+    one = reft.data.loader(Late(SIZE), BATCH, num_workers=1, timeout=1, name="late")
+    reading, seen, late = iter(one), list[int](), 0
+    while len(seen) < SIZE:
+        try:
+            seen += next(reading).tolist()
+        except RuntimeError:
+            late += 1
+        assert one.state_dict()["consumed"] == len(seen)
+    assert late
+    assert seen == list(range(SIZE))
+
+
+def test_p12_a_replica_that_leaves_a_batch_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    one = reft.data.loader(damaged(), BATCH, dp_rank=1, dp_size=2, name="of two")
+    reading = iter(one)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            try:
+                next(reading)
+            except ValueError:
+                continue
+    said = [record.message for record in caplog.records if "raised an error" in record.message]
+    assert len(said) == 1
+    assert "replica 1 skips that micro-batch" in said[0]
+
+
+SIZES = (12, 13, 24, 25, 26)
+FLAGS = (False, True)
+
+
+def loader(samples: int, replicas: int, rank: int, drop_last: bool, cuts: bool) -> DataLoader[object]:
+    data = TensorDataset(torch.arange(samples))
+    sampler = DistributedSampler(data, replicas, rank, shuffle=True, seed=3, drop_last=cuts)
+    return DataLoader(data, batch_size=2, sampler=sampler, drop_last=drop_last)
+
+
+Kind = tuple[bool, bool]
+"""Whether the loader drops a smaller last batch, and whether the sampler cuts what cannot be shared."""
+
+
+def read_dealt(samples: int, replicas: int, kind: Kind, begin: int, end: int | None) -> list[int]:
+    found = []
+    for rank in range(replicas):
+        for (batch,) in list(loader(samples, replicas, rank, *kind))[begin:end]:
+            found += batch.tolist()
+    return found
+
+
+@pytest.mark.parametrize(("samples", "drop_last", "cuts"), list(product(SIZES, FLAGS, FLAGS)))
+def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
+    samples: int, drop_last: bool, cuts: bool
+) -> None:
+    """But for what torch's sampler repeats, and for what is dropped, at the end."""
+    moved, kind = 0, (drop_last, cuts)
+    for old, new in product((1, 2, 3, 4), repeat=2):
+        dealt = dealt_by(loader(samples, old, 0, drop_last, cuts))
+        assert dealt.batches == len(loader(samples, old, 0, drop_last, cuts))
+        assert replace(dealt, replicas=new).batches == len(loader(samples, new, 0, drop_last, cuts))
+        for taken in range(dealt.batches):
+            at = dealt.taken_at(taken, new)
+            if at is None:
+                assert taken * old % new, "a batch of the new degree begins there"
+                continue
+            moved += 1
+            before = read_dealt(samples, old, kind, 0, taken)
+            after = read_dealt(samples, new, kind, at, None)
+            assert len(before) == len(set(before))
+            assert not set(before) & set(after) or len(after) > samples - len(before), "trained on twice"
+            if not drop_last and not cuts:
+                assert set(before) | set(after) == set(range(samples))
+        assert dealt.taken_at(dealt.batches, new) == replace(dealt, replicas=new).batches
+    assert moved > len(SIZES)
+
+
+def test_an_order_that_is_not_known_to_be_the_jobs_is_not_moved() -> None:
+    data = TensorDataset(torch.arange(8))
+    assert dealt_by(DataLoader(data, batch_size=2, shuffle=True)) is None
+    assert dealt_by(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))) is None
+
+
+def test_p12_what_does_not_go_to_another_degree_is_named_and_the_rest_goes() -> None:
+    common = {"start": {}, "first": None, "length": 6, "evaluates": False}
+    dealt = {"samples": 24, "replicas": 2, "batch_size": 2, "drop_last": False, "cuts": False}
+    good = {**common, "taken": 2, "source": "a.Good of 24", "dealt": dealt}
+    odd = {**common, "taken": 1, "source": "a.Odd of 24", "dealt": dealt}
+    unknown = {**common, "taken": 2, "source": "a.Unknown of 24"}
+    moved = move_data(
+        {"pass": good, "resumable": {"x": odd, "y": unknown, "z": good}, "samples": {"s": 1}}, Resize(2, 4)
+    )
+    assert (moved["pass"]["taken"], moved["pass"]["length"]) == (1, 3)
+    assert list(moved["resumable"]) == ["z"]
+    assert moved["samples"] == {"s": 1}
+    assert "a.Odd of 24, a.Unknown of 24" in moved[LEFT]
+    assert "DP2 to DP4" in moved[LEFT]
+    assert "loader = reft.data.loader(dataset, batch_size)" in moved[LEFT]
+
+
+HERE = f"{__name__}.Counted"
+
+
+class Counted:
+    """As torchdata's: it counts what its replica has read."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+class OfJob(Counted):
+    position_of_job = True
+
+
+@pytest.fixture
+def begun(begin: Any) -> Any:
+    return lambda: begin(Pipeline()).data
+
+
+def trained(data: DataPosition, iterator: Any) -> dict[str, Any]:
+    data.begin_batch(iterator)
+    next(iterator)
+    data.end_batch()
+    return data.state()
+
+
+def test_p12_an_iterator_of_a_replica_goes_on_at_its_degree_and_is_told_where_that_changes(
+    begun: Any,
+) -> None:
+    state = trained(begun(), Counted())
+    for moved, said in (
+        (state, ()),
+        (move_data(state, Resize(3, 4)), (HERE, "DP3 to DP4", "position_of_job = True")),
+    ):
+        data, again = begun(), Counted()
+        data.restore(moved, None)
+        left = data.left_behind()
+        assert all(word in str(left) for word in said)
+        assert left is None or said
+        trained(data, again)
+        assert again.taken == 2
+
+
+def test_an_iterator_of_the_job_goes_on_without_a_word(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_NODES, "1:4")
+    iterator = OfJob()
+    data = begun()
+    state = trained(data, iterator)
+    assert data.advice() is None
+    data = begun()
+    data.restore(move_data(state, Resize(3, 4)), None)
+    assert data.left_behind() is None
+    again = OfJob()
+    trained(data, again)
+    next(iterator)
+    assert again.state_dict() == iterator.state_dict()
+
+
+@pytest.mark.parametrize(("nodes", "said"), [("2:4", True), ("4", False), ("4:4", False)])
+def test_p12_an_iterator_of_a_replica_is_told_at_step_1_where_the_number_of_nodes_may_change(
+    begun: Any, monkeypatch: pytest.MonkeyPatch, nodes: str, said: bool
+) -> None:
+    monkeypatch.setenv(ENV_NODES, nodes)
+    data = begun()
+    trained(data, Counted())
+    found = str(data.advice())
+    assert ("--nnodes 2:4" in found and HERE in found and "position_of_job = True" in found) is said

@@ -15,7 +15,6 @@ from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
 from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, recipe_of, step_of
 from tests.apex_standin import FusedAdam
-from tests.state.test_cpu_adam import needs_compiled_adam
 
 STEPS = 240
 SIZES = (1037, 258)  # Not multiples of any vector width: tails are computed too
@@ -117,8 +116,8 @@ def test_master_and_moments_equal_the_owners_after_240_steps(
     follow(make, options, late)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@needs_compiled_adam
 @pytest.mark.parametrize("late", [None, 60])
 @pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam"])
 def test_the_compiled_kernels_of_deepspeed_are_followed_too(name: str, late: int | None) -> None:

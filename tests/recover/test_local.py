@@ -34,6 +34,7 @@ from .fleet import (
     SHAPES,
     Fleet,
     check_plan,
+    damage,
     falsify_parities,
     inventories,
     opened,
@@ -42,7 +43,6 @@ from .fleet import (
     read_image,
     without,
 )
-from .scenarios import damage
 
 FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
 

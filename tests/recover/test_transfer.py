@@ -19,8 +19,20 @@ from reft.recover.plan import RecoveryPlan
 from tests import mpi
 from tests.prefork import Popen
 
-from .fleet import JOB, NEW, OLD, SECRET, without
-from .scenarios import DEAD, MORE, OTHER_LAYOUTS, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+from .fleet import (
+    DEAD,
+    JOB,
+    MORE,
+    NEW,
+    OLD,
+    OTHER_LAYOUTS,
+    RING,
+    SCENARIOS,
+    SECRET,
+    WORLD_SIZE,
+    prepare_memory,
+    without,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -36,8 +36,20 @@ from reft.recover.recover import Participant, Recovery
 from reft.recover.relayout import Imaged, Move, Resize, only_replicas_differ, plan_replica, spoken_by
 from tests.control.mpi_job import refuse_pickling
 
-from .fleet import JOB, NEW, SECRET, arena_name
-from .scenarios import DEAD, MORE, NOT_OVER_MPI, OTHER_LAYOUTS, PADDING, RING, SCENARIOS, WORLD_SIZE
+from .fleet import (
+    DEAD,
+    JOB,
+    MORE,
+    NEW,
+    NOT_OVER_MPI,
+    OTHER_LAYOUTS,
+    PADDING,
+    RING,
+    SCENARIOS,
+    SECRET,
+    WORLD_SIZE,
+    arena_name,
+)
 
 IMAGES = Section.REPLICATED, Section.OWNED
 OVER_MPI = sys.argv[2:] == ["mpi"]
