@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +138,39 @@ def test_p1_p3_more_nodes_than_are_tolerated_are_lost_at_once(
         assert wrong_losses(job.history, reference) == []
         # The steps after the restored one have been computed twice.
         assert len(job.history.losses[resumed_at + 1]) == 2
+
+
+_CONTENT = """
+import hashlib, pathlib, sys, torch
+out = pathlib.Path(sys.argv[1])
+(newest,) = [p.parent / p.read_text() for p in out.glob("*/latest")]
+for file in sorted(newest.iterdir()):
+    torch.load(file, weights_only=False)
+    print(newest.name, file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_p3_a_save_that_is_killed_at_any_file_boundary_hinders_no_later_one(tmp_path: Path) -> None:
+    """By an outside witness: ckpt-chaos kills at every open, rename and removal, and classifies what comes back."""
+    pytest.importorskip("ckpt_chaos", reason="pip install ckpt-chaos")
+    run = Run(tmp_path, "resumes.py")
+    assert run.start({}, "--keep-memory")[0] == 0
+    (tmp_path / "content.py").write_text(_CONTENT)
+    save = f"{sys.executable} -m reft.cli persist --memory-dir {run.memory} --keep 1 --out {{out}}"
+    chaos = [
+        sys.executable,
+        "-m",
+        "ckpt_chaos",
+        "run",
+        "--work",
+        str(tmp_path / "chaos"),
+        "--max-points",
+        "60",
+    ]
+    content = ["--result-cmd", f"{sys.executable} {tmp_path / 'content.py'} {{out}}"]
+    done = subprocess.run(
+        [*chaos, *content, "--", *save.split()], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
