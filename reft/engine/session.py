@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -44,10 +44,6 @@ from reft.node.report import read_history, restarts_among
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import Complaints, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
-
-if TYPE_CHECKING:
-    pass
-
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.job.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster, deepspeed_json
 from tests.job.test_scaling import CONFIG
 
 STEPS_PER_PRINT = 2
@@ -28,9 +27,8 @@ Written = dict[str, list[tuple[int, float]]]  # Global samples and value of each
 def job(tmp_path: Path, **monitors: dict[str, Any]) -> Iterator[WatchedCluster]:
     """Two nodes that train, until twelve steps more are made than when the body has ended."""
     tmp_path.mkdir(exist_ok=True)
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG | {"steps_per_print": STEPS_PER_PRINT} | monitors))
-    with cluster(tmp_path / "job", "resized.py", str(config), nodes=2) as made:
+    config = deepspeed_json(tmp_path, **CONFIG, steps_per_print=STEPS_PER_PRINT, **monitors)
+    with cluster(tmp_path / "job", "resized.py", config, nodes=2) as made:
         yield made
         made.wait_for("trained", len(made.events("trained", rank=0)) + 12, WAIT_SECS, rank=0)
         made.finish()
