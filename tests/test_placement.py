@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.identity import Place, declared_on_one_host, hosts_of
+from reft.engine.identity import NodeIdentity, declared_on_one_host, hosts_of
 from reft.errors import ConfigError, LayoutError
 from reft.grid import ALIGNMENT_BYTES, Coordinate, Degrees, Section, Topology, ring_order
 from reft.protect.codes import Scheme, survives
@@ -122,12 +122,12 @@ def test_p4_what_survives_a_node_that_holds_several_members_is_found() -> None:
 
 def test_p4_hosts_fail_not_launchers() -> None:
     places = [
-        Place("a-1", False, "a", "kernel-1"),
-        Place("a-2", False, "a", "kernel-1"),  # another launcher, or a container of the same name
-        Place("b-1", False, "b", "kernel-1"),  # a container with a name of its own
-        Place("a-1", False, "a", "kernel-2"),  # another host of the same name
-        Place("mine", True, "a", "kernel-1"),
-        Place("yours", True, "a", "kernel-1"),
+        NodeIdentity("a-1", False, "a", "kernel-1"),
+        NodeIdentity("a-2", False, "a", "kernel-1"),  # another launcher, or a container of the same name
+        NodeIdentity("b-1", False, "b", "kernel-1"),  # a container with a name of its own
+        NodeIdentity("a-1", False, "a", "kernel-2"),  # another host of the same name
+        NodeIdentity("mine", True, "a", "kernel-1"),
+        NodeIdentity("yours", True, "a", "kernel-1"),
     ]
     hosts = hosts_of(places)
     assert hosts == ("a", "a", "a", "a-kernel-2", "mine", "yours")

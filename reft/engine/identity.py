@@ -264,7 +264,7 @@ def _show(fingerprint: Fingerprint, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeIdentity:
     node: str  # what the launcher calls the node, else the host's name
     # somebody gave the node this name (``--node-id``), and thereby says that it fails by itself
     declared: bool
@@ -272,13 +272,13 @@ class Place:
     kernel: str  # equal for all processes under one kernel, containers too
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> NodeIdentity:
         host = socket.gethostname()
         given = os.environ.get(ENV_NODE_ID)
         return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
 
 
-def hosts_of(places: Sequence[Place]) -> tuple[str, ...]:
+def hosts_of(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
     """What fails as one (P4), for each place: the declared node, else the host, by the name that its first
     rank gives it. Pure."""
     names: dict[str, str] = {}
@@ -288,7 +288,7 @@ def hosts_of(places: Sequence[Place]) -> tuple[str, ...]:
     return tuple(place.node if place.declared else names[place.kernel] for place in places)
 
 
-def declared_on_one_host(places: Sequence[Place]) -> tuple[str, ...]:
+def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
     """Declared nodes that share a host with another one: what the tolerance counts is then a claim. Pure."""
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
@@ -625,12 +625,12 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
 
 def gather_topology(
     control: ControlGroup, coordinate: Coordinate, degrees: Degrees
-) -> tuple[Topology, tuple[Place, ...]]:
+) -> tuple[Topology, tuple[NodeIdentity, ...]]:
     """Tell all ranks where this one is; the topology, and the place of every global rank. Collective."""
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
-    mine = encode([list(at), list(astuple(Place.here()))])
+    mine = encode([list(at), list(astuple(NodeIdentity.here()))])
     facts = [decode(data) for data in control.gather_bytes(mine)]
-    places = tuple(Place(*place) for _, place in facts)
+    places = tuple(NodeIdentity(*place) for _, place in facts)
     topology = Topology(
         degrees=degrees,
         coordinates=tuple(Coordinate(*at) for at, _ in facts),

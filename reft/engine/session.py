@@ -29,7 +29,7 @@ from reft.engine.engine import (
     Tracer,
     TrainingEngine,
 )
-from reft.engine.identity import JobMemory, Place, gather_topology, local_rank, name_job
+from reft.engine.identity import JobMemory, NodeIdentity, gather_topology, local_rank, name_job
 from reft.engine.rates import Rates
 from reft.env import ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
@@ -149,7 +149,7 @@ class Session:
         self.coordinate, degrees = engine.place()
         self.control = ControlGroup(
             config.commit_timeout_secs,
-            node=Place.here().node,
+            node=NodeIdentity.here().node,
             secret=secret_of_environment(),
             transport=config.transport,
         )

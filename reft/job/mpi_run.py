@@ -66,7 +66,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRanks:
     """Where one process is among the others; of its node the first rank leads, and the order of all nodes'
     leaders numbers the nodes. Pure."""
 
@@ -76,7 +76,7 @@ class Place:
     leaders: tuple[int, ...]
 
     @classmethod
-    def among(cls, rank: int, nodes: Sequence[str]) -> Place:
+    def among(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:
         local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
         leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
         return cls(rank, len(nodes), local, leaders)
@@ -133,7 +133,7 @@ class Step:
         mine = Where(self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id)
         told = [Where(*msgpack.unpackb(data)) for data in transport.gather(bytes(msgpack.packb(mine)))]
         check_together(told)
-        self.place = Place.among(rank, [each.node for each in told])
+        self.place = NodeRanks.among(rank, [each.node for each in told])
         self._leader_pid = told[self.place.local[0]].pid
         self._memory = NodeMemory(memory_dir, self.job_id, self._node)
         self._store: TrainerStore | None = None

@@ -37,7 +37,7 @@ _MOST_EVIDENCE = 2.0
 _LEAST_STEPS, _LEAST_SECS, _MOST = 8, 1.0, 0.65
 _FALSE_ALARM_STEPS = 1e6
 
-Place = tuple[int, int, int]
+At = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RankSpeed:
 
     rank: int
     node: str
-    at: Place
+    at: At
     step_secs: float
     compute_secs: float
     busy_secs: float  # in which it could compute and has no core: its machine is busy with something else
@@ -157,8 +157,8 @@ class SpeedWatch:
     """Told of all nodes again and again; says who is slow. One of a job, at whoever keeps its board."""
 
     def __init__(self) -> None:
-        self._ranks: dict[Place, _Rank] = {}
-        self._tests: dict[tuple[Kind, Place], SlowTest] = {}
+        self._ranks: dict[At, _Rank] = {}
+        self._tests: dict[tuple[Kind, At], SlowTest] = {}
         self._seen: dict[tuple[Kind, int, int], int] = {}
 
     def look(self, told: Iterable[tuple[str, RankSteps]]) -> None:
@@ -223,7 +223,7 @@ class SpeedWatch:
         since they wait for each other; else ranks one by one."""
         slow = {at for (kind, at), t in self._tests.items() if kind is Kind.RANK and t.is_slow}
         slow &= self._ranks.keys()
-        nodes: dict[str, list[Place]] = {}
+        nodes: dict[str, list[At]] = {}
         for at, rank in sorted(self._ranks.items()):
             nodes.setdefault(rank.node, []).append(at)
         for node, places in sorted(nodes.items()):
@@ -249,7 +249,7 @@ class SpeedWatch:
                 yield self._of(Kind.LINK, name, ends, "its transfers take", test)
 
     def _of(
-        self, kind: Kind, name: str, places: list[Place], why: str, test: SlowTest | None = None
+        self, kind: Kind, name: str, places: list[At], why: str, test: SlowTest | None = None
     ) -> Straggler:
         tests = [self._tests[Kind.RANK, at] for at in places] if test is None else [test]
         secs, share = max(t.cost for t in tests)

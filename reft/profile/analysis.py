@@ -57,7 +57,7 @@ LEAST_WINDOW_SECS = 100e-6
 LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
 
-Place = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
+CallAt = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def analyse(
 # -- where the waits end ----------------------------------------------------------------------------------
 
 
-Ready = dict[Place, float]  # when the partners of a call were there too
+Ready = dict[CallAt, float]  # when the partners of a call were there too
 
 
 def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
@@ -204,8 +204,8 @@ def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
 
 def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
     """The calls that move data between two ranks."""
-    calls: dict[Place, InstructionRecord] = {}
-    moved: dict[Place, list[InstructionRecord]] = {}
+    calls: dict[CallAt, InstructionRecord] = {}
+    moved: dict[CallAt, list[InstructionRecord]] = {}
     for rank in ranks:
         for number, trace in enumerate(rank.traces):
             for index, record, sent in _transfers(trace.instructions):
@@ -243,22 +243,22 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
 def _meetings(
     ranks: Sequence[RankTraces],
     stages: int,
-    calls: Mapping[Place, InstructionRecord],
-    moved: Mapping[Place, Sequence[InstructionRecord]],
+    calls: Mapping[CallAt, InstructionRecord],
+    moved: Mapping[CallAt, Sequence[InstructionRecord]],
     least: Mapping[int, float],
-) -> Mapping[Place, Sequence[tuple[str, InstructionRecord, float]]]:
+) -> Mapping[CallAt, Sequence[tuple[str, InstructionRecord, float]]]:
     """Of every call the sends and receives that it carries out: name, the partner's call, and the error of
     comparing the two. ``least``: seconds of the quickest call of each rank."""
     at = {(r.pp, r.pipeline): r for r in ranks}
-    named = defaultdict[tuple[int, int, str], list[tuple[Place, int | None]]](list)
+    named = defaultdict[tuple[int, int, str], list[tuple[CallAt, int | None]]](list)
     for place, sent in moved.items():
         for record in sent:
             named[*place[:2], record.name].append((place, record.micro_batch))
-    found = defaultdict[Place, list[tuple[str, InstructionRecord, float]]](list)
+    found = defaultdict[CallAt, list[tuple[str, InstructionRecord, float]]](list)
     for pipeline, (what, towards), number in product(
         {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
     ):
-        pairs: list[tuple[Place, Place, float]] = []
+        pairs: list[tuple[CallAt, CallAt, float]] = []
         for stage in range(stages):
             sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
             if sender is None or receiver is None or sender is receiver:
@@ -315,7 +315,7 @@ def _worst_error(group: Sequence[RankTraces]) -> float:
     return sum(worst) if len(worst) > 1 else 0.0
 
 
-def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[Place, InstructionRecord]]:
+def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[CallAt, InstructionRecord]]:
     """Per step the one call of this name on every rank that has it."""
     for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
         found = {}
