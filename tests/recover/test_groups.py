@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.grid import Coordinate, Label, Topology
+from reft.grid import Coordinate, Degrees, Label, Topology
 from reft.memory.header import ArenaState
 from reft.recover.decide import (
     Verdict,
@@ -30,7 +30,7 @@ from reft.recover.inventory import (
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.transfer import make_moves
 
-from .fleet import JOB, SHAPES, Fleet, inventories, place
+from .fleet import JOB, NEW, SHAPES, Fleet, inventories, place
 
 SEALED, COMMITTED, WRITING = ArenaState.SEALED, ArenaState.COMMITTED, ArenaState.WRITING
 
@@ -160,3 +160,10 @@ def test_p3_summaries_decide_what_all_block_tables_together_decide(job):
             for rank in (src, dst):
                 own = [m for plan in results[rank].values() for m in make_moves(plan, topology)]
                 assert [m for m in own if (m.src, m.dst) == (src, dst)] == expected
+
+
+def test_p7_another_jobs_arenas_of_the_same_version_serve_nobody() -> None:
+    fleet = Fleet(place(Degrees(1, 2, 1), "single"))
+    own, foreign = fleet.records(NEW), replace(fleet, job_id="job-b").records(NEW, slot=1)
+    assert foreign
+    assert tables_of(own + foreign, [(0, 0)], fleet.topology, job_id=JOB) == {(0, 0): own}
