@@ -202,6 +202,8 @@ class Restorer:
     def after_step(self) -> None:
         """A step has returned: after the first one it is known how the script reads its data."""
         session = self._session
+        if session.stepped and (said := self._engine.data.no_longer_reads()) is not None:
+            warn(session, said)
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
