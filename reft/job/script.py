@@ -26,7 +26,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,13 @@ EX_FENCED = 76
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Those that tell a launcher to stop; its exit code is then 128 + n, whatever its trainers' are."""
+
+
+def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
+    """Signals that this process may handle. Whoever started it with a signal ignored (``nohup``; a shell, for
+    what it starts in the background) wants it to continue when that signal arrives."""
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
+
 
 _LAUNCHERS_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
 """What they say of a launcher, a trainer's end cannot mean."""

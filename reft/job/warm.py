@@ -249,7 +249,7 @@ def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> F
     to run. They are then as if they had been started for it."""
     gc.collect()
     gc.freeze()  # its pages stay shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 4)
         if not message:
@@ -272,6 +272,7 @@ def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> F
                 os.dup2(fd, number)
             for fd in (*fds, read, write):
                 os.close(fd)
+            signal.signal(signal.SIGINT, inherited)
             _become(request, path)
             return request
         os.close(write)
@@ -285,7 +286,6 @@ def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> F
 def _become(request: ForkRequest, path: Sequence[str]) -> None:
     if request.session:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)

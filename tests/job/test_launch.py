@@ -23,7 +23,7 @@ from reft.engine.on_import import abandoned_locks
 from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
-from reft.job.launch import Launcher, main
+from reft.job.launch import Launcher, StopSignals, main
 from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
@@ -182,6 +182,32 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
         assert main([*where, *options]) == 2
         assert says in capfd.readouterr().err
         assert not memory.exists()
+
+
+@pytest.fixture
+def hang_up_ignored() -> Iterator[None]:
+    """As under ``nohup``."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("hang_up_ignored")
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored() -> None:
+    signals = StopSignals()
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signals._handle
+    # TorchElastic sets handlers of its own when it starts trainers.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signals._handle
+    assert signals.handled_names("SIGTERM,SIGINT,SIGHUP,SIGQUIT") == "SIGTERM,SIGINT,SIGQUIT"
 
 
 @pytest.mark.process

@@ -222,6 +222,16 @@ def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: 
 
 
 @pytest.mark.process
+def test_ctrl_c_reaches_a_launcher_that_the_shell_has_ignore_it(dry: Dry) -> None:
+    dry.write("reft", f'#!/bin/bash\ncd {dry.directory}\necho "$*" >> reft.calls\nexec sleep 600\n')
+    process = dry.start("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2")
+    wait_for(lambda: dry.called("reft"), "it", SECS)
+    process.send_signal(signal.SIGINT)
+    code, out = dry.end(process)
+    assert code == 75, out
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(("launcher", "task"), [("0", 0), ("3", 3), ("137", 1)])
 def test_a_launcher_that_failed_is_told_from_a_step_that_was_killed(
     dry: Dry, launcher: str, task: int
