@@ -68,6 +68,9 @@ class Cause(StrEnum):
     OWN = "own"  # Its own error, exit code or signal: uses one of ``--max-restarts``
     PEER = "peer"  # Communication broke because another rank vanished: free
     STOPPED = "stopped"  # a peer was told to stop and took the whole job to a last commit: free
+    ENDED = "ended"
+    """Ended well while other ranks trained on. It is to blame only if they lost it: decided by what the other
+    nodes report, as the next."""
     UNCLEAR = "unclear"
     """Aborted by a communication library's watchdog, or by its own code: decided by what the other
     nodes report (:func:`reft.job.rendezvous.membership.agree`)."""
@@ -201,6 +204,7 @@ class Failure:
     local_rank: int
     exit_code: int
     reason: str
+    ended_early: bool = False  # a rank that ended well left the others alone
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> Failure:
@@ -208,6 +212,21 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
     order = (Cause.REFUSED, Cause.SIZE, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
     return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
+
+
+def name_ended_early(failure: Failure, ended: Mapping[int, str]) -> Failure:
+    """Name a rank that ended well where other ranks lost it and nothing else explains their failure.
+
+    Args:
+        failure: of this node's trainers.
+        ended: this node's trainers that ended well, by global rank, with their exit code and step.
+    """
+    if not ended or failure.cause not in (Cause.PEER, Cause.UNCLEAR):
+        return failure
+    rank = min(ended)
+    others = f" (and {len(ended) - 1} more on this node)" if len(ended) > 1 else ""
+    reason = f"rank {rank} ended with {ended[rank]} while other ranks trained on{others}"
+    return Failure(Cause.UNCLEAR, failure.local_rank, 1, reason, ended_early=True)
 
 
 def shell_code(end: WorkerExit) -> int:
@@ -297,7 +316,9 @@ def run_and_classify(run: Callable[[], None]) -> int:
     try:
         run()
     except SystemExit as stop:
-        if stop.code not in (None, 0) and stop.__context__ is not None:
+        if stop.code in (None, 0):
+            _note_good_end()
+        elif stop.__context__ is not None:
             _note(stop)
         raise
     except KeyboardInterrupt as error:
@@ -308,6 +329,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
         write_error_file(error)
         cause = _note(error)
         return 1 if cause is Cause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
+    _note_good_end()
     return 0
 
 
@@ -327,13 +349,25 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> Cause:
     note = ExitNote.of(error)
-    directory = os.environ.get(ENV_EXIT_DIR)
     # A script that prints lost communication and exits by itself has still lost a peer; one that
     # just exits says nothing more than its code does.
-    if directory and not (isinstance(error, SystemExit) and note.cause is Cause.OWN):
+    if not (isinstance(error, SystemExit) and note.cause is Cause.OWN):
+        _leave(note)
+    return note.cause
+
+
+def _note_good_end() -> None:
+    """Before the interpreter is taken apart, which takes seconds: peers may fail at once."""
+    # Without the module there is no page: nothing is imported for it.
+    progress = sys.modules.get("reft.node.progress")
+    step = progress.newest_step() if progress is not None else 0
+    _leave(ExitNote(Cause.ENDED, f"exit code 0 at step {step}" if step else "exit code 0"))
+
+
+def _leave(note: ExitNote) -> None:
+    if directory := os.environ.get(ENV_EXIT_DIR):
         with contextlib.suppress(OSError):
             note.write(Path(directory), int(os.environ.get("LOCAL_RANK", "0")))
-    return note.cause
 
 
 def main(argv: list[str]) -> int:

@@ -277,6 +277,28 @@ def test_free_restarts_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_a_rank_that_ends_well_before_the_others_is_named_and_ends_the_job(tmp_path: Path) -> None:
+    """Uneven data: the same at every start."""
+    with single(tmp_path, "uneven", procs_per_node=2, options=("--no-daemon",)) as job:
+        assert job.wait(240) == {0: 1}
+        assert len(job.launcher_events("round")) == 2
+        log = job.log(0)
+    assert "rank 0 ended with exit code 0 while other ranks trained on" in log
+    assert "twice" in log
+    assert "drop_last" in log
+
+
+@pytest.mark.integration
+def test_a_node_whose_trainers_end_well_before_the_others_is_named_and_ends_the_job(tmp_path: Path) -> None:
+    with cluster(tmp_path, "light.py", "uneven", nodes=2, options=("--no-daemon",)) as job:
+        assert job.wait(240) == {0: 1, 1: 1}
+        rounds = [event["round"] for event in job.launcher_events("round")]
+        logs = job.log(0), job.log(1)
+    assert max(rounds) <= 3
+    assert all("rank 0 ended with exit code 0 while other ranks trained on" in log for log in logs)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:

@@ -24,7 +24,16 @@ from reft.errors import (
     TransferError,
     UnrecoverableError,
 )
-from reft.job.script import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
+from reft.job.script import (
+    Cause,
+    ExitNote,
+    Failure,
+    WorkerExit,
+    is_peer_failure,
+    judge,
+    name_ended_early,
+    shell_code,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,7 +117,8 @@ def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tm
         ),
         ("import sys; sys.exit(9)", 9, None),
         ("import os; os._exit(4)", 4, None),
-        ("pass", 0, None),
+        ("pass", 0, Cause.ENDED),
+        ("import sys; sys.exit()", 0, Cause.ENDED),
     ],
 )
 def test_a_failure_is_noted_for_the_agent(
@@ -135,6 +145,17 @@ def test_a_failure_is_noted_for_the_agent(
         said = json.loads(error_file.read_text())["message"]
         assert said["message"].startswith("ConfigError: ")
         assert set(said["extraInfo"]) == {"timestamp"}
+
+
+@pytest.mark.process
+def test_a_script_that_ends_well_says_at_which_step(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(
+        "from pathlib import Path\nfrom reft.node.progress import open_page\n"
+        "page = open_page(Path('.'), 2, 2, 0.0, 0.0)\npage.set_step(7)\npage.close()\n"
+    )
+    done = run("t.py", cwd=tmp_path, REFT_EXIT_DIR=str(tmp_path), LOCAL_RANK="2")
+    assert done.returncode == 0, done.stderr
+    assert ExitNote.read(tmp_path, 2) == ExitNote(Cause.ENDED, "exit code 0 at step 7")
 
 
 def fake_packages(directory: Path, install: str) -> str:
@@ -349,6 +370,25 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     assert judge({0: killed, 1: refused}) == said
     assert judge({0: PEER, 1: PEER}).cause is Cause.PEER
     assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is Cause.PEER
+
+
+@pytest.mark.parametrize(
+    ("failed", "cause", "reason"),
+    [
+        (PEER, Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7 while other ranks trained on"),
+        (WorkerExit(-signal.SIGABRT, None), Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7"),
+        (WorkerExit(-signal.SIGKILL, None), Cause.OWN, "local rank 1: killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_ended_well_is_named_where_another_lost_it(
+    failed: WorkerExit, cause: Cause, reason: str
+) -> None:
+    """Uneven data: it has one batch fewer than the others."""
+    found = name_ended_early(judge({1: failed}), {8: "exit code 0 at step 7"})
+    assert found.cause is cause
+    assert found.reason.startswith(reason)
+    assert found.ended_early is (cause is Cause.UNCLEAR)
+    assert name_ended_early(judge({1: failed}), {}) == judge({1: failed})
 
 
 def test_exit_codes_are_the_shells() -> None:
