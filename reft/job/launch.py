@@ -411,7 +411,7 @@ class Launcher:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
-                subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
+                subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:

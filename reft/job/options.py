@@ -419,7 +419,8 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    return python, ("-u", "-m", "reft.job.script", *module, *script)
+    # -P: reft's own imports do not find modules of the working directory.
+    return python, ("-u", "-P", "-m", "reft.job.script", *module, *script)
 
 
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:

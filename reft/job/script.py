@@ -1,7 +1,10 @@
 """Runs a training script as ``python`` would, with reft ready for the moment it imports DeepSpeed.
 
-    python -m reft.job.script script.py ARGS...
-    python -m reft.job.script -m package.module ARGS...
+    python -P -m reft.job.script script.py ARGS...
+    python -P -m reft.job.script -m package.module ARGS...
+
+``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py`` there is the
+script's. The script gets the path that ``python`` itself would give it.
 
 ``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts set
 environment variables first. The traceback and, but for a lost peer, the exit code are the script's own.
@@ -260,8 +263,6 @@ def run_script(path: str) -> None:
             runpy.run_path(path, run_name="__main__")
             return
         raise _not_runnable(f"can't open file {os.path.abspath(path)!r}: no such file")
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
     absolute = os.path.abspath(path)
     try:
         with io.open_code(absolute) as file:
@@ -372,7 +373,7 @@ def _leave(note: ExitNote) -> None:
 
 def main(argv: list[str]) -> int:
     if not argv or (argv[0] == "-m" and len(argv) < 2):
-        print("usage: python -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
+        print("usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
     return run(argv)
@@ -395,9 +396,15 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
+    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does.
+    ``sys.path`` gets the first entry that ``python`` would give it."""
     on_import.mark(on_import.BEGAN)
     hook_imports()
+    if not os.environ.get("PYTHONSAFEPATH"):  # the flag is reft's own
+        if argv[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+        elif os.path.isfile(argv[0]):  # runpy adds a directory itself
+            sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
     if argv[0] == "-m":
         name = argv[1]
         sys.argv = ["-m", *argv[2:]]

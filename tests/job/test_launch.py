@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -34,6 +35,9 @@ from tests.job.conftest import SECRET
 from .cluster import WatchedCluster, cluster, deepspeed_json
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
     return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
 
@@ -46,8 +50,8 @@ def parse(*args: str) -> LaunchOptions:
 
 
 def test_scripts_run_through_the_hook() -> None:
-    assert parse().arguments == ("-u", "-m", "reft.job.script", "train.py", "--lr", "1")
-    assert parse("-m").arguments == ("-u", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
+    assert parse().arguments == ("-u", "-P", "-m", "reft.job.script", "train.py", "--lr", "1")
+    assert parse("-m").arguments == ("-u", "-P", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
     bare = parse("--no-python")
     assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
 
@@ -218,6 +222,51 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
     for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
         assert option in done.stdout
+
+
+SHADOWS = ("logging", "queue", "secrets", "select", "random", "psutil", "numpy")
+SAYS_PATH = """
+import json, os, sys
+with open(os.environ["TEST_OUT"] + "/" + os.environ["RANK"], "w") as out:
+    json.dump({"path": sys.path, "warm": "reft.job.warm" in sys.orig_argv}, out)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["--no-warm", "--warm"])
+@pytest.mark.parametrize("program", [["pkg/train.py"], ["-m", "pkg.train"]])
+def test_modules_of_the_working_directory_are_the_scripts_alone(
+    tmp_path: Path, way: str, program: list[str]
+) -> None:
+    """A trainer's path is that under torchrun; launcher, daemon and what imports ahead do not have the directory."""
+    work = tmp_path / "work"
+    (work / "pkg").mkdir(parents=True)
+    (work / "pkg" / "train.py").write_text(SAYS_PATH)
+    for name in SHADOWS:
+        (work / f"{name}.py").write_text(f"raise SystemExit('the working directory\\'s {name}.py')")
+    found = []
+    torchrun = Path(sys.executable).parent / "torchrun"
+    reft = (str(Path(sys.executable).parent / "reft"), "launch", way, "--memory-dir", str(tmp_path / "memory"))
+    environ = {k: v for k, v in os.environ.items() if k not in ("REFT_WARM", "PYTHONPATH")}
+    for launcher in ((str(torchrun),), reft):
+        (out := tmp_path / str(len(found))).mkdir()
+        # Not torchrun's own path: its console script has no working directory in it.
+        done = subprocess.run(
+            [*launcher, *program],
+            cwd=work,
+            env={**environ, "TEST_OUT": str(out), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "working directory's" not in done.stderr
+        assert "the node daemon ended" not in done.stderr
+        found.append(json.loads((out / "0").read_text()))
+    theirs, ours = found
+    assert ours["path"] == theirs["path"]
+    assert ours["warm"] is (way == "--warm")
 
 
 # -- one node ------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FACTS = """
 import json, os, sys, __main__
 facts = {
-    "argv": sys.argv, "name": __name__, "file": __file__, "path0": os.path.abspath(sys.path[0]),
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": [os.path.abspath(sys.path[0]), *sys.path[1:]],
     "main_is_here": __main__.__dict__ is globals(), "spec": getattr(__spec__, "name", None),
     "package": __package__, "heavy": sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)),
 }
@@ -50,7 +50,7 @@ print(json.dumps(facts))
 
 def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     python_path = os.pathsep.join(p for p in (str(ROOT), env.pop("PYTHONPATH", "")) if p)
-    prefix = ("-m", "reft.job.script") if auto else ()
+    prefix = ("-P", "-m", "reft.job.script") if auto else ()
     return subprocess.run(
         [sys.executable, *prefix, *args],
         cwd=cwd,
@@ -71,6 +71,8 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     (package / "__init__.py").touch()
     for name in ("train.py", "__main__.py"):
         (package / name).write_text(FACTS)
+    for directory in (work, package):
+        (directory / "logging.py").write_text("raise SystemExit('the user\'s logging.py')")
     target = {
         "script": ["job/train.py"],
         "module": ["-m", "job.train"],
@@ -82,6 +84,18 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     seen, expected = json.loads(ours.stdout), json.loads(theirs.stdout)
     assert seen["heavy"] == []
     assert seen == expected
+
+
+@pytest.mark.process
+def test_a_script_imports_its_neighbours_unless_python_is_safe(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "train.py").write_text("import neighbour")
+    assert run("train.py", cwd=Path("/")).returncode != 0, "there is none"
+    for environ, code in (({}, 0), ({"PYTHONSAFEPATH": "1"}, 1)):
+        done = [run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ) for auto in (True, False)]
+        assert [d.returncode for d in done] == [code, code]
+        done = [run("-m", "train", cwd=tmp_path, auto=auto, **environ) for auto in (True, False)]
+        assert [d.returncode != 0 for d in done] == [code != 0] * 2
 
 
 @pytest.mark.process

@@ -100,8 +100,8 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         # Neither the server's end of its connection nor that of another trainer's.
         assert [fd for fd in found["open"] if fd.startswith(("socket:", "pipe:"))] == []
     assert [found["shown_rank"] for found in (one, other)] == [["RANK=0"], ["RANK=1"]]
-    command = ["-u", "-m", "reft.job.script", str(tmp_path / "script.py")]
-    assert all(found["shown"][1:5] == command for found in (one, other)), one["shown"]
+    command = ["-u", "-P", "-m", "reft.job.script", str(tmp_path / "script.py")]
+    assert all(found["shown"][1:6] == command for found in (one, other)), one["shown"]
     # As after a start of their own, ranks draw other numbers.
     assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
 
