@@ -434,7 +434,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
     if config.rdzv_backend in ("c10d", ETCD_BACKEND):
         # Bounds the wait for a node that dies between joining and introducing itself.
-        conf.setdefault("read_timeout", 30)
+        conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
 

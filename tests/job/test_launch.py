@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,6 +154,23 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
         place.reconnect()
+
+
+def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time_that_was_given() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        endpoint = f"127.0.0.1:{stranger.getsockname()[1]}"
+        options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "connect_timeout=1")
+        began = time.monotonic()
+        with pytest.raises(JobEndedError, match=r"did not answer within 1 s.*connect_timeout"):
+            place_of(options, SECRET).join()
+        assert time.monotonic() - began < 20.0, "a request may take 30 s"
+
+
+def test_a_request_to_the_store_takes_no_longer_than_a_node_is_waited_for() -> None:
+    conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5").config.rdzv_configs
+    assert conf["read_timeout"] == 5.0
+    conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,read_timeout=9").config.rdzv_configs
+    assert conf["read_timeout"] == "9"
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
