@@ -66,6 +66,7 @@ _ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _CLOSE_SECS = 30
+_MOST_NAMED = 10
 
 
 class DuplicateNodeError(ConfigError):
@@ -482,6 +483,7 @@ class Trainers:
         shared = {
             "ROLE_NAME": config.role,
             "TORCHELASTIC_RUN_ID": config.run_id,
+            ENV_EXIT_DIR: str(self._notes),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         envs = {
@@ -519,7 +521,6 @@ class Trainers:
             self._notes.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             logger.warning("trainers cannot record why they end: %s", error)
-        os.environ[ENV_EXIT_DIR] = str(self._notes)
         self._ended_groups.clear()
 
     def ended(self) -> dict[int, ProcessFailure] | None:
@@ -603,6 +604,25 @@ class Trainers:
                 os.killpg(process.pid, signal.SIGKILL)
             # Its number may be another group's from now on.
             self._ended_groups.add(process.pid)
+        if any(process.poll() != 0 for process in processes):
+            self._end_descendants()
+
+    def _end_descendants(self) -> None:
+        """Kill what failed trainers have started in sessions of their own: it may hold ports and devices that
+        the next trainers need. The environment tells whose it is, also after its parent has ended."""
+        marker, found = f"{ENV_EXIT_DIR}={self._notes}\0".encode(), []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            pid = int(entry.parent.name)
+            with suppress(OSError):  # of another user, or ended meanwhile
+                if marker in entry.read_bytes() and os.getpgid(pid) not in self._ended_groups:
+                    name = entry.with_name("comm").read_text().strip()
+                    os.kill(pid, signal.SIGKILL)
+                    found.append(f"{pid} {name}")
+        if found:
+            logger.warning(
+                "ended %d %s that failed trainers had left in sessions of their own (%s)",
+                *(len(found), "process" if len(found) == 1 else "processes", ", ".join(found[:_MOST_NAMED])),
+            )
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

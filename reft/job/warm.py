@@ -250,8 +250,8 @@ def _write(begin: int, end: int, texts: Sequence[str]) -> None:
 
 def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> ForkRequest:
     """Fork whenever it is asked for, until the other end is closed, which ends this process. ``path``:
-    ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in forked processes alone: what
-    to run. They are then as if they had been started for it."""
+    ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in forked processes alone:
+    what to run. They are then as if they had been started for it."""
     gc.collect()
     gc.freeze()  # its pages stay shared
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)

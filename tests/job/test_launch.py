@@ -30,11 +30,11 @@ from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
+from reft.node.progress import process_state
 from reft.node.report import PARTS, note, read_history
 from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
-
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -264,7 +264,13 @@ def test_modules_of_the_working_directory_are_the_scripts_alone(
         (work / f"{name}.py").write_text(f"raise SystemExit('the working directory\\'s {name}.py')")
     found = []
     torchrun = Path(sys.executable).parent / "torchrun"
-    reft = (str(Path(sys.executable).parent / "reft"), "launch", way, "--memory-dir", str(tmp_path / "memory"))
+    reft = (
+        str(Path(sys.executable).parent / "reft"),
+        "launch",
+        way,
+        "--memory-dir",
+        str(tmp_path / "memory"),
+    )
     environ = {k: v for k, v in os.environ.items() if k not in ("REFT_WARM", "PYTHONPATH")}
     for launcher in ((str(torchrun),), reft):
         (out := tmp_path / str(len(found))).mkdir()
@@ -377,6 +383,53 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         assert not job.job_dir(0).exists(), "no version was taken"
         assert "Traceback" not in job.log(0)
         job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+_WITH_CHILDREN_OF_ITS_OWN = """
+import os, signal, subprocess, sys, time
+restarts, (out,) = os.environ["TORCHELASTIC_RESTART_COUNT"], sys.argv[1:]
+none = subprocess.DEVNULL
+left = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=none, stderr=none)
+with open(f"{out}/{restarts}.part", "w") as file:
+    file.write(str(left.pid))
+os.rename(file.name, f"{out}/{restarts}")
+if restarts == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.process
+def test_what_a_killed_trainer_has_put_into_a_session_of_its_own_ends_before_the_next_starts(
+    tmp_path: Path,
+) -> None:
+    """It would keep ports and devices. What a trainer that ends well leaves, it leaves on purpose."""
+    (tmp_path / "train.py").write_text(_WITH_CHILDREN_OF_ITS_OWN)
+    launch = [
+        sys.executable,
+        "-m",
+        "reft.cli",
+        "launch",
+        "--no-warm",
+        "--no-daemon",
+        "--memory-dir",
+        str(tmp_path / "m"),
+    ]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "train.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    first, second = (int((tmp_path / restarts).read_text()) for restarts in "01")
+    states = process_state(first), process_state(second)
+    for pid, state in zip((first, second), states, strict=True):
+        if state == "S":
+            os.kill(pid, signal.SIGKILL)
+    assert states[0] in ("", "Z")
+    assert states[1] == "S"
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"ended 1 process.*\({first} sleep\)", done.stderr)
 
 
 _WITH_A_WORKER = """

@@ -72,7 +72,7 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     for name in ("train.py", "__main__.py"):
         (package / name).write_text(FACTS)
     for directory in (work, package):
-        (directory / "logging.py").write_text("raise SystemExit('the user\'s logging.py')")
+        (directory / "logging.py").write_text("raise SystemExit('the user's logging.py')")
     target = {
         "script": ["job/train.py"],
         "module": ["-m", "job.train"],
@@ -92,7 +92,9 @@ def test_a_script_imports_its_neighbours_unless_python_is_safe(tmp_path: Path) -
     (tmp_path / "train.py").write_text("import neighbour")
     assert run("train.py", cwd=Path("/")).returncode != 0, "there is none"
     for environ, code in (({}, 0), ({"PYTHONSAFEPATH": "1"}, 1)):
-        done = [run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ) for auto in (True, False)]
+        done = [
+            run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ) for auto in (True, False)
+        ]
         assert [d.returncode for d in done] == [code, code]
         done = [run("-m", "train", cwd=tmp_path, auto=auto, **environ) for auto in (True, False)]
         assert [d.returncode != 0 for d in done] == [code != 0] * 2

@@ -103,15 +103,15 @@ class ServedPlace:
         if self._has_to_serve():
             self._serve()
         endpoint, secs = self._config.rdzv_endpoint, min(self._contact_secs, self._read_secs)
-        # What listens there may be something else that never answers: the first contact has a limit of its own.
+        # What listens there may never answer: the first contact has a limit of its own.
         first = self._make_client(secs)
         try:
             first.check([])
         except StoreError as error:
             raise JobEndedError(
                 f"what listens at the rendezvous endpoint {endpoint} did not answer within {secs:.0f} s as "
-                f"reft's rendezvous does ({error}). Check the address, start `reft rendezvous` there, or wait "
-                "longer for a slow one with --rdzv-conf connect_timeout=SECS,read_timeout=SECS"
+                f"reft's rendezvous does ({error}). Check the address, start `reft rendezvous` there, or "
+                "wait longer for a slow one with --rdzv-conf connect_timeout=SECS,read_timeout=SECS"
             ) from error
         finally:
             first.close()
