@@ -198,6 +198,7 @@ def _rank_turn(order: str) -> int:
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MOST_PORT = 65535
+_MOST_RUN_ID_BYTES = 240  # a file's name may have 255; TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
 ) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -283,6 +284,9 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
         args.rdzv_id = job_id
+    if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MOST_RUN_ID_BYTES:
+        # TorchElastic names its log directory by it.
+        args.rdzv_id = safe_name(args.rdzv_id)
     try:
         _choose_rendezvous(args)
         _check_program(args)

@@ -147,7 +147,8 @@ class ExitNote:
         if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
             cause = Cause.SIZE
         lines = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        # A first line that announces a list ends with a colon, and so does what is put in front of the rest.
+        text = f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
 
     def write(self, directory: Path, local_rank: int) -> None:

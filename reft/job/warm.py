@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -50,12 +51,18 @@ READ_AT_IMPORT = (
     *("ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_"),
 )
 """How variables begin that libraries read while they are loaded."""
+READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
+"""Exceptions: torch and DeepSpeed read these only when they compile an operator or download a model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 2**18
 _READY_SECS, _END_SECS, _THREAD_ENDS_SECS = 600.0, 5.0, 1.0
 _STARTS, _UNFIT = 5, 3
 _UNDERSTOOD = {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session", "encoding", "errors"}
 _prctl = ctypes.CDLL(None).prctl
+
+
+def is_read_at_import(name: str) -> bool:
+    return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ class WarmTrainers:
             self._tell("the preloading process does not run: see its messages")
             return None
         names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
-        if others := [n for n in names if n.startswith(READ_AT_IMPORT)]:
+        if others := [n for n in names if is_read_at_import(n)]:
             self._tell(f"{', '.join(others)} differ from the launcher's environment")
             return None
         return self._server
@@ -340,11 +347,12 @@ def _heed_variables(request: ForkRequest) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
             return
         name, value = map(os.fsdecode, arguments)
-        if name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value:
+        if is_read_at_import(name) and os.environ.get(name) != value:
             sys.stdout.flush()
             print(
-                f"reft: this trainer starts again without preloaded imports: the script sets {name}, which "
-                "libraries read at import. Set it where `reft launch` is started, or start with --no-warm",
+                f"reft: this trainer starts again without preloaded imports: the script sets "
+                f"{name}={shlex.quote(value)}, which libraries read at import. Set it where `reft launch` is "
+                "started, or start with --no-warm",
                 file=sys.stderr,
                 flush=True,
             )

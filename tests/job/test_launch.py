@@ -101,6 +101,17 @@ def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
     assert parse("-m").job_id != name
 
 
+@pytest.mark.parametrize("run_id", ["team/exp1", "/", "../a", "j" * 300, "ö" * 125])
+def test_a_run_id_that_no_directory_can_have_gets_a_name_that_is_the_same_on_every_node(
+    tmp_path: Path, run_id: str
+) -> None:
+    config = parse("--rdzv-id", run_id, "--log-dir", str(tmp_path)).config
+    assert config.run_id == safe_name(run_id)
+    config.logs_specs.reify({0: {"TORCHELASTIC_RUN_ID": config.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}})
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
+    assert parse("--rdzv-id", "run 7, ä").config.run_id == "run 7, ä"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None:
     config = parse("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.0.0.1").config

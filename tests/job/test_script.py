@@ -343,6 +343,7 @@ def test_notes_survive_the_way_through_the_file(tmp_path: Path) -> None:
     (tmp_path / "0.json").write_text('{"cause": "pe')
     assert ExitNote.read(tmp_path, 0) is None
     assert len(ExitNote.of(ValueError("x" * 10_000)).error) < 300
+    assert ExitNote.of(ValueError("these differ:\n  lr: 1, 2")).error == "ValueError: these differ"
 
 
 PEER = WorkerExit(75, ExitNote(Cause.PEER, "RuntimeError: Connection closed by peer"))
