@@ -38,7 +38,7 @@ from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
+from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure, not_ignored
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
@@ -57,6 +57,7 @@ _GRACE_MARGIN_SECS = 5.0
 _LEAST_FLUSH_SECS = 1.0
 LEAVE_SIGNAL = signal.SIGUSR1
 _IMPATIENT_SECS = 1.0
+_TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
 class StopSignals:
@@ -66,6 +67,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
+        # Looked up once: TorchElastic sets handlers of its own whenever it starts trainers.
+        self._handled = not_ignored(STOP_SIGNALS)
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
@@ -73,8 +76,14 @@ class StopSignals:
 
     def install(self) -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle if number in self._handled else signal.SIG_IGN)
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
+
+    def handled_names(self, names: str) -> str:
+        """Remove ignored signals from ``names``, which are separated by commas: if TorchElastic handles one
+        while it starts trainers, they do not inherit that it is ignored."""
+        ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
+        return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
     def elapsed_secs(self) -> float:
         return time.monotonic() - self._at if self.received is not None else 0.0
@@ -300,8 +309,8 @@ class Launcher:
             self._warm = WarmTrainers(options.preload, shared)
         handler = self.rendezvous = self.place.join()
         self._board.start(lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting)
-        if hasattr(options.config, "signals_to_handle"):
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
+        names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
         agent = self._agent = Agent(
             options,
             place=self.place,
@@ -402,7 +411,7 @@ class Launcher:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
-                subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
+                subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:

@@ -198,6 +198,7 @@ def _rank_turn(order: str) -> int:
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MOST_PORT = 65535
+_MOST_RUN_ID_BYTES = 240  # a file's name may have 255; TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
 ) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -283,6 +284,9 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
         args.rdzv_id = job_id
+    if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MOST_RUN_ID_BYTES:
+        # TorchElastic names its log directory by it.
+        args.rdzv_id = safe_name(args.rdzv_id)
     try:
         _choose_rendezvous(args)
         _check_program(args)
@@ -419,7 +423,8 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    return python, ("-u", "-m", "reft.job.script", *module, *script)
+    # -P: reft's own imports do not find modules of the working directory.
+    return python, ("-u", "-P", "-m", "reft.job.script", *module, *script)
 
 
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:
@@ -433,7 +438,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
     if config.rdzv_backend in ("c10d", ETCD_BACKEND):
         # Bounds the wait for a node that dies between joining and introducing itself.
-        conf.setdefault("read_timeout", 30)
+        conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
 

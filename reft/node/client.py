@@ -402,7 +402,7 @@ class DaemonKeeper:
             began = time.monotonic()
             try:
                 # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
-                command = [sys.executable, "-m", "reft.node.daemon", str(self._job_dir.path)]
+                command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
                 )
