@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import reft
 from reft import cli
 from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
@@ -53,6 +55,27 @@ def test_help_and_version_import_no_more_than_the_parser(arguments: list[str]) -
         [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+def test_the_public_names_are_listed_although_they_are_imported_on_first_use() -> None:
+    assert set(reft.__all__) <= set(dir(reft))
+
+
+@pytest.mark.parametrize("words", [[], *EVERY], ids=" ".join)
+def test_all_help_is_in_one_style(words: list[str]) -> None:
+    """Options are described in lower case, under a title in title case, whichever parser prints them."""
+    lines = command(*words, "--help").out.splitlines()
+    assert "Options:" in lines
+    described = [re.match(r"  -.*?  +(\w+)", line) for line in lines]
+    assert [m[1] for m in described if m and m[1] in ("Show", "Install")] == []
+
+
+@pytest.mark.parametrize("name", ["profile", "replay"])
+def test_help_of_what_launches_a_job_leaves_launchs_options_out(name: str) -> None:
+    brief = command(name, "--help").out
+    assert len(brief.splitlines()) < 60
+    assert "--help-all" in brief
+    assert "--memory-dir" not in brief
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
