@@ -95,7 +95,7 @@ def _root(
 
 def launch(argv: Sequence[str]) -> int:
     """``reft launch``: its help without torch, whose import takes seconds."""
-    if argv[:1] in ([word] for word in _HELP):
+    if argv[:1] in (["-h"], ["--help"]):
         from reft.job.options import DESCRIPTION, add_own_options
         from reft.refusal import Parser
 
