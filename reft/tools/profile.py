@@ -458,7 +458,8 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
     facts = (
         f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {rows[0].step}, "
-        f"{milliseconds(end - begin)}   ·   idle {percent(idle)} of the step"
+        f"{milliseconds(end - begin)}   ·   idle {percent(idle)} of the step   ·   held up "
+        f"{milliseconds(max(row.held_up_secs for row in rows))}"
     )
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
@@ -514,7 +515,10 @@ def verdict(result: ProfileResult) -> str:
         for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
-        return f"Snapshots hold training up for {percent(held_up)} of a step"
+        return (
+            f"Snapshots hold training up for {percent(held_up)} of a step (median of {len(result.steps)} "
+            f"steps)"
+        )
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
     beside = f"{percent(idle)} of the copying time is idle time, {percent(moving)} during communication"
