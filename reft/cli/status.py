@@ -193,7 +193,7 @@ def _view(told: dict[str, Any]) -> RenderableType:
 
 
 def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "state", told["state"] if told["ended"] is None else f"does not run: {told['ended']}"
+    yield "state", _state(told)
     speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
@@ -229,10 +229,29 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "restarts", str(told["restarts"])
 
 
+def _state(told: dict[str, Any]) -> str:
+    if told["ended"] is not None:
+        return f"does not run: {told['ended']}"
+    said = str(told["state"])
+    if (waiting := told["waiting"]) is None:
+        return said
+    if len(names := waiting["for"]) == 1:
+        said += f": {names[0]}, or one in its place"
+    elif names:
+        said += f": {', '.join(names)}, or others in their place"
+    if (since := waiting["since_unix_secs"]) is not None:
+        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+    until = waiting["until_unix_secs"]
+    limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
+    return f"{said}, until {limit} at most"
+
+
 def _nodes(told: dict[str, Any]) -> Table:
     table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
         signal, since = Signal(node["signal"]), node["since_unix_secs"]
+        shown = "snapshot done" if signal is Signal.COMPLETED else str(signal)
+        style = _STYLES[Signal.UNHEALTHY if node["quiet"] else signal]
         doing = "waits as a spare" if node["spare"] else node["doing"]
         shards = "none"
         if steps := sorted({s["step"] for s in node["shards"]}):
@@ -240,7 +259,7 @@ def _nodes(told: dict[str, Any]) -> Table:
             shards += "" if node["holds_shards"] else " (replaced)"
         table.add_row(
             escape(node["node"]),
-            f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
+            f"[{style}]{'silent' if node['quiet'] else shown}[/]",
             "" if since is None else clock(since),
             str(_or(node["step"], "")),
             escape(shards),

@@ -44,11 +44,10 @@ from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch, StatusBoard
 from reft.node.progress import STACKS_SUFFIX, read_pages
-from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
+from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")

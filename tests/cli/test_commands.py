@@ -21,8 +21,10 @@ from reft.grid import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import Speed, situation
 from reft.node.daemon import NodeStatus
+from reft.node.progress import ProgressPage
 from reft.node.report import (
     BOARD_FILE,
+    CONFIG_FILE,
     ENDED,
     ENDED_WELL,
     HISTORY_FILE,
@@ -391,6 +393,51 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path) -> None:
     assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == ["[c]", "a", "b"]
     told = answer.json
     assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+
+
+def recovering(tmp_path: Path, doing: str, *, gone: bool = False, **of_history: object) -> dict[str, Any]:
+    """What is told of a job of two nodes, a and b, whose second start follows the loss of b."""
+    job = running(tmp_path)
+    for number, lost in ((1, []), (2, ["b"])):
+        note(job.path, STARTED, **FACTS | {"round": number, "nodes": ["a", "b"], "lost": lost} | of_history)
+    since = {"doing": doing, "doing_since_unix_secs": time.time() - 7}
+    nodes = [
+        NodeReport(node="a", domain="a", round=2, **since),
+        NodeReport(
+            node="b", domain="b", round=1, offline_unix_secs=time.time() if gone else None, doing="running"
+        ),
+    ]
+    running(tmp_path, nodes=[node.model_dump(mode="json") for node in nodes])
+    told: dict[str, Any] = asked(tmp_path, "--json").json
+    return told
+
+
+def test_a_job_that_waits_for_a_node_says_for_which_since_when_and_until_when(tmp_path: Path) -> None:
+    told = recovering(tmp_path, "waiting for nodes", gone=True)
+    assert (told["state"], told["waiting"]["for"]) == ("waiting for a node", ["b"])
+    assert 6 <= time.time() - told["waiting"]["since_unix_secs"] < 60
+    assert told["waiting"]["until_unix_secs"] is None
+    shown = " ".join(asked(tmp_path).out.split())
+    assert "waiting for a node: b, or one in its place, since" in shown
+    assert "join_timeout" in shown
+    write_json(ended(tmp_path).path / CONFIG_FILE, {"elastic": {"wait_secs": 60}})
+    answer = asked(tmp_path, "--json")
+    waiting = answer.json["waiting"]
+    assert waiting["until_unix_secs"] == waiting["since_unix_secs"] + 60
+    assert answer.code == EXIT_NOT_WELL
+
+
+def test_a_job_that_recovers_says_so_until_it_trains(tmp_path: Path) -> None:
+    assert recovering(tmp_path, "a trainer has failed")["state"] == "recovering"
+    assert recovering(tmp_path, "waiting for nodes")["state"] == "recovering"
+    assert recovering(tmp_path, "running")["state"] == "recovering"
+    path = ended(tmp_path).path
+    page = ProgressPage(path, 0, 0, 10.0, 600.0)
+    assert asked(tmp_path, "--json").json["state"] == "recovering"
+    page.begin_step()
+    page.end_step(9)
+    assert asked(tmp_path, "--json").json["state"] == "runs"
+    page.close()
 
 
 def test_the_address_of_the_web_page_or_what_to_write(tmp_path: Path) -> None:
