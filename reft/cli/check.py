@@ -112,7 +112,9 @@ def check_command(
                 persist_dir=persist_dir,
             )
         except StoreError as error:
-            raise ReftError(f"the rendezvous at {rdzv_endpoint} does not answer: {error}") from error
+            raise ReftError(
+                f"{error}; start `reft rendezvous` there, or correct --rdzv-endpoint {rdzv_endpoint}"
+            ) from error
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -67,7 +67,7 @@ def _look(
     memory_dirs: Sequence[Path] | None, job: str | None, stored: Path | None, *, verify: bool = False
 ) -> JobReport:
     if stored is not None:
-        return inspect_stored(stored, verify)
+        return inspect_stored(_existing(stored), verify)
     return inspect_job(find_memory(memory_dirs, job), verify)
 
 
@@ -130,7 +130,7 @@ def persist_command(  # noqa: PLR0917 - options of the command line
         )
     with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
         if stored is not None:
-            result = export_stored(stored, out, keep=keep, progress=progress)
+            result = export_stored(_existing(stored), out, keep=keep, progress=progress)
         else:
             result = persist_offline(paths, out, keep=keep, progress=progress)
     info = result.checkpoint
@@ -148,6 +148,12 @@ def persist_command(  # noqa: PLR0917 - options of the command line
         typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
         if result.corrupt_blocks:
             typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
+
+
+def _existing(stored: Path) -> Path:
+    if not stored.is_dir():
+        raise ConfigError(f"--from {stored}: no such directory; give the job's directory in persist.dir")
+    return stored
 
 
 @contextmanager

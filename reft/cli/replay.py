@@ -13,7 +13,7 @@ from typing import Any
 
 from reft.cli.memory import EXIT_NOT_WELL, find_memory
 from reft.env import ENV_PROFILE, ENV_REPLAY
-from reft.errors import ConfigError
+from reft.errors import ConfigError, ReftError
 from reft.grid import BlockKey, Coordinate, Label, Section
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers
 from reft.memory.header import checksum
@@ -48,7 +48,14 @@ def main(argv: Sequence[str]) -> int:
     _add_options(parser)
     args = parser.parse_args(["--help"] if argv[:1] == ["--help-all"] else list(argv))
     options = options_of(args)
-    kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
+    try:
+        kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
+    except ReftError as error:
+        raise ConfigError(
+            f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay needs the "
+            f"memory that the job left: start the job with --keep-memory, and this command with its "
+            f"--memory-dir and --job-id"
+        ) from error
     if holders := live_processes(kept.path):
         raise ConfigError(f"job {kept.job_id} is alive ({', '.join(holders)}); stop it, with --keep-memory")
     before, newest = _last_two(kept)

@@ -63,7 +63,12 @@ def status_command(
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
             told = reader.read()
-            running = (node["status"] or {} for node in told["here"] if node["daemon_runs"])
+            running = [node["status"] or {} for node in told["here"] if node["daemon_runs"]]
+            if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
+                raise ReftError(
+                    f"the page is not served: {problem}. End what listens there, or start the job with "
+                    f"another metrics.port"
+                )
             if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
                 raise ConfigError(
                     f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": '

@@ -201,7 +201,7 @@ class Daemon:
                         told.add(cause)
                         logger.exception("hang detection failed this time")
             self._listen_again()
-            self.status.update(web=self.metrics.url)
+            self.status.update(web=self.metrics.url, web_problem=self.metrics.problem)
             self.status.write_if_changed()
             if self._linger_secs and self._is_forsaken():
                 break

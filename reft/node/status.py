@@ -338,6 +338,7 @@ class MetricsServer:
         self._config = MetricsConfig()
         self._ended = threading.Event()
         self._server: WSGIServer | None = None
+        self.problem: str | None = None  # why nothing is served although the block asks for it
         self._reader: StatusReader | None = None
         self._reading = threading.Lock()
 
@@ -406,15 +407,15 @@ class MetricsServer:
                 metrics = server.get_app()
                 assert metrics is not None
                 server.set_app(partial(self._answer, metrics))
-                self._server = server
+                self._server, self.problem = server, None
                 logger.info("metrics for Prometheus, and the status page, are served at %s", self.url)
                 return
             except ImportError:
-                logger.warning(
-                    "no metrics: the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
-                )
+                self.problem = "the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
+                logger.warning("no metrics: %s", self.problem)
                 return
             except (OSError, OverflowError, UnicodeError) as error:
+                self.problem = f"{place}: {error}"
                 if not told:
                     logger.warning(
                         "no metrics at %s: %s; reft tries again, training does not wait for it. Set "

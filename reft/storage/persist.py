@@ -15,6 +15,7 @@ that are already there are not touched (P6).
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import socket
@@ -261,10 +262,10 @@ def write_version(
     except OSError as error:
         if isinstance(error, ReftError):
             raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        change = f"make room in {options.directory}" if full else MAKE_WRITABLE
         raise PersistError(
-            f"{error.filename or options.directory}: {error.strerror or error}; make room in "
-            f"{options.directory} or make it writable, or set persist.dir to another directory that every "
-            f"node sees"
+            f"{error.filename or options.directory}: {error.strerror or error}; {change}"
         ) from error
 
 

@@ -440,6 +440,49 @@ def test_a_job_that_recovers_says_so_until_it_trains(tmp_path: Path) -> None:
     page.close()
 
 
+@pytest.mark.parametrize("words", ["inspect", "verify", "persist --out out"])
+def test_a_stored_job_that_is_not_there_is_named(words: str, tmp_path: Path) -> None:
+    answer = command(*words.split(), "--from", tmp_path / "nothere")
+    assert answer.code == EXIT_WRONG_USE
+    assert f"--from {tmp_path / 'nothere'}: no such directory" in " ".join(answer.err.split())
+
+
+def test_a_replay_without_memory_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("none", "."):
+        answer = command("replay", "--memory-dir", tmp_path / folder, script)
+        assert answer.code == EXIT_WRONG_USE
+        assert "a replay needs the memory that the job left: start the job with --keep-memory" in answer.err
+
+
+def test_a_model_that_is_not_known_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    answer = command("plan", tmp_path / "ds.json", "--model", "llama3-70b", "--dp", "4")
+    assert answer.code == EXIT_WRONG_USE
+    said = " ".join(answer.err.split())
+    assert "no model named 'llama3-70b'" in said
+    assert "config.json" in said
+    assert "--parameters" in said
+
+
+def test_a_check_where_nothing_listens_says_so_once() -> None:
+    answer = command("check", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--secs", "0.1")
+    assert answer.code == EXIT_NOT_WELL
+    assert answer.err.count("does not answer") == 1
+    assert "reft rendezvous" in answer.err
+
+
+def test_the_address_of_a_page_whose_port_is_taken(tmp_path: Path) -> None:
+    job = running(tmp_path, "a")
+    write_json(job.path / "status.json", {"web": None, "web_problem": "127.0.0.1 port 9095: in use"})
+    answer = asked(tmp_path, "--web")
+    assert answer.code == EXIT_NOT_WELL
+    assert "127.0.0.1 port 9095: in use" in answer.err
+    assert "9095}" not in answer.err
+
+
 def test_the_address_of_the_web_page_or_what_to_write(tmp_path: Path) -> None:
     job = running(tmp_path, "a")
     answer = asked(tmp_path, "--web")

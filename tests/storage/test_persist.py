@@ -25,6 +25,7 @@ from reft.state.template import same_value
 from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
+from reft.storage.persister import Persister
 from reft.storage.publish import WorkDir
 from tests.commands import command
 from tests.job.daemons import wait_for
@@ -320,3 +321,28 @@ def test_what_a_running_job_overwrites_is_no_damage(memory: Memory, monkeypatch:
 
     monkeypatch.setattr(Arena, "lock_shared", train_on_and_lock)
     assert command("verify", *job.options, "--json").json["bad_blocks"] == 0
+
+
+def test_a_persist_directory_that_cannot_be_written_is_not_short_of_room(
+    memory: Memory, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PersistError, match="mount it or make it writable") as refused:
+        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "file" / "below"))
+    assert "make room" not in str(refused.value)
+
+
+def test_storage_that_fails_is_not_said_to_be_slow(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    persister = Persister(memory.job_dir("n0"))
+    persister.configure(memory.config(tmp_path / "file" / "below", interval_steps=2))
+    persister.start()
+    persister.offer(V4)
+    wait_for(lambda: persister.status.stale_since_step is not None, "the failure")
+    for step in range(5, 12):
+        persister.offer(Label(1, step))
+    persister.close()
+    assert "cannot be persisted" in caplog.text
+    assert "takes longer" not in caplog.text
