@@ -403,7 +403,8 @@ class Launcher:
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
                 subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
-            self._memory.remove()
+            logs = self._options.config.logs_specs
+            self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():

@@ -30,6 +30,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
+from reft.naming import safe_name
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 BOARD_FILE, HISTORY_FILE = "board.json", "history.jsonl"
 CONFIG_FILE = "config.json"  # the block, as the trainers gave it to the daemon
+_KEPT = "history-"
 STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # events of the history
 WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # a launcher's words for what it does
 ENDED_WELL = "the job ended well"  # why a launcher has ended whose job has
@@ -565,6 +567,26 @@ def read_history(job_dir: Path) -> list[Round]:
             elif event == ENDED and rounds:
                 rounds[-1].ended = _text(facts["reason"])
     return rounds
+
+
+def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
+    """Append the history of a node, a line for each start, to a file that outlives the job's memory. Raises
+    OSError: it cannot be written."""
+    lines = (json.dumps({"job_id": job_id, "node": node, **asdict(row)}) for row in read_history(job_dir))
+    with (directory / f"{_KEPT}{job_id}-{safe_name(node)}.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[Round]]:
+    """The starts that :func:`keep_history` has kept there, by job and node; other lines are left out."""
+    found: dict[tuple[str, str], list[Round]] = {}
+    for path in sorted(directory.glob(f"{_KEPT}*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                facts = json.loads(line)
+                of = _text(facts.pop("job_id")), _text(facts.pop("node"))
+                found.setdefault(of, []).append(_ROUND.validate_python(facts))
+    return found
 
 
 def _secs(value: Any) -> float:

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 ENDED_AS_WANTED = "it ended well"
 _OLD_SECS = 10.0
+_BRIEF_SECS = 2.0  # in which nodes that are there come to meet after a failure
 _MOST_ROUNDS = 64
 
 
@@ -113,9 +114,10 @@ def _state(board: Board, paths: Sequence[Path]) -> tuple[State, dict[str, Any] |
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
     present = [n for n in board.nodes if n.seen is not Signal.OFFLINE and not n.quiet and not n.spare]
     waits = [n for n in present if n.doing == WAITING]
-    missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in present})
-    if waits and (missing or last is None):
-        since = min((n.doing_since_unix_secs for n in waits if n.doing_since_unix_secs), default=None)
+    missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waits})
+    since = min((n.doing_since_unix_secs for n in waits if n.doing_since_unix_secs), default=None)
+    late = since is not None and time.time() - since > _BRIEF_SECS
+    if waits and (last is None or set(missing) - {n.node for n in present} or (missing and late)):
         block = next(filter(None, (read_json(path / CONFIG_FILE) for path in paths)), {})
         wait_secs = (block.get("elastic") or {}).get("wait_secs")
         until = since + wait_secs if since and wait_secs else None

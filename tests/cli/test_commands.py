@@ -20,6 +20,7 @@ from reft.config import explain
 from reft.grid import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import Speed, situation
+from reft.node.client import NodeMemory
 from reft.node.daemon import NodeStatus
 from reft.node.progress import ProgressPage
 from reft.node.report import (
@@ -400,7 +401,7 @@ def recovering(tmp_path: Path, doing: str, *, gone: bool = False, **of_history: 
     job = running(tmp_path)
     for number, lost in ((1, []), (2, ["b"])):
         note(job.path, STARTED, **FACTS | {"round": number, "nodes": ["a", "b"], "lost": lost} | of_history)
-    since = {"doing": doing, "doing_since_unix_secs": time.time() - 7}
+    since = {"doing": doing, "doing_since_unix_secs": time.time() - (7 if gone else 0.5)}
     nodes = [
         NodeReport(node="a", domain="a", round=2, **since),
         NodeReport(
@@ -481,6 +482,54 @@ def test_the_address_of_a_page_whose_port_is_taken(tmp_path: Path) -> None:
     assert answer.code == EXIT_NOT_WELL
     assert "127.0.0.1 port 9095: in use" in answer.err
     assert "9095}" not in answer.err
+
+
+def ended_well(tmp_path: Path, log_dir: Path | None = None, *, persist: bool = True) -> None:
+    """A job of one node that was started twice, and whose memory is removed as at a good end."""
+    memory = NodeMemory(tmp_path / "memory", "job", "a")
+    memory.prepare(b"s" * 32)
+    for number in (1, 2):
+        note(
+            memory.path,
+            STARTED,
+            **FACTS | {"round": number, "failures": ["rank 0 was killed"] * (number - 1)},
+        )
+    if persist:
+        write_json(memory.path / CONFIG_FILE, {"persist": {"dir": str(tmp_path / "persisted")}})
+    memory.remove(log_dir)
+    assert not memory.path.exists()
+
+
+@pytest.mark.parametrize("kept_in", ["persisted/job", "logs"])
+def test_the_history_of_a_job_that_ended_well_is_kept(tmp_path: Path, kept_in: str) -> None:
+    (tmp_path / "persisted").mkdir()
+    (tmp_path / "logs").mkdir()
+    persist, log_dir = kept_in != "logs", tmp_path / "logs"
+    for starts in (2, 4):  # the second job has the same name
+        ended_well(tmp_path, log_dir, persist=persist)
+        answer = command("history", "--from", tmp_path / kept_in, "--json")
+        assert answer.code == EXIT_WELL, answer.err
+        (node,) = answer.json
+        assert (node["job_id"], node["node"], len(node["rounds"])) == ("job", "a", starts)
+    assert "rank 0 was killed" in command("history", "--from", tmp_path / kept_in).out
+    gone = command("history", "--memory-dir", tmp_path / "memory")
+    assert gone.code == EXIT_NOT_WELL
+    assert "reft history --from" in gone.err
+
+
+def test_a_history_that_is_not_there_or_torn_is_no_traceback(tmp_path: Path) -> None:
+    assert command("history", "--from", tmp_path).code == EXIT_NOT_WELL
+    (tmp_path / "persisted").mkdir()
+    ended_well(tmp_path)
+    (kept,) = (tmp_path / "persisted" / "job").glob("history-*.jsonl")
+    kept.write_text(kept.read_text() + '{"node": 5}\n[1]\n{"torn')
+    (node,) = command("history", "--from", tmp_path / "persisted" / "job", "--json").json
+    assert len(node["rounds"]) == 2
+
+
+def test_p6_a_directory_that_cannot_be_written_costs_the_history_alone(tmp_path: Path) -> None:
+    ended_well(tmp_path)  # there is no directory tmp_path / "persisted"
+    assert not (tmp_path / "persisted").exists()
 
 
 def test_the_address_of_the_web_page_or_what_to_write(tmp_path: Path) -> None:
