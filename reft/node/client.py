@@ -263,7 +263,15 @@ class NodeMemory:
         JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
-        make_job_directory(self.memory_dir, self.job_id)
+        try:
+            make_job_directory(self.memory_dir, self.job_id)
+        except OSError as error:
+            if isinstance(error, ReftError):
+                raise
+            raise ConfigError(
+                f"--memory-dir {self.memory_dir} cannot be used: {error.strerror}; write a directory on "
+                f"tmpfs that can be written, such as /dev/shm/reft"
+            ) from error
         self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
         # Of a launcher that was killed: this one holds the lock.
         for left in self.path.glob(f"{EXITS_PREFIX}*"):

@@ -441,6 +441,28 @@ def test_a_job_that_recovers_says_so_until_it_trains(tmp_path: Path) -> None:
     page.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nproc-per-node eight", "--nproc-per-node is 'eight'; write a number such as 8"),
+        ("--nnodes 3:2", "--nnodes is 3:2, whose minimum is above its maximum; write 2:3"),
+        ("--spares -1", "--spares is -1; write 0 or more"),
+        ("--memory-dir /proc/x", "--memory-dir /proc/x cannot be used: No such file or directory"),
+        ("--memory-dir FILE/x", "train.py/x cannot be used: "),
+    ],
+)
+def test_a_launch_that_cannot_be_meant_is_refused_with_what_to_write(
+    tmp_path: Path, options: str, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    words = options.replace("FILE", str(script)).split()
+    place = [] if "--memory-dir" in words else ["--memory-dir", tmp_path / "memory"]
+    answer = command("launch", *place, *words, script)
+    assert answer.code == EXIT_WRONG_USE, answer.err
+    assert said in " ".join(answer.err.split())
+
+
 @pytest.mark.parametrize("words", ["inspect", "verify", "persist --out out"])
 def test_a_stored_job_that_is_not_there_is_named(words: str, tmp_path: Path) -> None:
     answer = command(*words.split(), "--from", tmp_path / "nothere")
