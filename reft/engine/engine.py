@@ -405,7 +405,7 @@ class Tracer:
             at=session.coordinate,
             degrees=session.topology.degrees,
             control=session.control,
-            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+            snapshot_bytes=lambda: session.stats.device_bytes,
         )
 
     def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:

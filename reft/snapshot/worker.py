@@ -926,6 +926,7 @@ class SnapshotWorker:
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.watchers.stats.device_bytes = sum(layout.mine.device_bytes.values())
         self._ring.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 
