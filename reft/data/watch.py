@@ -95,6 +95,8 @@ class Resuming:
         self._position = position
         self._rng = rng
         self._is_training = is_training
+        self.begins: Callable[[], None] | None = None
+        """Called before the first batch is read that training may use."""
         self._at_end = position is not None and position.complete
 
     def _concerns(self, loader: Any) -> bool:
@@ -121,6 +123,8 @@ class Resuming:
         return one
 
     def before_batch(self, one: Read, watch: Watch) -> None:
+        if self.begins is not None and self._is_training():
+            self.begins()
         if not isinstance(one, Pass):
             # Of reft.data.loader: it is where the version was, and draws nothing.
             if self._is_training():

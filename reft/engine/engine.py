@@ -18,6 +18,7 @@ import torch
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
+from reft.engine.host_state import host_states
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Label
@@ -110,6 +111,8 @@ class EngineState:
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
+        self.followed = host_states(session)
+        """State of the script that versions hold besides the engine's own."""
         self._images: LiveImages | None = None
         # Strict: a version of which no checkpoint could be written is not taken.
         self._blob = HostBlob(strict=session.config.strict)
@@ -130,7 +133,7 @@ class EngineState:
                     self._engine.template,
                     (images.replicated, images.owned),
                     images.signature,
-                    self._engine.capture(self._client()),
+                    self.host_state(self._client()),
                 ),
                 step=self._step_made(label.step),
                 must=must or images is not known,
@@ -144,6 +147,10 @@ class EngineState:
                 self._failures.add(type(error))
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
+
+    def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a version holds besides tensors of the engine."""
+        return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:
@@ -179,6 +186,7 @@ class EngineState:
             self.gradients.close()
         if self.data is not None:
             self.data.close()
+        self.followed.close()
 
 
 def gradient_capture(session: Session) -> GradientCapture | None:

@@ -207,6 +207,28 @@ class ScriptLook:
                     f"write for {index} in range(engine.global_steps, {most})",
                 )
 
+    def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
+        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether the value is
+        derived from the engine's step."""
+        writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
+        writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
+        for node, target in writes:
+            if isinstance(target, ast.Subscript) and _text(target.slice) == repr(key):
+                yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
+
+    def _from_step(self, value: ast.expr) -> bool:
+        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made of."""
+        seen: set[str] = set()
+        todo: list[ast.AST] = [value]
+        while todo:
+            node = todo.pop()
+            if _reads_step(node):
+                return True
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - seen
+            seen |= names
+            todo += [n.value for n in self._all(ast.Assign) if {_text(t) for t in n.targets} & names]
+        return False
+
     def client_states(self) -> Iterator[Finding]:
         """What is read from a checkpoint's client state; a version in memory has only what it was given."""
         attached = self._calls("attach", "initialize")

@@ -225,6 +225,16 @@ def what_begins_anew() -> list[str]:
     return [str(f) for look in _look_at_script() for f in (*look.loops(), *look.client_states())]
 
 
+def rates_from_step(key: str) -> str | None:
+    """Where the running script writes this number of a parameter group, in words; empty if that is not known,
+    None if it is derived from engine.global_steps at every place."""
+    lines = [line for look in _look_at_script() for line in look.group_writes(key)]
+    if lines and all(derived for _, derived in lines):
+        return None
+    places = ", ".join(str(number) for number, derived in lines if not derived)
+    return f"line {places}: " if places else ""
+
+
 def _look_at_script() -> Iterator[ScriptLook]:
     """One, if it can be read."""
     with suppress(OSError, ConfigError):

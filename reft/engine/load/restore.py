@@ -196,6 +196,7 @@ class Restorer:
         if self._unprotected:
             self._unprotected = False
             self._memory.protect()
+        self._session.state.followed.begin_step(is_first=not self._trains)
         self._trains = True
         self._session.state.restored_client = None
         self._engine.data.trains()
@@ -203,6 +204,8 @@ class Restorer:
     def after_step(self) -> None:
         """A step has returned: after the first one it is known how the script reads its data."""
         session = self._session
+        for said in session.state.followed.end_step():
+            warn(session, said)
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
@@ -212,6 +215,8 @@ class Restorer:
             return
         if self._resumed is None:
             require_first_version(session)
+        for said in session.state.followed.findings():
+            warn(session, said)
         if session.state.client_state is None:
             for said in filter(None, (text, *what_begins_anew())):
                 warn(session, said)
