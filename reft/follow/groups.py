@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
 """Attributes by which torch's and DeepSpeed's schedulers count their steps."""
+_MOMENTA = ("betas", "momentum")
+"""What torch's cyclic schedulers change beside the learning rate."""
 
 
 class ParamGroups(HostState):
@@ -31,7 +33,7 @@ class ParamGroups(HostState):
         self._after: tuple[list[dict[str, Any]], Any] | None = None
         """Numbers and counts of the schedulers after the last optimizer step."""
         self._found: str | None = None
-        self._reported = False
+        self._reported = self._lost_reported = False
         optimizer, self._hooks = self._state.optimizer, []
         if isinstance(optimizer, torch.optim.Optimizer):
             self._hooks = [
@@ -63,27 +65,27 @@ class ParamGroups(HostState):
         for index, (before, after) in enumerate(zip(was, now, strict=False)):
             for key in before:
                 changed = before[key] != after.get(key)
-                if changed and not (moved and self._is_scheduled(index, key, after.get(key))):
+                if changed and not (moved and self._is_scheduled(key, after.get(key))):
                     self._found = self._found or self._describe(index, key, before[key], after.get(key))
 
     def _numbers(self) -> list[dict[str, Any]]:
         return [dict(_numbers_of(group)) for group in self._state.optimizer.param_groups]
 
-    def _all(self) -> list[Any]:
-        schedulers = [self._schedulers.own(), *self._schedulers.live()]
-        given = self._session.state.followed.given()
-        steps = [g for g in given if callable(getattr(g, "step", None))]
-        return [s for s in (*schedulers, *steps) if s is not None]
+    def _followed(self) -> list[Any]:
+        """Schedulers whose state is part of the version, by reft or because the script has given them."""
+        given = [g for g in self._session.state.followed.given() if callable(getattr(g, "step", None))]
+        return [s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None]
 
     def _counts(self) -> list[tuple[Any, ...]]:
-        return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._all()]
+        return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._followed()]
 
-    def _is_scheduled(self, index: int, key: str, value: Any) -> bool:
-        """Whether a scheduler has set this number: of learning rates schedulers say which they have set."""
-        if key != "lr":
+    def _is_scheduled(self, key: str, value: Any) -> bool:
+        """Whether a scheduler has set this number. Of learning rates, schedulers keep which they have set;
+        one that does not may have set anything."""
+        rates = [getattr(s, "_last_lr", None) for s in self._followed()]
+        if any(kept is None for kept in rates):
             return True
-        said = [getattr(s, "_last_lr", None) for s in self._all()]
-        return any(rates is None or value in rates for rates in said)
+        return any(value in kept for kept in rates if kept) if key == "lr" else key in _MOMENTA
 
     def _describe(self, index: int, key: str, was: Any, now: Any) -> str | None:
         if (lines := rates_from_step(key)) is None:
@@ -99,6 +101,10 @@ class ParamGroups(HostState):
         )
 
     def end_step(self) -> str | None:
+        lost = None if self._lost_reported else self._session.engine.adapter.why_groups_are_lost()  # type: ignore[attr-defined]
+        if lost is not None:
+            self._lost_reported = True
+            return str(lost)
         found, self._found = self._found, None
         if found is not None:
             self._reported, self._after = True, None
