@@ -220,9 +220,18 @@ def conditional_loads() -> list[str]:
 
 
 def what_begins_anew() -> list[str]:
-    """Loops of the running script that begin at 0 in every life, and places that it reads from a client state
-    which nobody keeps; each with what to write."""
-    return [str(f) for look in _look_at_script() for f in (*look.loops(), *look.client_states())]
+    """What the running script would begin again with in every life: loops that count from 0, places that it
+    reads from a client state which nobody keeps, and state of its own; by line, each with what to write."""
+    return [str(finding) for look in _look_at_script() for finding in look.begins_anew()]
+
+
+def report_findings(session: Session, findings: list[str]) -> None:
+    """What was found after the first step, as one list."""
+    if len(findings) > 1:
+        lines = "".join(f"\n- {finding}" for finding in findings)
+        warn(session, f"{len(findings)} things of this script would not be as in an undisturbed run:{lines}")
+    elif findings:
+        warn(session, findings[0])
 
 
 def rates_from_step(key: str) -> str | None:

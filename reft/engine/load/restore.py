@@ -20,6 +20,7 @@ from reft.config import Variant
 from reft.engine.checks.start import (
     check_orders,
     conditional_loads,
+    report_findings,
     require_first_version,
     warn,
     what_begins_anew,
@@ -215,13 +216,14 @@ class Restorer:
             return
         if self._resumed is None:
             require_first_version(session)
-        for said in session.state.followed.findings():
-            warn(session, said)
-        if session.state.client_state is None:
-            for said in filter(None, (text, *what_begins_anew())):
-                warn(session, said)
-        elif text is not None and session.is_rank_zero:
-            logger.info("the attached client state restores the position in the data")
+            # What the script restores itself, by its client state, is the position in data that reft does not
+            # follow.  text is not None and session.state.client_state is not None and not
+            # self._engine.data.comes_back():
+            if session.is_rank_zero:
+                logger.info("the attached client state restores the position in the data")
+            text = None
+        found = filter(None, (text, *session.state.followed.findings(), *what_begins_anew()))
+        report_findings(session, list(found))
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
