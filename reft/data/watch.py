@@ -33,6 +33,7 @@ from reft.data.passes import (
     of_inner,
     order_of,
     raw_iterator,
+    restore_items,
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
@@ -135,6 +136,8 @@ class Resuming:
         if one.era is not self and one.taken == 0:
             # Begun before the version was loaded.
             one.adopt(self.begin(one.loader, watch))
+        if self._position is not None:
+            restore_items(one.loader, self._position)
         if not (one.natural and one.taken == 0):
             restore_rng(self._rng)
 

@@ -216,9 +216,10 @@ class Restorer:
             return
         if self._resumed is None:
             require_first_version(session)
-            # What the script restores itself, by its client state, is the position in data that reft does not
-            # follow.  text is not None and session.state.client_state is not None and not
-            # self._engine.data.comes_back():
+        # By its client state the script restores the position in data that reft does not follow, and nothing
+        # else.
+        is_clients = session.state.client_state is not None and not self._engine.data.comes_back()
+        if text is not None and is_clients:
             if session.is_rank_zero:
                 logger.info("the attached client state restores the position in the data")
             text = None
