@@ -111,9 +111,8 @@ class Life:
         if self.until is not None and begins and engine.global_steps >= self.until:
             session = session_of(engine)
             assert session is not None
-            request = session.submit(must=True)
-            assert request.done.wait(SECS)
-            assert request.committed, session.stats.last_error
+            assert session.flush(SECS)
+            assert session.stats.committed_step == engine.global_steps, session.stats.last_error
             raise CutOffError
         return original(*args, **kwargs)
 
