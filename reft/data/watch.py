@@ -33,6 +33,7 @@ from reft.data.passes import (
     of_inner,
     order_of,
     raw_iterator,
+    restore_items,
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
@@ -132,6 +133,8 @@ class Resuming:
         self._position = position
         self._rng = rng
         self._is_training = is_training
+        self.begins: Callable[[], None] | None = None
+        """Called before the first batch is read that training may use."""
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
@@ -163,6 +166,8 @@ class Resuming:
             restore_rng(self._rng)
 
     def before_batch(self, one: Read, watch: Watch) -> None:
+        if self.begins is not None and self._is_training():
+            self.begins()
         if not isinstance(one, Pass):
             # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
             if self._is_training() and not (self._begins and one.taken == 0):
@@ -173,6 +178,8 @@ class Resuming:
         if one.era is not self and one.taken == 0:
             # Begun before the version was loaded.
             one.adopt(self.begin(one.loader, watch))
+        if self._position is not None:
+            restore_items(one.loader, self._position)
         if not (one.natural and one.taken == 0):
             restore_rng(self._rng)
 

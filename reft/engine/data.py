@@ -395,11 +395,11 @@ class DataPosition:
             return why_iterator_is_bound(self._stateful)
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
-        if self._comes_back():
+        if self.comes_back():
             return LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
         return self._advice_for_loop()
 
-    def _comes_back(self) -> bool:
+    def comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
         if isinstance(self._pass, Pass) or self._pass is None:
