@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.local_cluster import LocalCluster
+from reft.job.local import LocalNodes
 from tests import prefork
 from tests.tiers import ENV_FAILURES
 
@@ -30,7 +31,7 @@ os.environ.setdefault("REFT_SECRET", secrets.token_hex(32))
 # Trainers of the suite are forked already (tests/prefork.py); what imports ahead for one node has tests of its own.
 os.environ.setdefault("REFT_WARM", "0")
 
-LocalCluster.popen = prefork.Popen
+LocalCluster.popen = LocalNodes.popen = prefork.Popen
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all its children;
 # tests that press Ctrl-C need it.

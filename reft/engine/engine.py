@@ -110,6 +110,8 @@ class EngineState:
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
+        self.listener: Callable[[Label, LiveImages, dict[str, Any]], None] | None = None
+        """Called with every state that is captured; for `reft rehearse`."""
         self._images: LiveImages | None = None
         # Strict: a version of which no checkpoint could be written is not taken.
         self._blob = HostBlob(strict=session.config.strict)
@@ -123,6 +125,9 @@ class EngineState:
         try:
             known = self._images
             images = self._current_images()
+            state = self._engine.capture(self._client())
+            if self.listener is not None:
+                self.listener(label, images, state)
             return SnapshotRequest(
                 label,
                 images,
@@ -130,7 +135,7 @@ class EngineState:
                     self._engine.template,
                     (images.replicated, images.owned),
                     images.signature,
-                    self._engine.capture(self._client()),
+                    state,
                 ),
                 step=self._step_made(label.step),
                 must=must or images is not known,
