@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, stop_by_signal)
     try:
         with console.status("the job starts") as status:
-            report = rehearse(what, status.update)
+            report = rehearse(what, status.update, console.print)
     except KeyboardInterrupt:
         console.print("stopped; all processes are killed and their memory is removed", style="yellow")
         return _EXIT_INTERRUPTED

@@ -51,9 +51,12 @@ class LocalNodes:
         path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
         self._environment = {**inherited, "PYTHONPATH": path, **environment}
 
-    def start(self, name: str, memory_dir: Path, log: Path, arguments: Sequence[str]) -> Node:
-        """Start ``reft launch`` with these arguments and this memory directory, in a session of its own."""
-        words = ["-m", "reft.job.launch", "--memory-dir", str(memory_dir), *arguments]
+    def start(
+        self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
+    ) -> Node:
+        """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its own."""
+        # Behind the options, which may name another one.
+        words = ["-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
         with log.open("ab") as output:
             process = type(self).popen(
                 [sys.executable, *words],

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -86,11 +87,10 @@ class Recorder:
         self._base_file = directory / f"base-{self._rank}"
         self._batches: list[str] = []  # of the micro-batches of the step that is being made
         self._losses: list[str] = []
-        self._began = 0.0  # Unix seconds: the first forward pass of that step
+        self._began = 0.0  # Unix seconds: the step began; 0 before
         self._last_step: int | None = None  # newest step that was written, or was restored
-        self._base: int | None = (
-            None  # Step from which the first life began; steps of the plan count from it.
-        )
+        self._base: int | None = None
+        """Step from which the first life began: steps of the plan count from it."""
         if self._base_file.exists():
             self._start_from(int(self._base_file.read_text()))
         session.state.listener = self._captured
@@ -104,52 +104,65 @@ class Recorder:
     def _watch_engine(self) -> None:
         """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's chunks."""
         engine: Any = getattr(self._session.engine, "engine", None)
-        modules = getattr(self._session.engine, "chunks", None) or [engine.module]
-        for module in modules:
-            module.register_forward_pre_hook(self._forward, with_kwargs=True)
         keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
         if engine is None:
+            for chunk in self._session.engine.chunks:  # type: ignore[attr-defined]  # Megatron-core's
+                chunk.register_forward_pre_hook(self._chunk_forward, with_kwargs=True)
             return
-        self._takes_inputs = not hasattr(engine, "grid")
         wrap(engine, "save_checkpoint", self._save)
-        if self._takes_inputs:
-            wrap(engine, "backward", self._backward)
-        else:
+        if hasattr(engine, "grid"):
+            wrap(engine, "train_batch", self._train_batch)
+            wrap(engine, "eval_batch", self._eval_batch)
             wrap(engine, "_next_batch", self._next_batch)
             wrap(engine, "_aggregate_total_loss", self._aggregate_total_loss)
+        else:
+            # Not a hook of the module: a module that is compiled would have it compiled.
+            wrap(engine, "forward", self._forward)
+            wrap(engine, "backward", self._backward)
 
-    _takes_inputs = True
-    """Whether the inputs of a forward are the batch: in a pipeline most of them come from a neighbour."""
+    def _chunk_forward(self, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin_forward((args, kwargs), training=chunk.training)
 
-    def _forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pass begins."""
-        if not (module.training and torch.is_grad_enabled()):
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin_forward((args, kwargs), training=self._session.engine.engine.training)  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    def _begin_forward(self, inputs: Any, *, training: bool) -> None:
+        if training and torch.is_grad_enabled():
+            self._begin_training()
+            self._batches.append(digest_tensors(inputs))
+        else:
             self._between("evaluation")
-            return
+
+    def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin_training()
+        return original(*args, **kwargs)
+
+    def _eval_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._between("evaluation")
+        return original(*args, **kwargs)
+
+    def _begin_training(self) -> None:
+        """A step begins, or a further micro-batch of it."""
         step = self._session.engine.global_steps
         if self._last_step is None:
             self._last_step = step
+        self._write_trained()
+        self._began = self._began or time.time()
         if self._base is None:
             self._base_file.write_text(str(step))
             self._start_from(step)
         self._die_at("boundary")
-        if self._takes_inputs:
-            self._add_batch((args, kwargs))
 
     def _start_from(self, step: int) -> None:
         self._base = step
         self._session.stopping.replayed_step = step + self._plan.steps
 
-    def _add_batch(self, batch: Any) -> None:
-        if not self._batches:
-            self._began = time.time()
-        self._batches.append(digest_tensors(batch))
-
     def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first and the last stage of a pipeline load a micro-batch."""
         batch = original(*args, **kwargs)
         if self._session.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
-            self._add_batch(batch)
+            self._batches.append(digest_tensors(batch))
         return batch
 
     def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +184,19 @@ class Recorder:
 
     def _after_step(self, original: Callable[..., Any]) -> Any:
         """A step was made. It exits where the job ends here."""
-        step = self._session.engine.global_steps
-        if step != self._last_step:
-            self._last_step = step
-            batches = {f"batch.{number}": batch for number, batch in enumerate(self._batches)}
-            losses = {f"loss.{number}": loss for number, loss in enumerate(self._losses)}
-            self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
-            self._batches, self._losses = [], []
+        self._write_trained()
         return original()
+
+    def _write_trained(self) -> None:
+        """The newest step, if it was not written yet."""
+        step = self._session.engine.global_steps
+        if step == self._last_step:
+            return
+        self._last_step = step
+        batches = {f"batch.{number}": batch for number, batch in enumerate(self._batches)}
+        losses = {f"loss.{number}": loss for number, loss in enumerate(self._losses)}
+        self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
+        self._batches, self._losses, self._began = [], [], 0.0
 
     def _captured(self, label: Label, images: LiveImages, state: Mapping[str, Any]) -> None:
         """The state after a step is final. Called by the session where it takes a version, or would."""
@@ -269,6 +287,8 @@ def cause_of(key: str) -> str:
 
 def digest_items(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Every item of nested mappings and short lists by dotted name: a short value as it is, else a digest."""
+    if isinstance(value, Namespace):
+        value = vars(value)
     if isinstance(value, Mapping) and value:
         for key in value:
             yield from digest_items(f"{name}.{key}", value[key])

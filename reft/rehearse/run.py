@@ -39,7 +39,7 @@ _POLL_SECS = 0.05
 _END_SECS = 20.0  # when one launcher has failed, the others have so long to end, too
 _LOG_LINES = 25
 _MOST_DIFFERENCES = 50
-_RESTARTS = 2  # of a trainer that fails by itself after the restart; a lost node uses up none
+_RESTARTS = 2  # of a killed run: that after the kill, and one more
 _BLOCK = {
     "persist": {},
     "profile": {},
@@ -50,7 +50,7 @@ _BLOCK = {
 """What a rehearsal sets in the ``reft`` block: a version of every step, and nothing on storage."""
 
 _PREFIX = re.compile(r"^reft \[[^]]*\] ")
-Say = Callable[[str], None]  # what is going on, for people; said often
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,15 @@ class Run:
         return min(began) - killed[0]["time"] if killed and began else None
 
 
-def rehearse(what: Rehearsal, say: Say) -> dict[str, Any]:
-    """Run, kill, compare. Returns the report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
+def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
+    """Run, kill, compare.
+
+    Args:
+        progress: is given which run is under way and its step, several times a second.
+        say: is given a line for each run that has begun or ended.
+
+    Returns:
+        The report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
 
     Raises:
         ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was recorded.
@@ -129,14 +136,15 @@ def rehearse(what: Rehearsal, say: Say) -> dict[str, Any]:
         what.memory_parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         memory = Path(tempfile.mkdtemp(prefix="rehearse-", dir=what.memory_parent))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        return _Runs(what, directory, memory, say).report()
+        return _Runs(what, directory, memory, progress, say).report()
 
 
 class _Runs:
     """All runs of one rehearsal, consecutively, in the same directories."""
 
-    def __init__(self, what: Rehearsal, directory: Path, memory: Path, say: Say) -> None:
-        self._what, self._directory, self._memory, self._say = what, directory, memory, say
+    def __init__(self, what: Rehearsal, directory: Path, memory: Path, progress: Say, say: Say) -> None:
+        self._what, self._directory, self._memory = what, directory, memory
+        self._progress, self._say = progress, say
         self._number = 0
 
     def report(self) -> dict[str, Any]:
@@ -197,16 +205,18 @@ class _Runs:
         records.mkdir()
         plan.write(records)
         run = Run(name, plan)
+        self._say(f"run {self._number}: {name}")
         began = time.monotonic()
         with ExitStack() as stack:
-            job = _Job(self._what, self._number, records, self._memory)
+            restarts = _RESTARTS if plan.kill_after else 0
+            job = _Job(self._what, f"{self._what.job_id}-{self._number}", records, self._memory, restarts)
             stack.callback(job.end)
             job.start(stack)
             reader = Reader(records)
             while job.runs():
                 run.events += reader.read()
                 job.replace_lost(run.of_kind(KILLED))
-                self._say(f"run {self._number}, {name}: step {run.newest_step}")
+                self._progress(f"run {self._number}: {name}, step {run.newest_step}")
                 time.sleep(_POLL_SECS)
         run.events += reader.read()
         run.codes, run.log, run.secs = job.codes(), job.log(), time.monotonic() - began
@@ -289,12 +299,11 @@ class Reader:
 class _Job:
     """The launchers of one run on this machine."""
 
-    def __init__(self, what: Rehearsal, number: int, records: Path, memory: Path) -> None:
+    def __init__(self, what: Rehearsal, run_id: str, records: Path, memory: Path, restarts: int) -> None:
         self._what, self._records, self._memory = what, records, memory
-        self._run_id = f"{what.job_id}-{number}"
+        self._meeting = ["--job-id", what.job_id, "--rdzv-id", run_id, "--max-restarts", str(restarts)]
         self._nodes = LocalNodes({ENV_REHEARSE: str(records), ENV_PROFILE: json.dumps(_BLOCK)})
         self._current: dict[str, Node] = {}
-        self._endpoint: list[str] = []
         self._failed_at: float | None = None
 
     def start(self, stack: ExitStack) -> None:
@@ -303,18 +312,17 @@ class _Job:
         if self._what.nodes > 1:
             # In this process: a SIGKILL of it leaves no store behind.
             store = stack.enter_context(closing(RendezvousServer("127.0.0.1", 0)))
-            self._endpoint = ["--rdzv-endpoint", store.endpoint, "--local-addr", "127.0.0.1"]
+            self._meeting += ["--rdzv-endpoint", store.endpoint, "--local-addr", "127.0.0.1"]
         for number in range(max(1, self._what.nodes)):
             self._start_node(f"node{number}")
 
     def _start_node(self, name: str) -> None:
         what = self._what
-        words = [*what.launch, "--job-id", what.job_id, "--rdzv-id", self._run_id]
-        words += ["--max-restarts", str(_RESTARTS), *self._endpoint]
+        words = [*what.launch, *self._meeting]
         if what.nodes > 1:
             words += ["--node-id", name]
         memory, log = self._memory / name, self._records / f"{name}.log"
-        self._current[name] = self._nodes.start(name, memory, log, [*words, *what.program])
+        self._current[name] = self._nodes.start(name, memory, log, words, what.program)
 
     def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
         """Kill the node of a trainer that waits for it, once, and start another one in its place."""

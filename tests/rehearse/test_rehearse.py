@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +35,7 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
 
     def run(*words: str | Path) -> dict[str, Any]:
         what, _ = parse(["--memory-dir", str(memory), *map(str, words)])
-        report = rehearse(what, lambda _: None)
+        report = rehearse(what, lambda _: None, print)
         assert list(memory.iterdir()) == []
         return report
 
@@ -101,7 +107,42 @@ def test_a_job_that_fails_undisturbed_is_not_rehearsed(rehearsed: Rehearse) -> N
         rehearsed("wrong.py")
 
 
-def test_a_job_without_deepspeed_is_refused(rehearsed: Rehearse) -> None:
+@pytest.mark.integration
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    mark, memory = f"REFT_TEST_REHEARSE={uuid.uuid4().hex}", tmp_path / "memory"
+    command = [sys.executable, "-m", "reft.cli", "rehearse", "--memory-dir", str(memory)]
+    name, _, value = mark.partition("=")
+    run = subprocess.Popen(
+        [*command, *map(str, small("nothing"))],
+        env={**os.environ, name: value, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def processes() -> list[int]:
+        paths = Path("/proc").glob("[0-9]*/environ")
+        return [int(path.parent.name) for path in paths if mark.encode() in _read(path)]
+
+    while len(processes()) < 3:  # with a launcher and what it has started
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 130, err
+    assert "stopped; all processes are killed" in err
+    assert processes() == []
+    assert list(memory.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [memory]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_options_that_leave_nothing_to_compare_are_refused(rehearsed: Rehearse) -> None:
     with pytest.raises(ConfigError, match=r"--kill is 5 and --steps 5"):
         rehearsed("--steps", "5", "train.py")
     with pytest.raises(ConfigError, match=r"--node kills a node, but the job has one"):

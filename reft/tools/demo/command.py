@@ -269,7 +269,7 @@ class Job:
             *("--max-restarts", "0"),  # a lost node uses up none
         ]
         log = self._directory / f"{name}.log"
-        node = self.nodes.start(name, self._memory / name, log, [*arguments, *self._command])
+        node = self.nodes.start(name, self._memory / name, log, arguments, self._command)
         self.current[index] = node
         return node
 
