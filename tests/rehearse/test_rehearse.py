@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,7 +21,8 @@ from reft.errors import ConfigError
 from reft.rehearse.run import rehearse
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 Rehearse = Callable[..., dict[str, Any]]
 
 
@@ -168,4 +170,30 @@ def test_the_examples_are_equal(rehearsed: Rehearse, options: tuple[str, ...]) -
         pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
     script, config = EXAMPLES / f"{name}.py", EXAMPLES / f"{name}.json"
     report = rehearsed(*launch, script, "--deepspeed_config", config)
+    assert report["exit_code"] == 0, list(describe(report))
+
+
+@pytest.mark.integration
+def test_a_trainer_that_evaluates_and_saves_between_steps_is_equal(rehearsed: Rehearse) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
+    report = rehearsed("--steps", "8", "--kill", "4", SCRIPTS / "trainer.py")
+    assert [one["killed_at"] for one in report["tries"]] == ["step", "evaluation"]
+    assert report["exit_code"] == 0, list(describe(report))
+    assert list(Path("checkpoints").iterdir()) == [], "what the Trainer saves is redirected"
+
+
+@pytest.mark.integration
+def test_megatrons_program_is_equal(
+    rehearsed: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It evaluates behind every second iteration."""
+    pytest.importorskip("megatron.core", reason="needs the extra megatron: pip install 'reft-ckpt[megatron]'")
+    monkeypatch.setenv("REFT_EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    block = Path("block.json")
+    block.write_text(json.dumps({"reft": {"enabled": True}}))
+    script = ROOT / "tests" / "megatron_core" / "standin" / "pretrain_gpt.py"
+    options = ("--steps", "6", "--kill", "3", "--block", block, "--nproc-per-node", "2")
+    report = rehearsed(*options, script)
+    assert [one["killed_at"] for one in report["tries"]] == ["step", "evaluation"]
     assert report["exit_code"] == 0, list(describe(report))
