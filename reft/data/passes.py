@@ -91,7 +91,8 @@ class Position:
     ahead: dict[str, Any] | None = (
         None  # random states when the batch was read that was read ahead of training
     )
-    evaluates: bool = False  # whether it was read while no engine trained: the next pass begins anew
+    # whether the next pass begins anew: it was about to begin, or this one was read while no engine trained
+    evaluates: bool = False
     dealt: dict[str, Any] | None = None  # how the replicas share the pass, as of ``Dealt``; None: not known
 
     @property
@@ -243,6 +244,7 @@ class Pass(Read):
             now = capture_start(self.loader)
             self._first = now if self._begun is None or not _same_start(now, self._begun) else None
             self._begun = None
+        self._watch.before_read(self)
         received = received_by(self._inner)
         try:
             batch = self._read_one()

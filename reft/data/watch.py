@@ -95,7 +95,7 @@ class Resuming:
         self._position = position
         self._rng = rng
         self._is_training = is_training
-        self._at_end = position is not None and position.complete
+        self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
         """Whether it may be the one that training reads: an evaluation draws its own numbers."""
@@ -193,9 +193,15 @@ class Watch:
     def open(self, loader: Any) -> Pass:
         if (begin := self.openings.pop(id(loader), None)) is not None:
             return begin(loader)
+        for listener in self._listeners:
+            listener.begins_pass(loader)
         if self.resuming is not None:
-            return self.resuming.begin(loader, self)
-        return self.begin(loader, draws=not (self.reopens and is_within(loader)))
+            one = self.resuming.begin(loader, self)
+        else:
+            one = self.begin(loader, draws=not (self.reopens and is_within(loader)))
+        for listener in self._listeners:
+            listener.began_pass(one)
+        return one
 
     def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
         """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the pass of the
@@ -250,6 +256,11 @@ class Watch:
             self.resuming.before_batch(one, self)
         for listener in self._listeners:
             listener.before_batch(one)
+
+    def before_read(self, one: Read) -> None:
+        """A batch is about to be read, under the random states that are there."""
+        for listener in self._listeners:
+            listener.before_read(one)
 
     def after_batch(self, one: Read) -> None:
         for listener in self._listeners:
@@ -312,6 +323,10 @@ class Followed(ABC, Generic[R]):
     def _passes(self) -> list[R]:
         return [one for one in dict.fromkeys((self._followed, self._begun)) if one is not None]
 
+    def reads(self, loader: Any) -> bool:
+        """Whether its batches come from this loader of torch."""
+        return False
+
     def wrong(self) -> str | None:
         """Why not every sample would be trained on once, and what to write; None: it would."""
         return None
@@ -321,8 +336,13 @@ class Followed(ABC, Generic[R]):
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     @abstractmethod
-    def position(self) -> dict[str, Any] | None:
-        """None where nothing was begun."""
+    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+        """Where the next step reads; None where nothing was begun.
+
+        Args:
+            upcoming: the pass that the script is about to read, of this loader or another one.
+            begins: whether the script is about to begin another pass of this loader.
+        """
 
     @abstractmethod
     def go_to(self, position: dict[str, Any]) -> None:
@@ -361,11 +381,13 @@ class Registry:
         found = {name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())}
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
-    def positions(self) -> dict[str, Any]:
-        """By kind and name."""
+    def positions(self, upcoming: Read | None = None, begins: Any = None) -> dict[str, Any]:
+        """By kind and name. ``upcoming``: the pass that is about to be read; ``begins``: the torch loader of
+        which a pass is about to begin."""
         found = dict[str, Any]()
         for (kind, name), loader in sorted(self._named.items()):
-            if (position := loader.position()) is not None:
+            position = loader.position(upcoming, begins=begins is not None and loader.reads(begins))
+            if position is not None:
                 found.setdefault(kind, {})[name] = position
         return found
 
@@ -449,11 +471,16 @@ class ResumableLoader(Followed[Pass]):
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
         return order_of(self._loader, replicas)
 
-    def position(self) -> dict[str, Any] | None:
+    def reads(self, loader: Any) -> bool:
+        return loader in (self._loader, getattr(self._loader, "base_dataloader", None))
+
+    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         found = self._to_go_on_at()
-        if found is None and self._pass is not None:
-            found = self._pass.position()
-            found = replace(found, number=self._next_number()) if found.evaluates else found
+        one = upcoming if isinstance(upcoming, Pass) and upcoming in self._passes() else self._pass
+        if found is None and one is not None:
+            found = one.position()
+            if begins or found.evaluates:
+                found = replace(found, evaluates=True, number=self._next_number())
         return None if found is None else dict(vars(found))
 
     def _next_number(self) -> int:

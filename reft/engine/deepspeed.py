@@ -6,8 +6,8 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 - ``_take_model_step``: the fence, or its approach. Both engines pass here before weights change;
   ``step()`` would not do, a pipeline engine never calls it (trap 8). Once a step has shown that the
   innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
-- ``train_batch`` / ``step``: the step boundary. ``forward`` of a plain engine: what must be known before the
-  first step is asked there.
+- ``train_batch`` / ``forward`` of a plain engine: where a step begins, its version is taken. ``step``: where
+  it ends.
 - ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows.
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
@@ -271,7 +271,7 @@ def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *arg
         return original(*args, **kwargs)
 
 
-def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
+def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- one wrapper after the other
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
     micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
@@ -292,6 +292,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         restorer.after_step()
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()
         restorer.before_batch(data_iter)
         progress.begin_step()
         try:
@@ -305,6 +306,8 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = engine.training and torch.is_grad_enabled()
+        if training:
+            session.begin_step()
         restorer.before_forward(training=training)
         if not training:
             return _during(progress, Phase.EVALUATION, original, *args, **kwargs)
@@ -312,7 +315,21 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         look_for_tokens((args, kwargs))
         return original(*args, **kwargs)
 
+    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()  # of a script that computes by engine.module
+        return original(*args, **kwargs)
+
+    def set_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        seen.data.mode_set()
+        return result
+
+    def evaluate_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with seen.data.evaluating():
+            return original(*args, **kwargs)
+
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()
         restorer.before_first_step()
         result = original(*args, **kwargs)
         stepped()
@@ -327,13 +344,16 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     wrap(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
         wrap(engine, "train_batch", train_batch)
+        wrap(engine, "eval_batch", evaluate_batch)
         wrap(engine, "eval_batch", partial(_during, progress, Phase.EVALUATION))
         Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
             wrap(engine, name, at_instruction(progress, name.capitalize()))
         wrap(engine, "forward", forward)
+        wrap(engine, "backward", backward)
         wrap(engine, "step", step)
+        wrap(engine, "train", set_mode)
     for name, around, phase in (
         ("load_checkpoint", load, Phase.LOADING),
         ("save_checkpoint", save, Phase.SAVING),

@@ -18,6 +18,7 @@ import torch
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
+from reft.engine.boundary import Encoded, StepBoundary
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Label
@@ -26,7 +27,7 @@ from reft.node.client import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, shortened
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 class TrainingEngine(Protocol):
     """One rank's part of a training: DeepSpeed's or Megatron-core's.
 
-    Whoever implements it also calls the session: ``before_optimizer_step`` and its fence around every
-    optimizer step, ``after_step`` behind it; and restores through
-    :class:`~reft.engine.load.memory.MemoryRestorer`."""
+    Whoever implements it also calls the session: ``begin_step`` where a step begins,
+    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it; and restores
+    through :class:`~reft.engine.load.memory.MemoryRestorer`."""
 
     name: str
     device: torch.device
@@ -99,7 +100,7 @@ ClientState = Callable[[], Mapping[str, Any]]
 
 
 class EngineState:
-    """Captures the state after a step. Used by the training thread."""
+    """Captures the state with which a step begins. Used by the training thread."""
 
     def __init__(self, session: Session, client_state: ClientState | None) -> None:
         self._session = session
@@ -110,9 +111,17 @@ class EngineState:
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
-        self.listener: Callable[[Label, LiveImages, dict[str, Any]], None] | None = None
+        self.listener: Callable[[Label, LiveImages, Encoded], None] | None = None
         """Called with every state that is captured; for `reft rehearse`."""
+        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
+        repeats_draws = engine.data is not None and not engine.data.is_pipeline
+        self.boundary = StepBoundary(self._encode_host_state, repeats_draws=repeats_draws)
+        if engine.data is not None:
+            engine.data.boundary = self.boundary
         self._images: LiveImages | None = None
+        self._copied_at_boundary: frozenset[str] = frozenset()
+        """Names of tensors that the script writes while they are copied: the images have copies of them."""
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Strict: a version of which no checkpoint could be written is not taken.
         self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
@@ -125,20 +134,21 @@ class EngineState:
         try:
             known = self._images
             images = self._current_images()
-            state = self._engine.capture(self._client())
+            for copy, live in self._copies:
+                # The device does it in the order of its stream; the host waits on a CPU alone.
+                copy.copy_(live)
+            counts = images.write_counts()
+            encode = self.boundary.take(None if self.data is None else self.data.read_to_train())
             if self.listener is not None:
-                self.listener(label, images, state)
+                self.listener(label, images, encode)
             return SnapshotRequest(
                 label,
                 images,
-                encode=self._blob.prepare(
-                    self._engine.template,
-                    (images.replicated, images.owned),
-                    images.signature,
-                    state,
-                ),
+                encode=encode,
                 step=self._step_made(label.step),
                 must=must or images is not known,
+                # Training waits for a version that must be taken, and writes nothing meanwhile.
+                written=None if must else lambda: images.written_since(counts),
                 variant=variant,
             )
         except Exception as error:
@@ -150,6 +160,14 @@ class EngineState:
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
 
+    def _encode_host_state(self, rng: dict[str, Any] | None) -> Encoded:
+        images = self._current_images()
+        state = self._engine.capture(self._client())
+        if rng is not None:
+            state["rng"] = rng
+        pair = images.replicated, images.owned
+        return self._blob.prepare(self._engine.template, pair, images.signature, state)
+
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:
             return self.restored_client
@@ -159,10 +177,30 @@ class EngineState:
         signature, gradients = self.adapter.signature(), self.gradients
         if gradients is not None and gradients.follow(kept_members(self._session)):
             self._images = None
-        if self._images is None or self._images.signature != signature:
+        worker = self._session.worker
+        written = frozenset() if worker is None else frozenset(worker.written_tensors)
+        if self._images is None or self._images.signature != signature or written != self._copied_at_boundary:
             captured = ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
-            self._images = LiveImages(*self.adapter.images(), signature, *captured)
+            self._images = LiveImages(*self._sections(written), signature, *captured)
         return self._images
+
+    def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
+        """Both sections; copies stand for the tensors that the script writes after the boundary."""
+        sections = self.adapter.images()
+        self._copies = []
+        if written:
+            (replicated, first), (owned, second) = (section.with_copies(written) for section in sections)
+            sections, self._copies = (replicated, owned), [*first, *second]
+        if new := written - self._copied_at_boundary:
+            logger.warning(
+                "the script writes %s after the forward pass of a step has begun. From now on reft copies %s "
+                "(%.1f MiB) within the device's or the host's own memory where each step begins, and training"
+                " waits for it. Write the tensors after engine.step() instead, before the next forward pass",
+                *(shortened(sorted(new)), "them" if len(new) > 1 else "it"),
+                sum(copy.numel() for copy, _ in self._copies) / 2**20,
+            )
+        self._copied_at_boundary = written
+        return sections
 
     def _step_made(self, step: int) -> OptimizerStep | None:
         """What is known of the step that was just made, for peers that repeat it."""

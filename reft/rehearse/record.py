@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from reft.engine.boundary import Encoded
 from reft.engine.on_import import wrap
 from reft.engine.session import Session
 from reft.env import ENV_REHEARSE
@@ -36,6 +37,7 @@ from reft.rehearse.compare import CLIENT, DATA, GENERATORS, HOST, LOSS, RATES, S
 from reft.rehearse.keep import keep_files
 from reft.snapshot.plan import LiveImages
 from reft.state import codec
+from reft.state.blob import DecodedBlob, LateBlob
 from reft.state.catalogue import SectionImage
 
 PLAN = "plan.json"
@@ -45,6 +47,9 @@ _CAUSES |= dict.fromkeys(("lr_scheduler", "last_lr"), RATES)
 """What a part of the captured state belongs to; the others to :data:`HOST`."""
 _RESULTS = ("engine._global_grad_norm", "adapter.scaler")
 """Keys, and first parts of keys, of what follows from the loss."""
+_NOT_COMPARED = "data.pass."
+"""The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
+Trainer does to skip batches. The batches are compared."""
 _COMMIT_SECS = 10.0
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
@@ -116,9 +121,15 @@ class Recorder:
             wrap(engine, "_next_batch", self._next_batch)
             wrap(engine, "_aggregate_total_loss", self._aggregate_total_loss)
         else:
-            # Not a hook of the module: a module that is compiled would have it compiled.
             wrap(engine, "forward", self._forward)
+            # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile the hook.
+            hook = torch.compiler.disable(self._module_forward)
+            engine.module.register_forward_pre_hook(hook)
             wrap(engine, "backward", self._backward)
+
+    def _module_forward(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        if not module.training:
+            self._between("evaluation")
 
     def _chunk_forward(self, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin_forward((args, kwargs), training=chunk.training)
@@ -198,13 +209,18 @@ class Recorder:
         self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
         self._batches, self._losses, self._began = [], [], 0.0
 
-    def _captured(self, label: Label, images: LiveImages, state: Mapping[str, Any]) -> None:
-        """The state after a step is final. Called by the session where it takes a version, or would."""
+    def _captured(self, label: Label, images: LiveImages, encode: Encoded) -> None:
+        """The state with which the next step begins is final. Called by the session for every version."""
+        block = encode()
+        if isinstance(block, LateBlob):
+            block.settle()
+        state = DecodedBlob(bytes(block)).state
         values = defaultdict[str, dict[str, str]](dict)
         values[RATES] |= self._rates()
         for part, value in state.items():
             for key, text in digest_items(part, value):
-                values[cause_of(key)][key] = text
+                if not key.startswith(_NOT_COMPARED):
+                    values[cause_of(key)][key] = text
         sections = (("replicated", images.replicated), ("owned", images.owned))
         for name, image in sections:
             values[WEIGHTS] |= dict(digest_image(name, image))

@@ -184,7 +184,6 @@ class Restorer:
 
     def before_first_step(self, data_iter: Any = None) -> None:
         """Called before every step; does its work once."""
-        self._session.stopping.end_if_stopped(self._session)
         if not self._trains:
             data = self._engine.data
             check_orders(self._session, data.orders(data_iter), data.why_equal)
