@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.local_cluster import LocalCluster, use_own_extensions
+from reft.job.local import LocalNodes
 from tests import prefork
 from tests.tiers import ENV_FAILURES
 
@@ -33,7 +34,7 @@ os.environ.setdefault("REFT_WARM", "0")
 # What tests compile, and the locks of those that are killed meanwhile, are none of the user's.
 use_own_extensions()
 
-LocalCluster.popen = prefork.Popen
+LocalCluster.popen = LocalNodes.popen = prefork.Popen
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all its children;
 # tests that press Ctrl-C need it.

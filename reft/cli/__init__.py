@@ -42,6 +42,9 @@ COMMANDS = {
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
     "profile": Command("reft.tools.profile", "main", "measure where the devices of a job wait", True),
     "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),
+    "rehearse": Command(
+        "reft.cli.rehearse", "main", "run a job undisturbed and killed, and compare every step", True
+    ),
     "demo": Command(
         "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
     ),
