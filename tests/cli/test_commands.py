@@ -480,7 +480,7 @@ def test_a_replay_without_memory_says_what_it_needs(tmp_path: Path, monkeypatch:
         assert "a replay needs the memory that the job left: start the job with --keep-memory" in answer.err
 
 
-def test_a_model_that_is_not_known_is_named_as_it_was_given(tmp_path: Path) -> None:
+def test_a_model_that_is_not_known_is_told_with_what_to_give_instead(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
     answer = command("plan", tmp_path / "ds.json", "--model", "llama3-70b", "--dp", "4")
     assert answer.code == EXIT_WRONG_USE
