@@ -88,7 +88,7 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
             session = session_of(engine)
             assert session is not None
             assert session.worker is not None
-            assert session.worker.drain(60)
+            assert session.flush(60)
 
         engine = make()
         follow()

@@ -96,7 +96,7 @@ class Rank:
         self.is_last_node = self.session.coordinate.dp == options.dp - 1 and self.session.coordinate.pp == 0
         for _ in range(2):
             self.engine.train_batch(self.data)
-        self.session.worker.drain(600.0)
+        self.session.flush(600.0)
         if self.session.stats.committed_step != self.engine.global_steps:
             raise RuntimeError(f"no snapshot was committed: {self.session.stats}")
         self.expected = self.digest()

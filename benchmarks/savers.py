@@ -54,7 +54,7 @@ class ReftSaver(Saver):
         return float(self.session.stats.stalls_secs.newest)
 
     def finish(self) -> None:
-        self.session.worker.drain(600.0)
+        self.session.flush(600.0)
 
     def clean(self) -> int:
         return int(self.session.stats.bytes_per_snapshot)

@@ -128,7 +128,7 @@ def run_rank(options: argparse.Namespace) -> None:
         dist.barrier()
         for _ in range(SETTLE_STEPS):
             engine.train_batch(data)
-            session.worker.drain(600.0)
+            session.flush(600.0)
         record = session.protection.record
         if record.parsed != parse(kept) or record.degraded is not None:
             raise SystemExit(

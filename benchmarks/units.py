@@ -37,7 +37,7 @@ def run_unit(kind: str, engine: Any, data: Any, session: Any, span: int) -> dict
     secs, cpu = time.perf_counter() - begin, time.process_time() - cpu
     tiers = dict(session.stats.tier_bytes)
     session.use("none")
-    session.worker.drain(600.0)
+    session.flush(600.0)
     stalls = list(session.stats.stalls_secs)[fences:]
     return {"kind": kind, "secs": secs, "cpu_secs": cpu, "stall_secs": sum(stalls), "tier_bytes": tiers}
 

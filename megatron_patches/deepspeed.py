@@ -1,9 +1,8 @@
 """Megatron-DeepSpeed's own training state: what its checkpoint holds beside DeepSpeed's files.
 
-Its training loop counts in its arguments, behind the optimizer step; a version is taken before it has done
-so. What a checkpoint of that step would hold is worked out here, and ``load_checkpoint`` gives it back as
-the program expects it. Nothing of the program is changed but ``--load`` where it was not given: without it,
-the program would not ask for the state.
+Its training loop counts in its arguments, after the optimizer step; a version is taken where the next step
+begins. ``load_checkpoint`` gives the state back as the program expects it. Nothing of the program is changed
+but ``--load`` where it was not given: without it, the program would not ask for the state.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ import logging
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from reft.data.passes import raw_iterator
 from reft.engine.checks.start import warn
 from reft.engine.data import nodes_may_change
 from reft.engine.on_import import wrap
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.state.blob import capture_host_rng, restore_host_rng
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -115,8 +110,6 @@ class MegatronProgram:
         self._args = args
         self._checkpointing = checkpointing
         self._universal: dict[str, Any] | None = None
-        self._evaluates = self._begins_to_evaluate = False
-        """Whether this rank reads the samples of evaluations, and whether the first one follows the step."""
         kind = check_options(args, _REFUSED | _REFUSED_ABOVE_ONE)
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
@@ -125,12 +118,8 @@ class MegatronProgram:
         consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
-        session.stopping.at_next_step = True
         tell_of_attention(self._engine.module)
-        wrap(session.engine, "capture", self._capture)
         wrap(self._engine, "load_checkpoint", self._load)
-        at, degrees = session.coordinate, session.topology.degrees
-        self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):
             warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
         if session.is_rank_zero:
@@ -156,24 +145,20 @@ class MegatronProgram:
         UnsupportedStateError where the program does not count its iterations as the engine counts steps."""
         args, step = self._args, int(self._engine.global_steps)
         counted = int(getattr(args, "iteration", 0))
-        if step - counted not in (0, 1):
+        if step != counted:
             raise UnsupportedStateError(
                 f"Megatron is in iteration {counted}, the engine has made {step} steps; expected the same "
-                f"number, or one step more that is not counted yet"
+                f"number"
             )
         args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
-        self._begins_to_evaluate = False
-        if step > counted:
-            self._count(args)
-        state = {
+        return {
             "args": args,
             "checkpoint_version": _CHECKPOINT_VERSION,
             "iteration": step,
             "tokens": args.consumed_train_tokens,
             **self._universal_info(),
+            "rng_state": self._rng_state(),
         }
-        with _evaluation_begun(self._begins_to_evaluate):
-            return {**state, "rng_state": self._rng_state()}
 
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What was taken up in another layout is what the program compares with its own, and draws anew."""
@@ -184,24 +169,6 @@ class MegatronProgram:
             vars(told).update(zip(_DEGREES, now, strict=True))
             client["rng_state"] = self._rng_state()
         return path, client
-
-    def _capture(self, original: Callable[..., Any], client_state: Mapping[str, Any] | None) -> Any:
-        """The host state, with the random states that the next iteration begins with."""
-        begins, self._begins_to_evaluate = self._begins_to_evaluate, False
-        with _evaluation_begun(begins):
-            return original(client_state)
-
-    def _count(self, args: Namespace) -> None:
-        """Count the step as the loop will, and the evaluation that follows it: the next step to come is the
-        next iteration's."""
-        samples = int(self._engine.train_batch_size())
-        args.iteration += 1
-        args.consumed_train_samples += samples
-        args.consumed_train_tokens += samples * args.seq_length
-        if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
-            opens = bool(self.data_is_bound) and not args.consumed_valid_samples
-            self._begins_to_evaluate = self._evaluates and opens
-            args.consumed_valid_samples += args.eval_iters * samples
 
     def _universal_info(self) -> dict[str, Any]:
         """What DeepSpeed's universal checkpoints are converted by; some releases do not have it."""
@@ -226,20 +193,6 @@ class MegatronProgram:
         }
         several = getattr(self._args, "data_parallel_random_init", False)
         return [states] * (int(self._engine.dp_world_size) if several else 1)
-
-
-@contextmanager
-def _evaluation_begun(begins: bool) -> Iterator[None]:
-    """Within, the random states are those behind the draw by which an evaluation begins to read, if it does:
-    ``--dataloader-type cyclic`` opens a loader when its first batch is asked for."""
-    here = capture_host_rng() if begins else None
-    if begins:
-        raw_iterator(DataLoader([0]))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        if here is not None:
-            restore_host_rng(here)
 
 
 def check_options(args: Any, refused: Mapping[str, str]) -> str:

@@ -2,9 +2,8 @@
 
 What is wrapped, on the instances, never on the classes:
 
-- ``zero_grad_buffer`` of the model chunks, which begins every step. Only then is the step before it whole:
-  the loop steps its scheduler, counts its samples and evaluates behind ``optimizer.step``. So a version is
-  taken there, and random states that were restored hold from there on.
+- ``zero_grad_buffer`` of the model chunks, which begins every step: a version is taken there, and random
+  states that were restored hold from there on.
 - ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks come first,
   it is there, behind the norm of the gradients.
 
@@ -35,7 +34,7 @@ from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState, Tracer
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import wrap
-from reft.engine.session import Session
+from reft.engine.session import Session, record
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
@@ -99,6 +98,7 @@ def attach_megatron(
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
     protection = MegatronProtection(engine, session)
+    record(session)
     say_untried_device(session)
     atexit.register(session.close)
     return protection
@@ -172,8 +172,8 @@ class MegatronProtection:
 
     def end_step(self) -> None:
         """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
-        version. It is called where the next step begins; call it yourself, on all ranks, behind the last
-        step: what is lost while the script saves is then that step's again.
+        version. It is called where the next step begins; call it yourself, on all ranks, after the last
+        step.
 
         Raises:
             SystemExit: the job was told to stop.
@@ -183,7 +183,7 @@ class MegatronProtection:
         self._stepped = False
         if self._weaver is not None:
             self._weaver.end_step()
-        self.session.after_step()
+        self.session.begin_step()
         if not self._said:
             self._said = True
             self.memory.made_first_step()
@@ -236,7 +236,7 @@ class MegatronProtection:
         finally:
             self.session.fence.after_optimizer_step()
         self._engine.global_steps += 1
-        self.session.progress.end_step(self._engine.global_steps)
+        self.session.after_step()
         self._begun, self._stepped = False, True
         return result
 

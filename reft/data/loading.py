@@ -208,8 +208,10 @@ class Loader(Followed[Progress]):
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**self._order.facts(), **batches, "step_samples": self._batches.step_samples}
 
-    def position(self) -> dict[str, Any] | None:
+    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         at, one = self._to_go_on_at(), self._pass
+        if isinstance(upcoming, Progress) and upcoming in self._passes():
+            one = upcoming
         if at is None and one is not None:
             at = self._beginning() if one.evaluates else one.at
         return None if at is None else encode(at, self._order)
@@ -284,6 +286,7 @@ class Reading:
             self._ahead.clear()
         if progress.counts:
             self._taken.leave(progress.at, replicas)
+        WATCH.before_read(progress)
         try:
             if not self._ahead:
                 self._ahead.append(self._read())

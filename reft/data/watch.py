@@ -33,6 +33,7 @@ from reft.data.passes import (
     of_inner,
     order_of,
     raw_iterator,
+    restore_items,
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
@@ -85,17 +86,56 @@ def is_dispatched() -> bool:
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
 
 
+class KeptByScript(Read):
+    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state of a step
+    is taken aside before each of its batches is read."""
+
+    def __init__(self, loader: Any, inner: Iterator[Any], watch: Watch) -> None:
+        super().__init__(loader)
+        self._inner, self._watch = inner, watch
+
+    def __iter__(self) -> KeptByScript:
+        return self
+
+    def __next__(self) -> Any:
+        self._watch.before_batch(self)
+        self._watch.before_read(self)
+        batch = next(self._inner)
+        self.taken += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return of_inner(self, "_inner", name)
+
+
 class Resuming:
-    """The time between a resumption and the first training step. ``position``: where the version was in its
-    data, if that is known; ``rng``: its random states."""
+    """The time between a resumption and the first training step.
+
+    Args:
+        position: where the version was in its data, if that is known.
+        rng: its random states.
+        is_training: whether the engine trains.
+        begins: whether the script was about to begin a pass, and its draws follow ``rng``.
+    """
 
     def __init__(
-        self, position: Position | None, rng: dict[str, Any], is_training: Callable[[], bool]
+        self,
+        position: Position | None,
+        rng: dict[str, Any],
+        is_training: Callable[[], bool],
+        *,
+        begins: bool = False,
     ) -> None:
+        self._begins = begins
         self._position = position
         self._rng = rng
         self._is_training = is_training
-        self._at_end = position is not None and position.complete
+        self.begins: Callable[[], None] | None = None
+        """Called before the first batch is read that training may use."""
+        self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
         """Whether it may be the one that training reads: an evaluation draws its own numbers."""
@@ -120,10 +160,17 @@ class Resuming:
         one.era = self
         return one
 
+    def before_pass(self) -> None:
+        """A pass of a loader whose state the script has loaded is about to begin."""
+        if self._begins and self._is_training():
+            restore_rng(self._rng)
+
     def before_batch(self, one: Read, watch: Watch) -> None:
+        if self.begins is not None and self._is_training():
+            self.begins()
         if not isinstance(one, Pass):
-            # Of reft.data.loader: it is where the version was, and draws nothing.
-            if self._is_training():
+            # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
+            if self._is_training() and not (self._begins and one.taken == 0):
                 restore_rng(self._rng)
             return
         if not self._concerns(one.loader):
@@ -131,6 +178,8 @@ class Resuming:
         if one.era is not self and one.taken == 0:
             # Begun before the version was loaded.
             one.adopt(self.begin(one.loader, watch))
+        if self._position is not None:
+            restore_items(one.loader, self._position)
         if not (one.natural and one.taken == 0):
             restore_rng(self._rng)
 
@@ -174,6 +223,22 @@ class Watch:
 
             self._patch(kind, iterate)
 
+        stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+        if stateful is not None:
+            self._patch(stateful, self._open_stateful)
+
+    def _open_stateful(self, original: Any, loader: Any) -> Any:
+        if get_worker_info() is not None:
+            return original(loader)
+        for listener in self._listeners:
+            listener.begins_pass(loader)
+        if self.resuming is not None:
+            self.resuming.before_pass()
+        one = KeptByScript(loader, original(loader), self)
+        for listener in self._listeners:
+            listener.began_pass(one)
+        return one
+
     def _patch(self, kind: Any, iterate: Callable[[Any, Any], Any]) -> None:
         original = kind.__iter__
         self._patched.append((kind, original))
@@ -193,9 +258,15 @@ class Watch:
     def open(self, loader: Any) -> Pass:
         if (begin := self.openings.pop(id(loader), None)) is not None:
             return begin(loader)
+        for listener in self._listeners:
+            listener.begins_pass(loader)
         if self.resuming is not None:
-            return self.resuming.begin(loader, self)
-        return self.begin(loader, draws=not (self.reopens and is_within(loader)))
+            one = self.resuming.begin(loader, self)
+        else:
+            one = self.begin(loader, draws=not (self.reopens and is_within(loader)))
+        for listener in self._listeners:
+            listener.began_pass(one)
+        return one
 
     def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
         """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the pass of the
@@ -250,6 +321,11 @@ class Watch:
             self.resuming.before_batch(one, self)
         for listener in self._listeners:
             listener.before_batch(one)
+
+    def before_read(self, one: Read) -> None:
+        """A batch is about to be read, under the random states that are there."""
+        for listener in self._listeners:
+            listener.before_read(one)
 
     def after_batch(self, one: Read) -> None:
         for listener in self._listeners:
@@ -312,6 +388,10 @@ class Followed(ABC, Generic[R]):
     def _passes(self) -> list[R]:
         return [one for one in dict.fromkeys((self._followed, self._begun)) if one is not None]
 
+    def reads(self, loader: Any) -> bool:
+        """Whether its batches come from this loader of torch."""
+        return False
+
     def wrong(self) -> str | None:
         """Why not every sample would be trained on once, and what to write; None: it would."""
         return None
@@ -321,8 +401,13 @@ class Followed(ABC, Generic[R]):
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     @abstractmethod
-    def position(self) -> dict[str, Any] | None:
-        """None where nothing was begun."""
+    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+        """Where the next step reads; None where nothing was begun.
+
+        Args:
+            upcoming: the pass that the script is about to read, of this loader or another one.
+            begins: whether the script is about to begin another pass of this loader.
+        """
 
     @abstractmethod
     def go_to(self, position: dict[str, Any]) -> None:
@@ -361,11 +446,13 @@ class Registry:
         found = {name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())}
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
-    def positions(self) -> dict[str, Any]:
-        """By kind and name."""
+    def positions(self, upcoming: Read | None = None, begins: Any = None) -> dict[str, Any]:
+        """By kind and name. ``upcoming``: the pass that is about to be read; ``begins``: the torch loader of
+        which a pass is about to begin."""
         found = dict[str, Any]()
         for (kind, name), loader in sorted(self._named.items()):
-            if (position := loader.position()) is not None:
+            position = loader.position(upcoming, begins=begins is not None and loader.reads(begins))
+            if position is not None:
                 found.setdefault(kind, {})[name] = position
         return found
 
@@ -449,11 +536,16 @@ class ResumableLoader(Followed[Pass]):
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
         return order_of(self._loader, replicas)
 
-    def position(self) -> dict[str, Any] | None:
+    def reads(self, loader: Any) -> bool:
+        return loader in (self._loader, getattr(self._loader, "base_dataloader", None))
+
+    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         found = self._to_go_on_at()
-        if found is None and self._pass is not None:
-            found = self._pass.position()
-            found = replace(found, number=self._next_number()) if found.evaluates else found
+        one = upcoming if isinstance(upcoming, Pass) and upcoming in self._passes() else self._pass
+        if found is None and one is not None:
+            found = one.position()
+            if begins or found.evaluates:
+                found = replace(found, evaluates=True, number=self._next_number())
         return None if found is None else dict(vars(found))
 
     def _next_number(self) -> int:

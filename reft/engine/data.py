@@ -18,8 +18,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -42,10 +44,18 @@ from reft.env import ENV_NODES
 from reft.recover.relayout import Resize
 from reft.state.codec import class_path
 
+if TYPE_CHECKING:
+    from reft.engine.boundary import StepBoundary
+
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
 LEFT = "left"  # Beside the positions: what has to be said of those that were left out
 ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what a replica has read: its class
+
+READ_BY_SCRIPT = "read_by_script"
+"""Next to the positions: the random states are those before the script reads its next batch, which it does
+before ``train_batch``."""
+BEGINS = "begins"  # next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -79,19 +89,27 @@ class DataPosition:
         self._replica = replica
         self.why_equal = _why_equal(engine)
         """Why all replicas have to train on equally many micro-batches of a step; None: they need not."""
-        self._pipeline = hasattr(engine, "grid")
+        self.is_pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
         self._source: Any = None  # what ``train_batch`` was given
         self._repeating = False
         self._inside = False
+        self._read_inside = False  # whether the last ``train_batch`` read from a loader itself
+        self.boundary: StepBoundary | None = None
+        """Is told of reads between two steps; None where nothing is captured."""
+        self._upcoming: Read | None = None
+        """The pass that the script is about to read, while the state before that is captured."""
+        self._begins: Any = None  # the loader of which a pass is about to begin, likewise
         self._maybe: list[Read] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
+        self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
+        self._said_unread = False
         self._goes_there = True  # whether batches that were read may be those that the script skips
         self._pass: Read | None = None
         self._known = False
@@ -103,7 +121,7 @@ class DataPosition:
         self.left_to_program = False  # whether a program keeps the position itself
         self._left: str | None = None  # of what was restored: what has to be said before training goes on
         WATCH.join(self)
-        if self._pipeline:
+        if self.is_pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
 
     def close(self) -> None:
@@ -133,15 +151,69 @@ class DataPosition:
             one.go_to(self._saved)
             self._saved = None
 
+    def before_read(self, one: Read) -> None:
+        """The next batch of a pass is about to be read: what it draws has not been drawn."""
+        if self.boundary is not None and self._may_train(one.loader):
+            self._upcoming = one
+            try:
+                self.boundary.before_read(one)
+            finally:
+                self._upcoming = None
+
+    def begins_pass(self, loader: Any) -> None:
+        if self.boundary is not None and self._may_train(loader):
+            self._begins = loader
+            try:
+                self.boundary.begins_pass(loader)
+            finally:
+                self._begins = None
+
+    def began_pass(self, one: Read) -> None:
+        if self.boundary is not None and self._may_train(one.loader):
+            self.boundary.began_pass(one)
+
+    def _may_train(self, loader: Any) -> bool:
+        """Whether the script reads ``loader`` itself, on the training thread, and may train on its batch: not
+        ``train_batch``, nor a thread that reads ahead, nor an evaluation."""
+        if self._inside or self._read_inside or threading.get_ident() != self._thread:
+            return False
+        # A script may read the next batch before it ends an evaluation by engine.train().
+        return self.is_training() or (self._pass is not None and self._pass.loader is loader)
+
+    def read_to_train(self) -> Read | None:
+        """The pass whose batch is about to be trained on; None if that is not known."""
+        if self.is_pipeline:
+            return None
+        passes = _without_looks(self._maybe)
+        return passes[-1] if passes else None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """``eval_batch`` of a pipeline engine, which reads its batches itself."""
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+            if self.boundary is not None:
+                self.boundary.evaluated(None)
+
+    def mode_set(self) -> None:
+        """The script has called ``engine.train()`` or ``engine.eval()``: an evaluation by ``engine.module``
+        may have ended."""
+        if self.boundary is not None and self._engine.training:
+            self.boundary.evaluated(None)
+
     def after_batch(self, one: Read) -> None:
         if threading.get_ident() != self._thread:
             self._elsewhere = True  # read ahead: how far is not known
         elif self._inside:
+            self._read_inside = True
             self._take([one])
             expected, self._saved = self._saved, None
             if expected is not None and not _is_behind(one, expected):
                 self._lost = expected
-        elif not self._pipeline:
+        elif not self.is_pipeline:
             self._maybe.append(one)
 
     def _take(self, passes: list[Read]) -> None:
@@ -157,7 +229,7 @@ class DataPosition:
         """What this rank reads, to be compared with the others; nothing on stages that read nothing.
         ``iterator``: what ``train_batch`` is given in its first step; None for a plain engine."""
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
-        if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
+        if self.is_pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
         found = LOADERS.orders(replicas)
         source = self._source_of(iterator)
@@ -175,6 +247,7 @@ class DataPosition:
         if all(callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")):
             self._stateful = iterator
             self._apply_stateful()
+        self._read_inside = self._stateful is not None
         source = self._source_of(iterator)
         self._source, self._repeating = source, _is_repeating(source)
         _watch_begun(source)
@@ -189,7 +262,10 @@ class DataPosition:
         passes, self._maybe = self._maybe, []
         if not training:
             # What was evaluated is the last; a batch that training has read before is yet to be trained on.
-            self._maybe = list(dict.fromkeys(one for one in passes if one is not passes[-1]))
+            evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
+            self._maybe = list(dict.fromkeys(one for one in passes if one is not evaluated))
+            if self.boundary is not None:
+                self.boundary.evaluated(evaluated)
             return None
         passes = _without_looks(passes)
         if self._goes_there and passes and passes[-1].follow is not None and passes.count(passes[-1]) > 1:
@@ -223,17 +299,31 @@ class DataPosition:
             return self._unmoved
         self._count_up()
         found: dict[str, Any] = {}
+        if self.is_pipeline and (self._upcoming is not None or self._begins is not None):
+            found[READ_BY_SCRIPT] = True
+        if self._begins is not None:
+            found[BEGINS] = True
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
             if not getattr(self._stateful, _SAYS_SO, False):
                 found[ITERATOR_OF] = class_path(self._stateful)
         if self._known and isinstance(self._pass, Pass):
-            found["pass"] = dict(vars(self._pass.position()))
-        return found | LOADERS.positions()
+            found["pass"] = dict(vars(self._position_of(self._pass)))
+        return found | LOADERS.positions(self._upcoming, self._begins)
+
+    def _position_of(self, trained: Pass) -> Position:
+        """Where the pass that is trained on goes on, with the batch that the script is about to read."""
+        if isinstance(self._upcoming, Pass) and self._upcoming.loader is trained.loader:
+            return self._upcoming.position()
+        if self._begins is trained.loader:
+            return replace(trained.position(), evaluates=True)
+        return trained.position()
 
     def _count_up(self) -> None:
         """Known is a position where every micro-batch was one batch of one loader."""
         if self._micro_batches:
+            if not (self._batches or self._pass is None or self.left_to_program):
+                self._unread = True
             self._ahead = self._elsewhere or self._batches > self._micro_batches
             one_each = self._batches == self._micro_batches and len(self._datasets) == 1
             itself = self._pass is not None and iterates_itself(self._pass.loader)
@@ -251,8 +341,9 @@ class DataPosition:
         self._goes_there = True
         self._batches = self._micro_batches = 0
         if rng is not None:
-            WATCH.resuming = Resuming(position, rng, self.is_training)
-        self._saved, self._check = (position, None) if self._pipeline else (None, position)
+            begins = bool(state.get(BEGINS))
+            WATCH.resuming = Resuming(position, rng, self.is_training, begins=begins)
+        self._saved, self._check = (position, None) if self.is_pipeline else (None, position)
         LOADERS.restore(state)
         if "iterator" in state:
             self._stateful_saved = state["iterator"]
@@ -269,6 +360,22 @@ class DataPosition:
         """What of the version's position was not taken up, and what to write. Asked before the first step."""
         left, self._left = self._left, None
         return left
+
+    def no_longer_reads(self) -> str | None:
+        """What to say, once, where steps train on batches that nobody has seen them read. Asked after every
+        step."""
+        self._count_up()
+        if not self._unread or self._said_unread:
+            return None
+        self._said_unread = True
+        return (
+            "the script trains on, but no longer reads from the loader that it has read from: it keeps the "
+            "batches of an earlier pass, as itertools.cycle does. After a failure it would keep those of "
+            "another part of a pass, and train on others from then on. Write"
+            """
+    while engine.global_steps < steps:
+        for batch in loader: ..."""
+        )
 
     def advice(self) -> str | None:
         """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
@@ -288,11 +395,11 @@ class DataPosition:
             return why_iterator_is_bound(self._stateful)
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
-        if self._comes_back():
+        if self.comes_back():
             return LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
         return self._advice_for_loop()
 
-    def _comes_back(self) -> bool:
+    def comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
         if isinstance(self._pass, Pass) or self._pass is None:
@@ -309,15 +416,15 @@ class DataPosition:
     def _advice_for_loop(self) -> str | None:
         """On what the script reads without a wrapper of reft's."""
         if self._known and self._pass is not None:
-            if self._pipeline and self._repeating:
+            if self.is_pipeline and self._repeating:
                 return self._advice_on_degrees()
-            lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+            lines = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
             return (
                 f"the script iterates over its DataLoader ({described(self._pass.loader)}) in its own "
                 "loop. After a failure the script has to find its position itself, or it trains on other "
                 f"samples; to let reft do that, write{lines}"
             )
-        loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+        loader = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
         return (
             "the position in the data is not known: the data does not come from one "
             f"DataLoader{_named(self._source)}. After a failure the job continues with other data, unless "
@@ -357,7 +464,8 @@ def _without_looks(passes: list[Read]) -> list[Read]:
 
 def _is_behind(one: Read, expected: Position) -> bool:
     """Whether the batch just taken is the one that follows ``expected``."""
-    return one.taken == expected.taken + 1 or (expected.complete and one.taken == 1)
+    begins = expected.complete or expected.evaluates
+    return one.taken == expected.taken + 1 or (begins and one.taken == 1)
 
 
 def _is_repeating(source: Any) -> bool:

@@ -6,8 +6,8 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 - ``_take_model_step``: the fence, or its approach. Both engines pass here before weights change;
   ``step()`` would not do, a pipeline engine never calls it (trap 8). Once a step has shown that the
   innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
-- ``train_batch`` / ``step``: the step boundary. ``forward`` of a plain engine: what must be known before the
-  first step is asked there.
+- ``train_batch`` / ``forward`` of a plain engine: where a step begins, its version is taken. ``step``: where
+  it ends.
 - ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows.
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
@@ -37,7 +37,7 @@ from reft.engine.layouts import HELD, Resizing, told_of
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
 from reft.engine.on_import import ds_config_of, wrap
-from reft.engine.session import Session
+from reft.engine.session import Session, record
 from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
@@ -70,7 +70,7 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
             encode(kept)
         except UnsupportedStateError:
             kept = None  # DeepSpeed's own file holds it
-        state = session.engine.capture(kept)
+        state = session.state.host_state(kept)
         state[SAVED_BY] = {
             "job_id": session.job_id,
             "incarnation": session.memory.incarnation,
@@ -175,7 +175,10 @@ _SESSION = "_reft_session"
 
 
 def attach(
-    engine: Any, client_state: ClientState | None = None, config: Mapping[str, Any] | None = None
+    engine: Any,
+    client_state: ClientState | None = None,
+    config: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Session:
     """Protect an engine. Collective: call it on all ranks at the same point.
 
@@ -186,12 +189,19 @@ def attach(
             Values may be anything ``reft.state.codec`` encodes (numbers, strings, containers,
             tensors, arrays).
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
+        state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``, whose state is part
+            of
+            every version and put back in place by a load, also by one that was made before. They have
+            ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers), or are generators
+            (``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``).
 
     Returns:
-        The session; calling again only sets ``client_state``.
+        The session; calling again only sets ``client_state`` and adds ``state``.
 
     Raises:
-        ConfigError: the block is wrong, or says ``"enabled": false``.
+        ConfigError: the block is wrong, or says ``"enabled": false``; an object of ``state`` is of another
+            kind,
+            or the version that was loaded does not hold it.
         UnsupportedStateError: the engine holds state reft does not know.
     """
     if isinstance(engine, list):
@@ -210,6 +220,7 @@ def attach(
             )
         if client_state is not None:
             session.state.client_state = client_state
+        session.state.followed.give(state or {})
         return session
     log.install()
     end_in_words()
@@ -234,6 +245,8 @@ def attach(
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
+    session.state.followed.give(state or {})
+    record(session)
     say_untried_device(session)
     atexit.register(session.close)
     if program is not None:
@@ -241,12 +254,15 @@ def attach(
     return session
 
 
-def resume(engine: Any) -> tuple[Any, Any]:
+def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Go on where the job was: at the newest version in memory or in the persist directory. For scripts that
     have no directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
+
+    Args:
+        state: objects of the script that are restored, too: see :func:`attach`.
 
     Returns:
         ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job begins,
@@ -255,8 +271,10 @@ def resume(engine: Any) -> tuple[Any, Any]:
     Raises:
         UnrecoverableError: the job made progress, but no whole version of it is left.
     """
-    if session_of(engine) is None:
+    session = session_of(engine)
+    if session is None:
         return None, None
+    session.state.followed.give(state or {})
     path, client_state = engine.load_checkpoint(None)
     return path, client_state
 
@@ -270,7 +288,7 @@ def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *arg
         return original(*args, **kwargs)
 
 
-def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
+def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- one wrapper after the other
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
     micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
@@ -291,6 +309,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         restorer.after_step()
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()
         restorer.before_batch(data_iter)
         progress.begin_step()
         try:
@@ -304,6 +323,8 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = engine.training and torch.is_grad_enabled()
+        if training:
+            session.begin_step()
         restorer.before_forward(training=training)
         if not training:
             return _during(progress, Phase.EVALUATION, original, *args, **kwargs)
@@ -311,7 +332,21 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         look_for_tokens((args, kwargs))
         return original(*args, **kwargs)
 
+    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()  # of a script that computes by engine.module
+        return original(*args, **kwargs)
+
+    def set_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        seen.data.mode_set()
+        return result
+
+    def evaluate_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with seen.data.evaluating():
+            return original(*args, **kwargs)
+
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.begin_step()
         restorer.before_first_step()
         result = original(*args, **kwargs)
         stepped()
@@ -326,13 +361,16 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     wrap(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
         wrap(engine, "train_batch", train_batch)
+        wrap(engine, "eval_batch", evaluate_batch)
         wrap(engine, "eval_batch", partial(_during, progress, Phase.EVALUATION))
         Weaver(engine, session)
     else:
         for name in ("forward", "backward", "step"):
             wrap(engine, name, at_instruction(progress, name.capitalize()))
         wrap(engine, "forward", forward)
+        wrap(engine, "backward", backward)
         wrap(engine, "step", step)
+        wrap(engine, "train", set_mode)
     for name, around, phase in (
         ("load_checkpoint", load, Phase.LOADING),
         ("save_checkpoint", save, Phase.SAVING),

@@ -18,6 +18,8 @@ import torch
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
+from reft.engine.boundary import Encoded, StepBoundary
+from reft.engine.host_state import host_states
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Label
@@ -26,7 +28,7 @@ from reft.node.client import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, shortened
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
@@ -50,9 +52,9 @@ if TYPE_CHECKING:
 class TrainingEngine(Protocol):
     """One rank's part of a training: DeepSpeed's or Megatron-core's.
 
-    Whoever implements it also calls the session: ``before_optimizer_step`` and its fence around every
-    optimizer step, ``after_step`` behind it; and restores through
-    :class:`~reft.engine.load.memory.MemoryRestorer`."""
+    Whoever implements it also calls the session: ``begin_step`` where a step begins,
+    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it; and restores
+    through :class:`~reft.engine.load.memory.MemoryRestorer`."""
 
     name: str
     device: torch.device
@@ -99,7 +101,7 @@ ClientState = Callable[[], Mapping[str, Any]]
 
 
 class EngineState:
-    """Captures the state after a step. Used by the training thread."""
+    """Captures the state with which a step begins. Used by the training thread."""
 
     def __init__(self, session: Session, client_state: ClientState | None) -> None:
         self._session = session
@@ -110,7 +112,19 @@ class EngineState:
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
+        self.followed = host_states(session)
+        """State of the script that versions hold besides the engine's own."""
+        self.listener: Callable[[Label, LiveImages, Encoded], None] | None = None
+        """Called with every state that is captured; for `reft rehearse`."""
+        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
+        repeats_draws = engine.data is not None and not engine.data.is_pipeline
+        self.boundary = StepBoundary(self._encode_host_state, repeats_draws=repeats_draws)
+        if engine.data is not None:
+            engine.data.boundary = self.boundary
         self._images: LiveImages | None = None
+        self._copied_at_boundary: frozenset[str] = frozenset()
+        """Names of tensors that the script writes while they are copied: the images have copies of them."""
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Strict: a version of which no checkpoint could be written is not taken.
         self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
@@ -123,17 +137,21 @@ class EngineState:
         try:
             known = self._images
             images = self._current_images()
+            for copy, live in self._copies:
+                # The device does it in the order of its stream; the host waits on a CPU alone.
+                copy.copy_(live)
+            counts = images.write_counts()
+            encode = self.boundary.take(None if self.data is None else self.data.read_to_train())
+            if self.listener is not None:
+                self.listener(label, images, encode)
             return SnapshotRequest(
                 label,
                 images,
-                encode=self._blob.prepare(
-                    self._engine.template,
-                    (images.replicated, images.owned),
-                    images.signature,
-                    self._engine.capture(self._client()),
-                ),
+                encode=encode,
                 step=self._step_made(label.step),
                 must=must or images is not known,
+                # Training waits for a version that must be taken, and writes nothing meanwhile.
+                written=None if must else lambda: images.written_since(counts),
                 variant=variant,
             )
         except Exception as error:
@@ -145,6 +163,18 @@ class EngineState:
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
 
+    def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a version holds besides tensors of the engine."""
+        return {**self._engine.capture(client_state), "followed": self.followed.capture()}
+
+    def _encode_host_state(self, rng: dict[str, Any] | None) -> Encoded:
+        images = self._current_images()
+        state = self.host_state(self._client())
+        if rng is not None:
+            state["rng"] = rng
+        pair = images.replicated, images.owned
+        return self._blob.prepare(self._engine.template, pair, images.signature, state)
+
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:
             return self.restored_client
@@ -154,10 +184,30 @@ class EngineState:
         signature, gradients = self.adapter.signature(), self.gradients
         if gradients is not None and gradients.follow(kept_members(self._session)):
             self._images = None
-        if self._images is None or self._images.signature != signature:
+        worker = self._session.worker
+        written = frozenset() if worker is None else frozenset(worker.written_tensors)
+        if self._images is None or self._images.signature != signature or written != self._copied_at_boundary:
             captured = ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
-            self._images = LiveImages(*self.adapter.images(), signature, *captured)
+            self._images = LiveImages(*self._sections(written), signature, *captured)
         return self._images
+
+    def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
+        """Both sections; copies stand for the tensors that the script writes after the boundary."""
+        sections = self.adapter.images()
+        self._copies = []
+        if written:
+            (replicated, first), (owned, second) = (section.with_copies(written) for section in sections)
+            sections, self._copies = (replicated, owned), [*first, *second]
+        if new := written - self._copied_at_boundary:
+            logger.warning(
+                "the script writes %s after the forward pass of a step has begun. From now on reft copies %s "
+                "(%.1f MiB) within the device's or the host's own memory where each step begins, and training"
+                " waits for it. Write the tensors after engine.step() instead, before the next forward pass",
+                *(shortened(sorted(new)), "them" if len(new) > 1 else "it"),
+                sum(copy.numel() for copy, _ in self._copies) / 2**20,
+            )
+        self._copied_at_boundary = written
+        return sections
 
     def _step_made(self, step: int) -> OptimizerStep | None:
         """What is known of the step that was just made, for peers that repeat it."""
@@ -179,6 +229,7 @@ class EngineState:
             self.gradients.close()
         if self.data is not None:
             self.data.close()
+        self.followed.close()
 
 
 def gradient_capture(session: Session) -> GradientCapture | None:
@@ -367,7 +418,7 @@ class Tracer:
             at=session.coordinate,
             degrees=session.topology.degrees,
             control=session.control,
-            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+            snapshot_bytes=lambda: session.stats.device_bytes,
         )
 
     def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:

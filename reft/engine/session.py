@@ -1,14 +1,16 @@
-"""One engine under reft's care: how its parts come together, and what happens at every step boundary."""
+"""One engine under reft's care: how its parts come together; what happens where a step begins and ends."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -31,7 +33,7 @@ from reft.engine.engine import (
 )
 from reft.engine.identity import JobMemory, NodeIdentity, gather_topology, local_rank, name_job
 from reft.engine.rates import Rates
-from reft.env import ENV_REPLAY
+from reft.env import ENV_REHEARSE, ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Label
@@ -125,6 +127,12 @@ class DeviceMemory:
             self._vendor = None
 
 
+def _fails() -> bool:
+    """Whether the script ends by an exception: its state after the last step may be half changed."""
+    raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return raised is not None and not isinstance(raised, SystemExit)
+
+
 class Session:
     """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
 
@@ -205,6 +213,7 @@ class Session:
         self.stopping = Stopping(self.config.grace_secs)
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
+        self._stepped = False  # whether a step was made and the next one has not begun
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
@@ -235,6 +244,11 @@ class Session:
     def is_first_on_node(self) -> bool:
         """One rank per node reads and writes what the node has once."""
         return self.topology.local_ranks(self.node)[0] == self.control.rank
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made and the next one has not begun: the script evaluates, saves or reads."""
+        return self._stepped
 
     @property
     def tolerance(self) -> int:
@@ -294,18 +308,31 @@ class Session:
         self.daemon.configure(self.config)
         self.tracer.profile(self)
         # Without versions there are no votes to stop by.
-        if self.copying.takes_versions and (lacks := self.stopping.install()):
+        if self.copying.takes_versions and (lacks := self.stopping.install(self)):
             warn(self, lacks)
 
     def _remake_memory(self) -> None:
         self.memory.remake()
         self.protection.note()
 
+    def flush(self, timeout_secs: float) -> bool:
+        """Take a version of the last step now, instead of where the next one begins, and wait until every
+        version is committed or given up. Collective. Returns whether none is under way any more."""
+        self._take_last_step()
+        return self.worker is not None and self.worker.drain(timeout_secs)
+
+    def _take_last_step(self) -> None:
+        if self._stepped and self.worker is not None and self.copying.takes_versions:
+            self._stepped = False
+            self.submit(must=True)
+
     def close(self, timeout_secs: float | None = None) -> None:
-        """Finish what is under way, within the grace unless another time is given, and release everything.
-        The memory stays."""
+        """Take a version of the last step if the script ends well, finish what is under way, within the grace
+        unless another time is given, and release everything. The memory stays."""
         if self.closed:
             return
+        if not _fails():
+            self._take_last_step()
         self.closed = True
         self.progress.close()
         self.stopping.uninstall()
@@ -351,38 +378,44 @@ class Session:
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
         self.fence.before_optimizer_step()
 
-    def boundary(self) -> None:
-        """The state after an optimizer step is final: take a snapshot if one is due. A state that cannot be
-        captured is not raised here: its version is voted down (P6). Called behind the optimizer step where
-        the schedule was woven, else behind the whole step; the second call for the same step does nothing."""
-        step = self.engine.global_steps
-        if step == self._last_step or self.worker is None or self.closed:
+    def begin_step(self) -> None:
+        """The next step begins: take a version of the state that it begins with, if one is due (P2).
+
+        Called where a training forward pass or ``train_batch`` begins; later calls for the same step do
+        nothing. A state that cannot be captured is not raised here: its version is voted down (P6). Exits
+        where the job stops here, as it was told to."""
+        if not self._stepped or self.worker is None or self.closed:
             return
+        self._stepped = False
+        step = self._last_step
         now = time.perf_counter()
         step_secs, self._boundary_secs = now - self._boundary_secs, now
-        self._last_step = step
-        log.set_step(step)
-        if not self.tracer.woven:
-            self.copying.pacer.end_step("step", ())
         self.rates.step(step, step_secs)
-        if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
+        if not self.copying.takes_versions:
             return
-        due = self.rates.takes_version(step)
-        if not due:
-            self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
-        else:
+        self.stopping.stop_if_due(self, step, step_secs)
+        if self.rates.takes_version(step):
             self.rates.begun(self.submit(must=False))
+        else:
+            self.state.boundary.skip()
+            self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
 
     def after_step(self) -> None:
-        """A step has returned; exits where the job stops here, as it was told to."""
-        self.boundary()
+        """A call that may have made an optimizer step has returned. What the script changes from here on,
+        until the next step begins, belongs to the version of this step."""
+        step = self.engine.global_steps
+        if step != self._last_step and not self.closed:
+            self._last_step, self._stepped = step, True
+            log.set_step(step)
+            self.state.boundary.step_ended()
+            if not self.tracer.woven:
+                self.copying.pacer.end_step("step", ())
         self.progress.end_step(self._last_step)
         self.device_memory.after_step()
         self.monitoring.after_step(self._last_step)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:
             self.tracer.add(self, self._last_step, self.worker.copier.records, waited_secs)
-        self.stopping.stop_if_due(self, self._last_step)
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker."""
@@ -402,10 +435,17 @@ class Session:
         self.state.replaced()
         if self.worker is not None and self._last_step != self.engine.global_steps:
             self.rates.went_to(self.engine.global_steps)
-        self._last_step = self.engine.global_steps
+        self._last_step, self._stepped = self.engine.global_steps, False
         self.monitoring.starts_at(self._last_step)
         self.progress.set_step(self._last_step)
         log.set_step(self._last_step)
+
+
+def record(session: Session) -> None:
+    """Have every step recorded where `reft rehearse` asks for it, by a feature that the core does not import
+    otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go around them."""
+    if os.environ.get(ENV_REHEARSE):
+        import_module("reft.rehearse.record").attach(session)
 
 
 _REPEAT_SECS = 2.0
@@ -419,6 +459,8 @@ _VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
 _CLOSE_SECS = 1.0
 _ALONE_SHARE = 0.5
 """Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
+_BOUNDARY_SECS = 1.0
+"""Where a step begins within so much more, the rank stops there by itself: its state is newer."""
 
 
 class Stopping:
@@ -428,22 +470,26 @@ class Stopping:
     Batch systems signal every process of a job and the launcher passes its own on, so repeats within two
     seconds mean the same; a later one acts at once, as if reft were not there.
 
-    ``at_next_step``: where all ranks stop, the job ends where the next step would begin. The program prints
-    the line of the last step before, and saves where that is due."""
+    The job ends where the next step would begin: what the script does after its last step, such as saving, is
+    done. Where no step begins within half of the grace, as in a long evaluation, the newest committed version
+    is persisted instead and the process exits."""
 
     def __init__(self, grace_secs: float) -> None:
         self._grace_secs = grace_secs
-        self.requested = self.at_next_step = False
+        self.requested = False
+        self._session: Session | None = None
         self._signal = signal.SIGTERM
         self._since_secs = 0.0
         self._previous: dict[signal.Signals, Any] = {}
-        self._stop: Callable[[Session, int], None] | None = None
-        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
+        self.together = False  # whether the job is being stopped, and all ranks after the same step
+        self._at_boundary = False  # whether the job is being stopped where a step begins
+        self.replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
 
     # -- the request ---------------------------------------------------------------------------------
 
-    def install(self) -> str | None:
+    def install(self, session: Session) -> str | None:
         """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it cannot."""
+        self._session = session
         if threading.current_thread() is not threading.main_thread():
             return (
                 "reft was attached outside the main thread: SIGTERM will not flush a snapshot. Call "
@@ -463,6 +509,12 @@ class Stopping:
         if not self.requested:
             self._since_secs, self.requested = time.monotonic(), True
             self._signal = signal.Signals(number)
+            # A thread: the main one may be in a call that does not return for minutes.
+            watch = threading.Timer(
+                _ALONE_SHARE * self._grace_secs + _BOUNDARY_SECS, self._stop_between_steps
+            )
+            watch.daemon = True
+            watch.start()
         elif self.waited_secs >= _REPEAT_SECS:
             self.uninstall()
             signal.raise_signal(number)
@@ -474,42 +526,58 @@ class Stopping:
 
     # -- the end -------------------------------------------------------------------------------------
 
-    @property
-    def together(self) -> bool:
-        """Whether the job stops, and all ranks after the same step."""
-        return self._stop is stop_together
-
-    def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
-        """Whether the job stops after the step that has just ended, or this rank does."""
+    def stop_if_due(self, session: Session, step: int, step_secs: float) -> None:
+        """Stop the job after ``step``, which took ``step_secs``, if the ranks have agreed on it or this rank
+        can wait no longer. Exits then."""
+        worker = session.worker
+        assert worker is not None
         votes = worker.votes
-        if 0 < self._replayed_step <= step:
-            self._stop = stop_replay
-            return True
+        if 0 < self.replayed_step <= step:
+            self._at_boundary = True
+            stop_replay(session, step)
         if self.requested or votes.halt is not None:
             # The vote that carries this is over when training gets there: all ranks know by then.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
             worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
         if votes.stop_step is not None and step >= votes.stop_step:
-            self._stop = stop_together if votes.halt is None else stop_for_corruption
+            self._at_boundary = True
+            self.together = votes.halt is None
+            if self.together:
+                stop_together(session, step)
+            else:
+                stop_for_corruption(session, step)
         # P6: this rank was told to stop, and no vote will say in time after which step all do.
         elif (
             votes.stop_step is None
             and self.requested
             and (self.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
         ):
-            self._stop = stop_alone
-        return self._stop is not None
+            self._at_boundary = True
+            stop_alone(session, step)
 
-    def stop_if_due(self, session: Session, step: int) -> None:
-        """Called behind the step; exits if it was."""
-        if self._stop is not None:
-            self._stop(session, step)
-
-    def end_if_stopped(self, session: Session) -> None:
-        """Called where a step begins; exits if the job has stopped behind the step before."""
-        if self.at_next_step and self._stop is not None:
-            self.end(session)
+    def _stop_between_steps(self) -> None:
+        """No step has begun in time since the request: persist the newest committed version and exit. What
+        was trained since is made again after the restart. Runs on a thread of its own."""
+        session = self._session
+        if session is None or session.closed or self._at_boundary or not session.stepped:
+            return
+        step = session.stats.committed_step
+        persisted = None
+        left = self._grace_secs - self.waited_secs - _CLOSE_SECS
+        if step is not None and session.config.persist.dir is not None:
+            persisted = session.daemon.persist_now(Label(session.memory.incarnation, step), max(0.0, left))
+        logger.warning(
+            "stopping on request between two steps, %.0f s after it: no step has begun. Last committed: step "
+            "%s%s",
+            self.waited_secs,
+            step,
+            "" if persisted is None else f", persisted: {persisted}",
+        )
+        session.events.write("stopped", step=step, committed=False, persisted=bool(persisted))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + int(self._signal))  # the main thread cannot be asked to
 
     def end(self, session: Session, *timeout_secs: float) -> None:
         session.close(*timeout_secs)
@@ -517,15 +585,13 @@ class Stopping:
 
 
 def stop_together(session: Session, step: int) -> None:
-    """Told to stop, and all ranks know: one last version, committed and on disk. Exits, unless the job ends
-    at its next step."""
+    """Told to stop, and all ranks know: one last version, committed and on disk. Exits."""
     committed, persisted = _take_last_version(session, step, session.config.grace_secs)
     logger.warning(
         "stopping on request: step %d is %s%s",
         *(step, "committed in memory" if committed else "NOT committed", persisted),
     )
-    if not session.stopping.at_next_step:
-        session.stopping.end(session)
+    session.stopping.end(session)
 
 
 def stop_replay(session: Session, step: int) -> None:

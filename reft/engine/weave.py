@@ -2,13 +2,14 @@
 
 The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
 training instructions in the same order, with instructions of ours around those in which the device may
-wait, and behind the optimizer step. They are DeepSpeed's own kind of instruction and are looked up in a
+wait. They are DeepSpeed's own kind of instruction and are looked up in a
 copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
 parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
 
 Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
 queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
-stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+stages at the end of a step, inside ``_aggregate_total_loss``, is no window: a version begins where the next
+step does, since the script may change the state until then.
 """
 
 from __future__ import annotations
@@ -37,24 +38,18 @@ class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
     """The device goes on: no snapshot copy runs any more. ``window_id``: of the window."""
 
 
-class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
-    """The state after the optimizer step is final: a version begins here."""
-
-
 def _steps(names: list[str]) -> bool:
     """Whether a schedule of these instructions ends with the optimizer step."""
     return names[-1:] == ["OptimizerStep"]
 
 
 class WovenSchedule:
-    """A schedule with snapshot instructions; everything else is the schedule's own. ``take``: insert
-    :class:`TakeSnapshot` behind the optimizer step. ``seen``: takes the names of the training
-    instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV; else that
-    shows with the first."""
+    """A schedule with snapshot instructions; everything else is the schedule's own. ``seen``: takes the names
+    of the training instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV;
+    else that shows with the first."""
 
-    def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
+    def __init__(self, schedule: Any, *, seen: list[str], queues: bool = False) -> None:
         self._schedule = schedule
-        self._take = take
         self._seen = seen
         self._queues = queues
 
@@ -78,8 +73,6 @@ class WovenSchedule:
                 yield CloseSnapshotWindow(window_id=position)
             else:
                 yield command
-            if self._take and name == "OptimizerStep":
-                yield TakeSnapshot()
 
 
 class Weaver:
@@ -122,7 +115,7 @@ class Weaver:
             return original(schedule)
         key = _key_of(schedule)
         known, names = self._streams.get(key, []), list[str]()
-        woven = WovenSchedule(schedule, take=_steps(known), seen=names, queues=queues_transfers(known))
+        woven = WovenSchedule(schedule, seen=names, queues=queues_transfers(known))
         self._position = 0
         self._counts.clear()
         self._pacer.begin_step(key)
@@ -143,14 +136,10 @@ class Weaver:
         if (key := self._drains) is None:
             return original(*args, **kwargs)
         self._drains, position = None, len(self._streams[key])
-        self._pacer.open(position, receives=True)
         mark = self._mark() if self._tracer.active else None
         began = time.perf_counter()
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            ended = time.perf_counter()
-            self._pacer.close()
+        result = original(*args, **kwargs)
+        ended = time.perf_counter()
         if self._tracer.active:
             self._tracer.records.append(InstructionRecord(position, "AggregateTotalLoss", None, began, ended))
             self._mark_end(mark)
@@ -174,7 +163,6 @@ class Weaver:
             own: dict[type, Callable[..., Any]] = {
                 OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
                 CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
-                TakeSnapshot: lambda engine: self._session.boundary(),
             }
             told = {kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()}
             self._maps[traced] = {**told, **own}

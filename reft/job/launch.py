@@ -44,11 +44,10 @@ from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch, StatusBoard
 from reft.node.progress import STACKS_SUFFIX, read_pages
-from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
+from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
@@ -413,7 +412,8 @@ class Launcher:
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
                 subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
-            self._memory.remove()
+            logs = self._options.config.logs_specs
+            self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():

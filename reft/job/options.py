@@ -276,6 +276,13 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", args.nnodes):
         raise ConfigError(f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4")
+    least, _, most = args.nnodes.partition(":")
+    if most and int(least) > int(most):
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, whose minimum is above its maximum; write {most}:{least}"
+        )
+    if args.spares < 0:
+        raise ConfigError(f"--spares is {args.spares}; write 0 or more")
     memory_dir = _memory_dir(args)
     job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
     restarts_renew = args.max_restarts is None
@@ -296,6 +303,11 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
+        if "nproc_per_node" in str(error):
+            raise ConfigError(
+                f"--nproc-per-node is {args.nproc_per_node!r}; write a number such as 8, or gpu, cpu or auto "
+                f"for as many trainers as the node has of them"
+            ) from error
         raise ConfigError(f"these options cannot be used: {error}") from error
     _complete_rendezvous_conf(config)
     entrypoint, arguments = _program(args)
@@ -376,7 +388,6 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
     for option, found, least, most in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
         ("--nnodes", config.min_nodes, 1, math.inf),
-        ("--spares", args.spares, 0, math.inf),
         ("--node-rank", args.node_rank, 0, most_rank),
         ("--max-peer-restarts", args.max_peer_restarts, 0, math.inf),
         ("--master-port", args.master_port, 0, _MOST_PORT),

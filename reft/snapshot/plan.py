@@ -222,6 +222,14 @@ class LiveImages:
     # rank keeps any under the scheme in force
     gradient_bytes: int = 0
 
+    def write_counts(self) -> tuple[list[int], list[int]]:
+        """How often each tensor of both sections was written (:meth:`SectionImage.write_counts`)."""
+        return self.replicated.write_counts(), self.owned.write_counts()
+
+    def written_since(self, counts: tuple[list[int], list[int]]) -> list[str]:
+        """Names of the tensors that were written since."""
+        return [*self.replicated.written_since(counts[0]), *self.owned.written_since(counts[1])]
+
 
 @dataclass(frozen=True)
 class GroupLayout:

@@ -28,7 +28,9 @@ How the promises are kept:
 
 - **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`) gets a
   cause, at the latest then, and no rank approves a version that has a cause: what is committed was read from
-  one state.
+  one state. A script may write tensors between the boundary and that signal. So a slot is recorded SEALED,
+  which a recovery would trust, only after the training thread has compared write counts
+  (:class:`TensorsChecked`).
 - **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed, of one
   whose fate is not known, or of what is being recovered. A rank retires a version only when it has
   *learned* of a newer commit, at which point all ranks have sealed the newer one.
@@ -88,6 +90,9 @@ class Version:
     # nothing to take after this step; the ranks only vote, so that what travels in votes gets around
     idle: bool = False
     paced: bool = False  # its copy keeps to the windows
+    # the training thread has not yet compared what was copied with the state of the boundary (P2); False
+    # where training waits for the version and cannot write meanwhile
+    unchecked: bool = False
     # why it is not committed; set at the hand-over where the state could not be captured
     cause: Cause | None = None
     stage: Stage = Stage.QUEUED  # how far it is
@@ -152,6 +157,14 @@ class FenceNear:
 
 
 @dataclass(frozen=True)
+class TensorsChecked:
+    """The training thread has looked which tensors were written since the hand-over. Whatever it wrote is
+    counted by now: torch counts a write when the operation returns, so a worker thread could not tell."""
+
+    cause: Cause | None  # names what was written; None if nothing was
+
+
+@dataclass(frozen=True)
 class SlotTaken:
     """The version will be written there."""
 
@@ -206,8 +219,8 @@ class Parted:
 
 
 Event = (
-    Signal | HandedOver | FenceNear | SlotTaken | Released | CopyFailed | Voted | SealFailed | Broke | Met
-    | Parted
+    Signal | HandedOver | FenceNear | TensorsChecked | SlotTaken | Released | CopyFailed | Voted | SealFailed
+    | Broke | Met | Parted
 )  # fmt: skip
 
 
@@ -437,6 +450,11 @@ class State:
         return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
+    def unchecked(self) -> bool:
+        """Whether some version waits for the training thread to compare its tensors."""
+        return any(version.unchecked and version.cause is None for version in self.versions)
+
+    @property
     def staged(self) -> bool:
         """Whether a part of some version is kept on the device."""
         return any(version.staged for version in self.versions)
@@ -458,6 +476,7 @@ OVERRUN = Cause("the next optimizer step did not wait for the copy any longer")
 LAID_OUT_ANEW = Cause("the layout changed")
 NOT_FINITE = "not finite"  # kinds of causes
 PEERS_DIFFER = "peers differ"
+WRITTEN = "written while it was copied"
 PEER_SKIPPED = Cause("a peer skipped it")
 PEER_NOT_SEALED = Cause("a peer could not seal it")
 
@@ -542,6 +561,8 @@ def step(state: State, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all t
         case _, FenceNear(ahead):
             near = state if ahead else _doom(state, _not_begun, NOT_STARTED)
             return replace(near, fence_near=True), ()
+        case _, TensorsChecked(cause):
+            return _checked(state, cause)
         case _, Signal.TENSORS_CHANGE:  # P2: what still reads them is lost
             late = _doom(state, lambda version: version.holds_training, OVERRUN)
             return replace(late, fence_near=False), ()
@@ -632,13 +653,27 @@ def _voted(state: State, ok: bool, relayout: bool) -> Next:
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
         return replace(state, task=Task.SWITCH), effects
-    _check(head, state.approves)
+    # It may have got a cause since this rank voted; the peers take part in the exchange all the same.
+    _check(head, head.stage is Stage.COPIED)
     return replace(state, task=Task.SEAL), ()
+
+
+def _checked(state: State, cause: Cause | None) -> Next:
+    """A version that is wholly copied was read from the state of its boundary, or ``cause`` says why not."""
+
+    def checked(version: Version) -> Version:
+        if not version.unchecked or version.cause is not None:
+            return version
+        if cause is not None:
+            return replace(version, cause=cause)
+        return replace(version, unchecked=version.holds_training)
+
+    return replace(state, versions=tuple(map(checked, state.versions))), ()
 
 
 def _sealed(state: State) -> Next:
     head, slot = state.head, state.slots.open_slot
-    _check(head, head.stage is Stage.COPIED and head.cause is None and not head.staged)
+    _check(head, head.stage is Stage.COPIED and head.cause is None and not (head.staged or head.unchecked))
     assert slot is not None  # the version was copied into it
     sealed = replace(state, slots=state.slots.sealed(slot))
     return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()

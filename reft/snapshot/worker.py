@@ -55,6 +55,8 @@ class SnapshotRequest:
     must: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
     # nothing to take after this step; the ranks only vote, so that a request to stop gets around
     idle: bool = False
+    # names of the tensors that were written since the hand-over; None where training waits for the version
+    written: Callable[[], list[str]] | None = None
     variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
     cause: Cause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
     # set when it does not need the live tensors any more
@@ -63,7 +65,9 @@ class SnapshotRequest:
     version: Version = field(init=False)  # what is known of it: before it is handed over, what is asked for
 
     def __post_init__(self) -> None:
-        self.version = Version(self.label, self.must, self.idle, self.paced, self.cause)
+        self.version = Version(
+            self.label, self.must, self.idle, self.paced, unchecked=self.written is not None, cause=self.cause
+        )
 
     @property
     def paced(self) -> bool:
@@ -246,6 +250,10 @@ class Votes:
         self.stop_step = stop_step
 
 
+class WrittenError(ReftError):
+    """Live tensors changed while a version of them was copied."""
+
+
 _STANDING = TypeAdapter(versions.Standing)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
@@ -296,6 +304,8 @@ class SnapshotWorker:
         self.layout: GroupLayout | None = None
         """Of the next version, agreed by all ranks; None before the first agreement."""
         self._ring = RingExchange(control, topology, block_bytes)
+        self.written_tensors: set[str] = set()
+        """Names of tensors that the script wrote while a version of them was copied."""
         self._signature: object = None
         self._images: LiveImages | None = None
         self._topology = topology
@@ -406,10 +416,29 @@ class SnapshotWorker:
                         "the copy of step %d has not ended after %.0f s; its version is given up",
                         *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
+        # Before TENSORS_CHANGE: whatever the script wrote is counted by now, and the optimizer has not begun.
+        self.check_tensors()
         # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
         self._tell(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
+
+    def check_tensors(self) -> None:
+        """Compare the write counts of what was copied with those of the boundary. Called by the training
+        thread, so that none of its own writes is under way."""
+        if not self._state.unchecked:
+            return
+        with self._changed:
+            request = next(r for r in self._requests if r.version.unchecked and r.version.cause is None)
+        assert request.written is not None
+        names = request.written()
+        cause = None
+        if names:
+            self.written_tensors.update(names)
+            cause = Cause(
+                versions.WRITTEN, f"the script wrote {shortened(names)} after its forward pass began"
+            )
+        self._tell(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
         """Let versions begin until the device is at the write. The host is ahead of it, by up to a step or
@@ -463,8 +492,11 @@ class SnapshotWorker:
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
+        deadline = time.monotonic() + timeout_secs
         with self._hurried():
-            self._wait_for(lambda: False, timeout_secs)
+            self._wait_for(lambda: not self._state.holds_training, timeout_secs)
+            self.check_tensors()
+            self._wait_for(lambda: False, max(0.0, deadline - time.monotonic()))
         with self._changed:
             return self._runs and not self._state.versions
 
@@ -551,6 +583,8 @@ class SnapshotWorker:
         self._paced = request.paced
         try:
             return self._fill(request, self._gate_for(request))
+        except WrittenError as error:
+            return versions.CopyFailed(Cause(versions.WRITTEN, str(error)))
         except Exception as error:
             if not isinstance(error, ReftError | OSError):
                 self._complaints.tell("a version could not be copied", error)
@@ -600,6 +634,12 @@ class SnapshotWorker:
                 filling.write_host(placed, request.host_blob)
                 filling.hash(placed)
         self.watchers.stats.tier_bytes.update(bytes_by_tier(self._records))
+        if self.copier.written:
+            self.written_tensors.update(self.copier.written)
+            raise WrittenError(
+                f"{shortened(self.copier.written)} changed while they were copied, although torch counts no "
+                f"write to them: the script writes .data, or another library does"
+            )
 
     def _released(self) -> None:
         """Training may go on: all was copied, or is kept on the device."""
@@ -710,8 +750,19 @@ class SnapshotWorker:
         except Exception as error:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
-        failure = failure or self._differs or _attempt(lambda: self._seal_arena(filling, arrived))
+        failure = failure or self._differs or self._await_check()
+        failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
+
+    def _await_check(self) -> Cause | None:
+        """Wait until the training thread has compared the tensors: at its fence at the latest. A slot that is
+        recorded SEALED earlier could be recovered although the script was writing into the version. Returns
+        why the version must not be sealed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._state.head.unchecked or self._state.head.cause is not None
+            )
+            return self._state.head.cause
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> Sequence[PlacedBlock]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
@@ -875,6 +926,7 @@ class SnapshotWorker:
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.watchers.stats.device_bytes = sum(layout.mine.device_bytes.values())
         self._ring.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 

@@ -8,8 +8,9 @@ would cut loose.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -130,7 +131,10 @@ class SectionImage:
     """
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        kept = _without_aliases([(name, t.detach()) for name, t in tensors])
+        detached = [(name, t.detach()) for name, t in tensors]
+        kept = _without_aliases(detached)
+        # Aliases too: a view whose ``.data`` was assigned has a version counter of its own.
+        self._watched = [(name, t) for name, t in detached if not t.is_inference()]
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
         # The memory of each as 1-D uint8, in memory order.
         flat = (t.as_strided((t.numel(),), (1,), t.storage_offset()) for _, t in kept)
@@ -138,10 +142,51 @@ class SectionImage:
         self.offsets: tuple[int, ...]
         self.nbytes: int
         self.offsets, self.nbytes = end_to_end(view.numel() for view in self._views)
+        self._index_parts()
+
+    def _index_parts(self) -> None:
         # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
         parts = zip(self.offsets, self._views, self.specs, strict=True)
         self._parts = [part for part in parts if part[1].numel()]
         self._starts = [start for start, _, _ in self._parts]
+
+    def write_counts(self) -> list[int]:
+        """How often each tensor was written in place, as torch counts it (``Tensor._version``). Writes
+        through ``.data`` and by other libraries are not counted."""
+        return [t._version for _, t in self._watched]
+
+    def written_since(self, counts: Sequence[int]) -> list[str]:
+        """Names of the tensors that were written after :meth:`write_counts` returned ``counts``."""
+        pairs = zip(self._watched, counts, strict=True)
+        return [name for (name, t), count in pairs if t._version != count]
+
+    def with_copies(
+        self, names: Collection[str]
+    ) -> tuple[SectionImage, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The same image, in which copies stand for some tensors.
+
+        Args:
+            names: of the tensors that are replaced, which are no longer counted as written.
+
+        Returns:
+            The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on its device. The
+            copies are uninitialised; whoever takes a version fills them first.
+        """
+        addresses = {t.untyped_storage().data_ptr() for name, t in self._watched if name in names}
+        image, pairs = copy.copy(self), []
+        image._views = []
+        for view in self._views:
+            if view.untyped_storage().data_ptr() in addresses:
+                pairs.append((torch.empty_like(view), view))
+                image._views.append(pairs[-1][0])
+            else:
+                image._views.append(view)
+        image._watched = [
+            (name, t) for name, t in self._watched if t.untyped_storage().data_ptr() not in addresses
+        ]
+        image._index_parts()
+        vars(image).pop("_addresses", None)
+        return image, pairs
 
     @property
     def device(self) -> torch.device:

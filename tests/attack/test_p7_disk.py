@@ -81,6 +81,9 @@ class Lives:
     def write(self, engine: Any, job: str = "one") -> None:
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
 
+        # The version of the last step is taken where the next one begins.
+        reft.attach(engine).flush(60)
+
         def committed() -> bool:
             found = asked("inspect", nodes, job)["versions"]
             return any(version["committed"] and version["step"] == step for version in found)

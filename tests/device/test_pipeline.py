@@ -110,7 +110,7 @@ def live(root: Path) -> dict[str, Any]:
     sim.settings.bytes_per_sec, sim.settings.delay_secs = SLOW, 0.0005
     for step in range(job.begins, job.begins + COMMITTED):
         job.train(step + 1)
-        assert session.worker.drain(60)
+        assert session.flush(60)
     job.train(life["until"])
     if life["killed"] is not None:
         (root / f"killed-{rank}.json").write_text(json.dumps({"losses": job.losses, "committed": committed}))

@@ -127,13 +127,14 @@ def block_of(root: Path, job_id: str, **options: Any) -> dict[str, Any]:
 
 
 def commit_every_version(session: Any, committed: Callable[[], object] = lambda: None) -> None:
-    """Before the next step: none is left out on a busy machine. ``committed`` is called behind each."""
+    """Where it is taken: none is left out on a busy machine. ``committed`` is called after each."""
     submit = session.worker.submit
 
     def submit_and_wait(request: Any) -> None:
         request.must = True
         submit(request)
-        assert request.done.wait(60)
+        session.worker.drain(60)
+        assert request.done.is_set()
         committed()
 
     session.worker.submit = submit_and_wait

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import save_with_host_state
+from reft.engine.deepspeed import save_with_host_state, session_of
 from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
 from reft.engine.load.memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Label, Section
@@ -32,6 +32,8 @@ from tests.engine.ranks import be_a_rank, run_ranks
 class Stored(disk_job.Lives):
     def write(self, engine: Any, job: str = "one") -> None:
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
+
+        session_of(engine).flush(60)  # type: ignore[union-attr]
 
         def committed() -> list[dict[str, Any]]:
             found = asked("inspect", nodes, job)["versions"]

@@ -101,7 +101,7 @@ def main(root: Path) -> dict[str, Any]:
     losses += train(first, 8)
     session = session_of(first)
     assert session is not None
-    session.worker.drain(30)
+    session.flush(30)
     out["committed"] = session.stats.committed_step
     session.close()
 
@@ -120,7 +120,7 @@ def main(root: Path) -> dict[str, Any]:
     path, _ = second.load_checkpoint(str(root / "ckpt"), tag="global_step5")
     out["rolled_back"] = [Path(path).parent.name, second.global_steps, session_of(second).memory.incarnation]
     out["equal_after_disk"] = train(second, 12) == reference[5:]
-    session_of(second).worker.drain(30)
+    session_of(second).flush(30)
     session_of(second).close()
 
     # The checkpoint is DeepSpeed's own: it loads without reft.

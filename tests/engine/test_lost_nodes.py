@@ -85,7 +85,7 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
     engine, _ = begin()
     train(engine, STEPS)
     session = session_of(engine)
-    session.worker.drain(60)
+    session.flush(60)
     trained = images_of(engine)
     session.close()
     restored = []

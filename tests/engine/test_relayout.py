@@ -179,7 +179,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     }
     out["images"] = images_of(engine)
     out["tied"] = digest_of_tied(engine)
-    session.worker.drain(60)
+    session.flush(60)
     out["recomputed"] = session.stats.to_json()["recomputed"]
     session.close()
     dist.barrier()

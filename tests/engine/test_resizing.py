@@ -149,7 +149,7 @@ def refused(root: Path, life: dict[str, Any]) -> dict[str, Any]:
         engine = make({**settings, "reft": block(root, case)})
         path, _ = engine.load_checkpoint(str(root / "none"))
         train(engine, STEPS)
-        session_of(engine).worker.drain(60)
+        session_of(engine).flush(60)
         session_of(engine).close()
         dist.barrier()
         return {"path": path}
@@ -181,7 +181,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
         "images": images_of(engine),
         "micro_steps": engine.micro_steps,
     }
-    session.worker.drain(60)
+    session.flush(60)
     out["committed"] = session.stats.committed_step
     if not DISK:
         session.close()

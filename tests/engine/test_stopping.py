@@ -63,9 +63,8 @@ def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
 def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_the_end() -> None:
     """All ranks are told, as a rule; there is no time for another step, in which they could agree on one."""
     session = told_to_stop(waited_secs=20.0, committed=True)
-    assert session.stopping.is_due(session.worker, 7, 0.1)
     with pytest.raises(SystemExit):
-        session.stopping.stop_if_due(session, 7)
+        session.stopping.stop_if_due(session, 7, 0.1)
     session.submit.assert_called_once_with(must=True)
     (secs,) = session.worker.drain.call_args.args
     assert 0 < secs < GRACE_SECS - 20.0
@@ -75,19 +74,15 @@ def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_
     assert session.events.write.call_args.kwargs["committed"]
 
 
-def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:
-    """It prints, and saves where that is due, behind the step; the step is committed before."""
+def test_the_job_ends_after_the_step_that_a_vote_names() -> None:
     session = told_to_stop(waited_secs=0.0, committed=True)
     session.worker.votes.stop_step, session.worker.votes.halt = 7, None
-    session.stopping.at_next_step = True
-    session.stopping.end_if_stopped(session)
-    assert session.stopping.is_due(session.worker, 7, 0.1)
-    session.stopping.stop_if_due(session, 7)
-    session.submit.assert_called_once_with(must=True)
-    assert not session.close.called
+    session.stopping.stop_if_due(session, 6, 0.1)
+    assert not session.submit.called
     with pytest.raises(SystemExit) as ended:
-        session.stopping.end_if_stopped(session)
+        session.stopping.stop_if_due(session, 7, 0.1)
     assert ended.value.code == 143
+    session.submit.assert_called_once_with(must=True)
     session.close.assert_called_once_with()
 
 

@@ -25,12 +25,12 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, WovenSchedule
 from reft.snapshot.schedule import StepTrace
 from tests.engine.ranks import be_a_rank, block_of, run_ranks
 
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
-SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
+SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow)
 WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
 CHUNK_BYTES = 64 * 1024
 
@@ -156,7 +156,7 @@ def traced(
     updates = note_updates(engine)
     losses = train(engine, STEPS)
     evaluated = float(engine.eval_batch(batches(99)))
-    session.worker.drain(60)
+    session.flush(60)
     plan, stats = session.copying.pacer.plan, session.stats.to_json()
     kind = GPipe if schedule_kind == "gpipe" else schedule.TrainSchedule
     expected = kind(micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
@@ -250,21 +250,20 @@ def schedules() -> Iterator[schedule.PipeSchedule]:
         yield from (schedule.DualPipeVSchedule(8, 4, s) for s in range(4))
 
 
-@pytest.mark.parametrize("take", [False, True])
-def test_weaving_leaves_the_training_instructions_as_they_are(take: bool) -> None:
+def test_weaving_leaves_the_training_instructions_as_they_are() -> None:
     """The same objects, steps and order, whatever the schedule's class."""
     for plain in schedules():
         expected = list(plain)
         names: list[str] = []
         recorded = _Recorded(plain, expected)
-        woven = WovenSchedule(recorded, take=take, seen=names)
+        woven = WovenSchedule(recorded, seen=names)
         steps = list(woven)
         kept = [[c for c in step if not isinstance(c, SNAPSHOT_INSTRUCTIONS)] for step in steps]
         assert [[id(c) for c in step] for step in kept] == [[id(c) for c in step] for step in expected]
         assert names == [type(c).__name__ for step in expected for c in step]
         assert woven.num_pipe_buffers() == plain.num_pipe_buffers()
         assert woven.micro_batches == plain.micro_batches
-        _check_places(steps, take)
+        _check_places(steps)
 
 
 class _Recorded:
@@ -280,7 +279,7 @@ class _Recorded:
         return iter(self._steps)
 
 
-def _check_places(steps: list[list[Any]], take: bool) -> None:
+def _check_places(steps: list[list[Any]]) -> None:
     position = 0
     for step in steps:
         for i, command in enumerate(step):
@@ -288,9 +287,6 @@ def _check_places(steps: list[list[Any]], take: bool) -> None:
                 assert command.window_id == position
                 assert type(step[i + 1]).__name__.startswith((*WAITING, "CommitP2P"))
                 assert type(step[i + 2]).__name__ == "CloseSnapshotWindow"
-            elif isinstance(command, TakeSnapshot):
-                assert take
-                assert type(step[i - 1]).__name__ == "OptimizerStep"
             elif not isinstance(command, SNAPSHOT_INSTRUCTIONS):
                 position += 1
 
@@ -302,7 +298,7 @@ def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() 
     for stages, stage_id in ((2, 0), (2, 1), (4, 0), (4, 2), (4, 3)):
         names: list[str] = []
         woven = WovenSchedule(
-            schedule.DualPipeVSchedule(2 * stages, stages, stage_id), take=True, seen=names, queues=True
+            schedule.DualPipeVSchedule(2 * stages, stages, stage_id), seen=names, queues=True
         )
         commands = [command for step in woven for command in step]
         opened = {c.window_id: c.receives for c in commands if isinstance(c, OpenSnapshotWindow)}
@@ -468,12 +464,11 @@ def test_dualpipev_copies_in_the_commits_that_wait(results: Ranks) -> None:
         steps = [t for t in traces(run) if any(i.name == "OptimizerStep" for i in t.instructions)]
         trained = {i.position: i.name for i in steps[-1].instructions}
         assert run["positions"]
-        assert {trained[p] for p in run["positions"]} <= {"CommitP2P", "AggregateTotalLoss"}
+        assert {trained[p] for p in run["positions"]} <= {"CommitP2P"}
         for chunk in chunks_of(run, 1):
             beside = beside_of(run, chunk)
             # In its first step nothing is known of the schedule: its receives exchange shapes, and wait.
-            expected = ("CommitP2P", "AggregateTotalLoss", "RecvActivation")
-            assert all(i.name in expected for i in beside), beside
+            assert all(i.name in ("CommitP2P", "RecvActivation") for i in beside), beside
             copied += chunk.nbytes
     assert copied > 0
 

@@ -31,6 +31,7 @@ from reft.snapshot.version import (
     Event,
     FenceNear,
     GiveUp,
+    HandedOver,
     LeaveGate,
     Met,
     Next,
@@ -42,6 +43,7 @@ from reft.snapshot.version import (
     Stage,
     State,
     Task,
+    TensorsChecked,
     Voted,
     step,
 )
@@ -125,6 +127,18 @@ def parted_in_silence(state: State, event: Event) -> Next:
     return (after, ()) if isinstance(event, Parted) else (after, effects)
 
 
+def counts_not_compared(state: State, event: Event) -> Next:
+    """Takes every copy for one of the boundary's state, whatever the script wrote meanwhile."""
+    return step(state, TensorsChecked(None) if isinstance(event, TensorsChecked) else event)
+
+
+def sealed_unchecked(state: State, event: Event) -> Next:
+    """Seals a version before the training thread has compared the tensors."""
+    if isinstance(event, HandedOver):
+        event = HandedOver(replace(event.version, unchecked=False))
+    return step(state, event)
+
+
 def permit_kept(state: State, event: Event) -> Next:
     after, effects = step(state, event)
     if event is Signal.COPIED:
@@ -149,6 +163,8 @@ WRONG: dict[str, tuple[str, Rules]] = {
     "copied twice": ("P2", Rules(step=copied_twice)),
     "peers not heard": ("P3", Rules(step=peers_not_heard, meetings=1)),
     "parted in silence": ("P6", Rules(step=parted_in_silence, steps=2, meetings=1)),
+    "write counts not compared": ("P2", Rules(step=counts_not_compared, writes=True, steps=2, meetings=0)),
+    "sealed unchecked": ("P2", Rules(step=sealed_unchecked, writes=True, steps=2, meetings=0)),
     "permit kept": ("P6", Rules(step=permit_kept, paced=True, steps=2, meetings=0)),
 }
 
@@ -188,6 +204,10 @@ def test_they_hold_with_three_arenas_and_with_steps_at_which_ranks_only_vote() -
 def test_p2_holds_with_a_host_up_to_two_steps_ahead_of_its_device() -> None:
     assert explored(Rules(behind=True, meetings=0)).deepest_commit == 3
     assert explored(Rules(behind=True, errors=False)).deepest_commit == 3
+
+
+def test_p2_holds_where_the_script_writes_tensors_while_they_are_copied() -> None:
+    assert explored(Rules(writes=True, steps=2, meetings=1)).deepest_commit == 2
 
 
 def test_p6_copies_in_windows_hold_their_permit_and_give_it_back() -> None:

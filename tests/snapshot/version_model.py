@@ -43,6 +43,7 @@ from reft.snapshot.version import (
     Stage,
     State,
     Task,
+    TensorsChecked,
     Version,
     Voted,
 )
@@ -71,6 +72,7 @@ class Rules:
     ahead: int = 2  # most versions that are handed over and not over
     idle: frozenset[int] = frozenset()  # steps whose versions are only voted on
     paced: bool = False  # whether copies keep to the windows
+    writes: bool = False  # whether the script may write tensors between the hand-over and the fence
     # whether there is a device, up to two steps behind the host: it reads and writes in the order of its two
     # streams
     behind: bool = False
@@ -114,7 +116,9 @@ class Rank:
     device: int = 1  # the same to the device, which may be behind; without one it follows the host at once
     queued: bool = False  # whether a copy of the first version is queued there and has not run
     handed: bool = False  # whether that version was handed over
-    read: frozenset[int] = frozenset()  # steps of which the version in the open slot has bytes
+    # steps of which the version in the open slot has bytes; negative: with what the script wrote after the hand-over
+    read: frozenset[int] = frozenset()
+    written: bool = False  # whether the script has written tensors since the hand-over
     cast: Ballot | None = None  # its vote, of which it has not learned the result
     result: Voted | Verdict | None = None  # of that vote, once all have cast it
     keeps: Any = None  # its protection, where that is explored (`tests.snapshot.switch_model`)
@@ -224,12 +228,16 @@ class OneRank:
                     must=rank.tensors == 1,
                     idle=rank.tensors in rules.idle,
                     paced=rules.paced and rank.tensors not in rules.idle,
+                    unchecked=rules.writes and rank.tensors not in rules.idle,
                 )
                 handed = replace(rank, handed=True)
                 yield f"hands {rank.tensors} over", self.tell(handed, HandedOver(made))
                 if rules.errors and not made.idle:
                     unfit = HandedOver(replace(made, cause=SOME))
                     yield f"cannot capture {rank.tensors}", self.tell(handed, unfit)
+        elif rules.writes and not rank.written and not state.fence_near:
+            yield "writes tensors", replace(rank, written=True)
+            yield "comes to the fence", self.tell(rank, FenceNear())
         elif not state.fence_near:
             yield "comes to the fence", self.tell(rank, FenceNear())
             if rules.behind:
@@ -240,11 +248,15 @@ class OneRank:
         elif state.may_begin and rank.device == rank.tensors:
             yield "waits until the device is at the fence", self.tell(rank, FenceNear())
         elif (rules.errors or not state.holds_training) and rank.tensors - rank.device < 2:
-            changed = self.tell(rank, Signal.TENSORS_CHANGE)
+            checked = (
+                self.tell(rank, TensorsChecked(SOME if rank.written else None)) if rules.writes else rank
+            )
+            changed = self.tell(checked, Signal.TENSORS_CHANGE)
             after = rank.tensors + 1
+            device = rank.device if rules.behind else after
             yield (
                 "changes the tensors",
-                replace(changed, tensors=after, handed=False, device=rank.device if rules.behind else after),
+                replace(changed, tensors=after, handed=False, written=False, device=device),
             )
 
     def _working(self, rank: Rank) -> Iterator[Move]:
@@ -292,7 +304,7 @@ class OneRank:
             if free is None:
                 yield "has no slot", self.tell(rank, CopyFailed(SOME))
             else:
-                read = frozenset[int]() if self.rules.behind else frozenset({rank.tensors})
+                read = frozenset[int]() if self.rules.behind else frozenset({_bytes_of(rank)})
                 taken = replace(self.tell(rank, SlotTaken(free)), read=read)
                 text = f"begins {head.label} in slot {free}, over {describe(rank.files[free])}"
                 held = Held(head.label, ArenaState.WRITING, False, self.layout(rank))
@@ -301,7 +313,7 @@ class OneRank:
             if self.rules.behind:
                 read = replace(rank, queued=True)
             else:
-                read = replace(rank, read=rank.read | {rank.tensors})
+                read = replace(rank, read=rank.read | {_bytes_of(rank)})
             yield f"has copied {head.label}", self.tell(read, Released())
             yield f"has copied and staged {head.label}", self.tell(read, Released(staged=True))
         elif not rank.queued:
@@ -322,13 +334,17 @@ class OneRank:
             if errors:
                 yield "fails to drain", self.tell(drained, SealFailed(SOME))
             return
-        if rank.files[slot].state is ArenaState.WRITING:
+        if head.cause is not None:
+            yield "does not seal what was written to", self.tell(rank, SealFailed(head.cause))
+        elif head.unchecked:
+            pass  # it waits for the training thread
+        elif rank.files[slot].state is ArenaState.WRITING:
             good = rank.read == {head.label.step}
             sealed = rank.files[slot]._replace(state=ArenaState.SEALED, good=good)
             yield f"seals {head.label}", write(rank, slot, sealed)
         else:
             yield "has sealed", self.tell(rank, Signal.SEALED)
-        if errors:
+        if errors and head.cause is None:
             yield f"fails to seal {head.label}", self.tell(rank, SealFailed(SOME))
 
     def _effects(self, text: str, rank: Rank, event: Event) -> Iterator[Move]:
@@ -356,6 +372,10 @@ class OneRank:
 
     def met(self, rank: Rank, event: Met, record: tuple[int, ...]) -> Iterator[Move]:
         yield from self._effects(f"meets all: {say(event)}", rank, event)
+
+
+def _bytes_of(rank: Rank) -> int:
+    return -rank.tensors if rank.written else rank.tensors
 
 
 def _plain(state: State) -> State:

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from reft.data.watch import WATCH
 from reft.engine import on_import
+from reft.engine.data import READ_BY_SCRIPT
 from reft.engine.identity import BY_LAYOUT, BY_REPLICAS, local_rank, noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
@@ -268,9 +270,13 @@ class MemoryRestorer:
         session = self._session
         if session.state.data is not None:
             session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        session.state.followed.restore(state.get("followed"))
+        if WATCH.resuming is not None:
+            WATCH.resuming.begins = session.state.followed.reapply
         session.state.restored_client = dict(state.get("client") or {})
         self.client_state = ClientStateView(session.state.restored_client)
-        self._rng = state.get("rng")
+        read_by_script = (state.get("data") or {}).get(READ_BY_SCRIPT, False)
+        self._rng = None if read_by_script else state.get("rng")
         session.restored()
 
     def keep_rng(self) -> None:

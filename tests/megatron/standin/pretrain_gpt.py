@@ -28,8 +28,11 @@ def wait_for_commit(engine: Any) -> None:
     session = hook.session_of(engine) if hook is not None else None
     if session is None or session.worker is None:
         return
+    if session.first_request is None:
+        return
+    # The version of this step is taken where the next one begins.
     stats, deadline = session.stats, time.monotonic() + _SECS
-    while stats.committed_step != engine.global_steps and stats.stale_since_step is None:
+    while (stats.committed_step or 0) < engine.global_steps - 1 and stats.stale_since_step is None:
         assert time.monotonic() < deadline, f"step {engine.global_steps} is not committed: {stats}"
         time.sleep(0.01)
 

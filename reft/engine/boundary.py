@@ -1,0 +1,121 @@
+"""Which host state a step begins with (P2).
+
+A version is the state with which the next step begins. For tensors that is the moment at which the training
+forward pass (or ``train_batch``) begins. For host state (generators, position in the data, schedulers, client
+state) that is too late: the script has read its batch by then, and a resumed script reads it once more. So
+the host state is taken aside before the script reads from a loader. That is only a candidate:
+
+- a training forward pass makes the candidate of the pass that it trains on final;
+- an evaluation's forward pass discards the candidate of the pass that it reads;
+- further reads of the same pass change nothing: a script may read all micro-batches of a step at once.
+
+A script that reads from no loader has no candidate. Its host state is the one at the forward pass, but for
+the random generators: what was drawn since the optimizer step, or since the last evaluation, most likely made
+the batch, and is drawn again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from reft.data.passes import Read
+from reft.state.blob import capture_rng
+
+logger = logging.getLogger(__name__)
+
+Encoded = Callable[[], bytes | bytearray]
+"""Returns the encoded host state. Whatever may change is encoded before; called on the worker thread."""
+Capture = Callable[[dict[str, Any] | None], Encoded]
+"""Captures the host state as it is now, with the given random states, if any, instead of the present ones."""
+
+
+@dataclass
+class _Candidate:
+    """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being begun."""
+
+    loader: Any
+    read: Read | None
+    encoded: Encoded | None  # None: it could not be captured
+
+
+class StepBoundary:
+    """Keeps the candidates of one engine between two steps. Used by the training thread.
+
+    Args:
+        capture: captures the host state of the engine.
+        repeats_draws: whether what the script draws without a loader, before a step begins, makes its batch.
+    """
+
+    def __init__(self, capture: Capture, *, repeats_draws: bool) -> None:
+        self._capture, self._repeats_draws = capture, repeats_draws
+        self._open = False  # whether a step was made and the next one has not begun
+        self._candidates: list[_Candidate] = []
+        self._evaluated: list[Any] = []  # loaders whose batches were evaluated since the step
+        self._rng: dict[str, Any] | None = None
+
+    def step_ended(self) -> None:
+        """The optimizer step was made."""
+        self._open = True
+        self._candidates.clear()
+        self._evaluated.clear()
+        self._rng = capture_rng() if self._repeats_draws else None
+
+    def begins_pass(self, loader: Any) -> None:
+        """A pass over ``loader`` is about to begin, before it draws anything."""
+        if self._takes(loader):
+            self._candidates.append(_Candidate(loader, None, self._encoded()))
+
+    def began_pass(self, read: Read) -> None:
+        """``read`` is the pass that was about to begin."""
+        if self._candidates and self._candidates[-1].read is None:
+            self._candidates[-1].read = read
+
+    def before_read(self, read: Read) -> None:
+        """A batch of ``read`` is about to be read."""
+        known = any(candidate.read is read for candidate in self._candidates)
+        if not known and self._takes(read.loader):
+            self._candidates.append(_Candidate(read.loader, read, self._encoded()))
+
+    def evaluated(self, read: Read | None) -> None:
+        """A forward pass that does not train has used a batch, of ``read`` if it came from a loader."""
+        if not self._open:
+            return
+        if read is not None:
+            self._evaluated.append(read.loader)
+            self._candidates = [c for c in self._candidates if c.read is not read]
+        self._rng = capture_rng() if self._repeats_draws else None
+
+    def take(self, read: Read | None) -> Encoded:
+        """The host state with which the step begins. Called once for each version.
+
+        Args:
+            read: the pass whose batch is trained on, if that is known.
+
+        Raises:
+            ReftError: the state cannot be captured.
+        """
+        candidates, rng = self._candidates, self._rng
+        self.skip()
+        of_read = [c for c in candidates if c.read is read] or candidates
+        if of_read and of_read[-1].encoded is not None:
+            return of_read[-1].encoded
+        return self._capture(None if of_read else rng)
+
+    def skip(self) -> None:
+        """The step begins, and no version is due."""
+        self._open, self._candidates, self._rng = False, [], None
+
+    def _takes(self, loader: Any) -> bool:
+        # One capture for each evaluation, not for each of its batches.
+        return self._open and all(loader is not evaluated for evaluated in self._evaluated)
+
+    def _encoded(self) -> Encoded | None:
+        try:
+            return self._capture(None)
+        except Exception as error:
+            # Reading data must not fail for it (P6). It is tried again, and said, where the step begins.
+            logger.debug("the host state cannot be taken aside: %s", error)
+            return None
