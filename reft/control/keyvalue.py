@@ -115,7 +115,7 @@ class RendezvousStore(ABC):
         """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
 
     def time(self) -> float | None:
-        """Seconds since 1970 by the clock of the store, which its clients share; None where it tells no time."""
+        """Seconds since 1970 by the store's clock, which its clients share; None where it tells no time."""
         return None
 
     def local_address(self) -> str:

@@ -122,12 +122,13 @@ class StoreRendezvous:
     # -- the clock -----------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds since 1970 by the store's clock. Ages and deadlines that nodes share are compared with it: a
-        host whose own clock is an hour ahead would seem alive for an hour after its death."""
+        """Seconds since 1970 by the store's clock, with which shared ages and deadlines are compared: a host
+        whose own clock is an hour ahead would seem alive for an hour after its death."""
         return time.monotonic() + self._offset_secs
 
     def _compare_clocks(self) -> None:
-        """Measure how far the store's clock is from this host's monotonic one, now and then. Raises StoreError."""
+        """Measure how far the store's clock is from this host's monotonic one, once a minute. Raises
+        StoreError."""
         began = time.monotonic()
         if began - self._compared_at < _COMPARE_SECS:
             return
