@@ -41,6 +41,12 @@ class ParamGroups(HostState):
                 optimizer.register_step_post_hook(self._after_optimizer),
             ]
 
+    @property
+    def is_reapplied(self) -> bool:
+        # A program that loads its own checkpoints may be told to override what they hold.
+        data = self._session.state.data
+        return data is None or not data.left_to_program
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
