@@ -30,7 +30,8 @@ class Flags(HostState):
         self._engine = engine
         self._parameters = dict(engine.module.named_parameters())
         self._modules = dict(engine.module.named_modules())
-        self._accumulation = self._batch()["accumulation"]
+        self._start = self._batch()
+        self._accumulation = self._start["accumulation"]
         self._step_ended = int(engine.global_steps), int(engine.micro_steps)
         names = "\n".join([*self._parameters, "", *self._modules])
         self._names = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
@@ -40,7 +41,8 @@ class Flags(HostState):
             "names": self._names,
             "frozen": [name for name, p in self._parameters.items() if not p.requires_grad],
             "evaluating": [name for name, module in self._modules.items() if not module.training],
-            "batch": self._batch(),
+            # What follows from the configuration may be another one at another number of replicas.
+            "batch": None if (now := self._batch()) == self._start else now,
         }
 
     def _batch(self) -> dict[str, int]:
@@ -66,7 +68,8 @@ class Flags(HostState):
                 "those that the script has set",
                 len(saved["frozen"]),
             )
-        self._restore_batch(saved["batch"])
+        if saved["batch"] is not None:
+            self._restore_batch(saved["batch"])
         self._accumulation = self._batch()["accumulation"]
         self._step_ended = int(self._engine.global_steps), int(self._engine.micro_steps)
 
@@ -93,6 +96,7 @@ class Flags(HostState):
         )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:
+        """The sizes that the script had set on the way."""
         now = self._batch()
         if now == saved:
             return

@@ -43,9 +43,9 @@ class ParamGroups(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # A program that loads its own checkpoints may be told to override what they hold.
-        data = self._session.state.data
-        return data is None or not data.left_to_program
+        # The constructor of a scheduler sets the learning rate of step 0. What else the script writes after a
+        # load, such as a rate for another number of replicas, is meant.
+        return self._schedulers.made_after_load
 
     def close(self) -> None:
         for hook in self._hooks:
