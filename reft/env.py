@@ -28,6 +28,7 @@ ENV_EXIT_DIR = "REFT_EXIT_DIR"  # Directory where trainers of one round leave th
 ENV_EVENTS = "REFT_EVENTS"  # Directory for `reft.log.EventLog`
 ENV_PROFILE = "REFT_PROFILE"  # set by ``reft profile``, which measures jobs with and without the block
 ENV_REPLAY = "REFT_REPLAY"  # set by ``reft replay``: the step after which the job ends
+ENV_REHEARSE = "REFT_REHEARSE"  # set by ``reft rehearse``: the directory where every step is recorded
 ENV_DRY_RUN = "REFT_DRY_RUN"  # 1 where ``reft launch --dry-run`` wants the job to end before its first step
 ENV_WARM = "REFT_WARM"
 """1 or 0: whether trainers are forked from a process that has torch imported, where the command line does not

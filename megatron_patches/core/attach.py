@@ -34,7 +34,7 @@ from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.engine import ClientState, Tracer
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import wrap
-from reft.engine.session import Session
+from reft.engine.session import Session, record
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
@@ -101,6 +101,7 @@ def attach_megatron(
     session = Session(engine, parsed, client_state)
     session.state.followed.give(state or {})
     protection = MegatronProtection(engine, session)
+    record(session)
     say_untried_device(session)
     atexit.register(session.close)
     return protection

@@ -37,7 +37,7 @@ from reft.engine.layouts import HELD, Resizing, told_of
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
 from reft.engine.on_import import ds_config_of, wrap
-from reft.engine.session import Session
+from reft.engine.session import Session, record
 from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
@@ -246,6 +246,7 @@ def attach(
         innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
     session.state.followed.give(state or {})
+    record(session)
     say_untried_device(session)
     atexit.register(session.close)
     if program is not None:

@@ -114,6 +114,8 @@ class EngineState:
         self.data = engine.data
         self.followed = host_states(session)
         """State of the script that versions hold besides the engine's own."""
+        self.listener: Callable[[Label, LiveImages, Encoded], None] | None = None
+        """Called with every state that is captured; for `reft rehearse`."""
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(self._encode_host_state, repeats_draws=repeats_draws)
@@ -139,10 +141,13 @@ class EngineState:
                 # The device does it in the order of its stream; the host waits on a CPU alone.
                 copy.copy_(live)
             counts = images.write_counts()
+            encode = self.boundary.take(None if self.data is None else self.data.read_to_train())
+            if self.listener is not None:
+                self.listener(label, images, encode)
             return SnapshotRequest(
                 label,
                 images,
-                encode=self.boundary.take(None if self.data is None else self.data.read_to_train()),
+                encode=encode,
                 step=self._step_made(label.step),
                 must=must or images is not known,
                 # Training waits for a version that must be taken, and writes nothing meanwhile.
@@ -413,7 +418,7 @@ class Tracer:
             at=session.coordinate,
             degrees=session.topology.degrees,
             control=session.control,
-            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+            snapshot_bytes=lambda: session.stats.device_bytes,
         )
 
     def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:

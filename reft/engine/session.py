@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,7 @@ from reft.engine.engine import (
 )
 from reft.engine.identity import JobMemory, NodeIdentity, gather_topology, local_rank, name_job
 from reft.engine.rates import Rates
-from reft.env import ENV_REPLAY
+from reft.env import ENV_REHEARSE, ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Label
@@ -440,6 +441,13 @@ class Session:
         log.set_step(self._last_step)
 
 
+def record(session: Session) -> None:
+    """Have every step recorded where `reft rehearse` asks for it, by a feature that the core does not import
+    otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go around them."""
+    if os.environ.get(ENV_REHEARSE):
+        import_module("reft.rehearse.record").attach(session)
+
+
 _REPEAT_SECS = 2.0
 _STOP_NEXT_SECS = 1.0
 """After a step at least this long the job stops after the next one; after shorter ones it does one more."""
@@ -475,7 +483,7 @@ class Stopping:
         self._previous: dict[signal.Signals, Any] = {}
         self.together = False  # whether the job is being stopped, and all ranks after the same step
         self._at_boundary = False  # whether the job is being stopped where a step begins
-        self._replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
+        self.replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
 
     # -- the request ---------------------------------------------------------------------------------
 
@@ -524,7 +532,7 @@ class Stopping:
         worker = session.worker
         assert worker is not None
         votes = worker.votes
-        if 0 < self._replayed_step <= step:
+        if 0 < self.replayed_step <= step:
             self._at_boundary = True
             stop_replay(session, step)
         if self.requested or votes.halt is not None:

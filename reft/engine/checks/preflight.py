@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
 
-from reft.config import ReftConfig, Variant, load_config
+from reft.config import AOR, ReftConfig, Variant, load_config
 from reft.engine.checks.held import HeldState
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
@@ -53,7 +53,8 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
             f'"{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
-    return block, [*engine_findings(config), *_tolerance_findings(block), *block_findings(block)]
+    of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
+    return block, [*engine_findings(config), *of_job, *block_findings(block)]
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -107,6 +108,32 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
             f"lost node(s): on several nodes the job is not started",
             f'write "protection": "auto", or "tolerance": {survived}',
         )
+
+
+def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
+    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no effect."""
+    zero = part_of(config, "zero_optimization")
+    if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
+        return
+    refused = partial(Finding, Severity.REFUSED)
+    leave_out = f'leave "{AOR}" out of "protection"'
+    kind = str(part_of(config, "optimizer").get("type", "")).lower()
+    if kind not in ("", "adam", "adamw"):
+        found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
+        yield refused(found, f'write "AdamW", or {leave_out}')
+    kept = [name for name in ("reduce_scatter", "contiguous_gradients") if zero.get(name, True)]
+    if kept and not _accumulates_bf16_in_fp32(config):
+        yield refused(
+            f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-1 with '
+            f"{' and '.join(kept)}, which are on by default, keeps those of the own partition only",
+            'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, or use '
+            f'bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
+        )
+
+
+def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
+    bf16 = part_of(config, "bf16") or part_of(config, "bfloat16")
+    return bool(bf16.get("enabled")) and part_of(config, "data_types").get("grad_accum_dtype") == "fp32"
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -489,7 +516,7 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
     if part_of(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if part_of(config, "data_types").get("grad_accum_dtype") == "fp32" else ()
+        engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 

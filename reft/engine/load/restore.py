@@ -206,6 +206,8 @@ class Restorer:
         session = self._session
         for said in session.state.followed.end_step():
             warn(session, said)
+        if session.stepped and (hidden := self._engine.data.no_longer_reads()) is not None:
+            warn(session, hidden)
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True

@@ -9,42 +9,43 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
-import psutil
 from rich.console import Console
 from rich.text import Text
 
 from reft.config import parse_block
-from reft.env import ENV_CLUSTER, ENV_EVENTS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
+from reft.job.local import STOPS, LocalNodes, Node, stop_by_signal
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
-from reft.node.report import describe_parts
+from reft.node.report import WAITING, describe_parts
 from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130
 LAYERS = 4  # Blocks of the model
 _MOST_SECS = 600.0  # of both runs
 _POLL_SECS = 0.01
-_KILL_SECS = 60.0
-_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 _END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
 _MOST_STEP_LINES = 40
+_SILENT_SECS = 5.0  # then it is told what takes so long
+_SOURCES = {
+    "local": "the nodes' own memory",
+    "peer": "peers",
+    "copy": "peers",
+    "parity": "peers' parities",
+    "disk": "disk",
+}
 _LOG_LINES = 25
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 Say = Callable[[str, str], None]  # a line for people, and its style
@@ -64,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
     told to stop. Raises ConfigError: the options do not fit together."""
     options = parse(argv)
     console = Console(stderr=options.json == "-", soft_wrap=True)
-    for number in _STOPS:
-        signal.signal(number, _stop)
+    for number in STOPS:
+        signal.signal(number, stop_by_signal)
     try:
         report = _run(options, console)
     except KeyboardInterrupt:
@@ -210,17 +211,6 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Node:
-    """One ``reft launch`` with a memory directory of its own, and what it started; ``name``: ``node1``, and
-    ``node1.2`` for its second replacement."""
-
-    name: str
-    memory_dir: Path
-    log: Path
-    process: subprocess.Popen[bytes]
-
-
 class Job:
     """One run over nodes of this machine that can be lost: ``training`` with reft and the failures,
     ``reference`` without either."""
@@ -231,13 +221,16 @@ class Job:
         self.losses = Losses()
         self.failures: list[Failure] = []
         self.tolerance: int | None = None
-        self.started: list[Node] = []
         self.current: dict[int, Node] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
-        self._token = uuid.uuid4().hex  # in the environment of all processes
         self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
-        self._versions = Counter[str]()  # commits and skips, of rank 0
-        self._steps, self._say = options.steps, say
+        self._committed, self._skipped = (
+            set[int](),
+            0,
+        )  # steps with a version, and versions given up, of rank 0
+        self._restored: list[dict[str, Any]] = []  # what each rank has restored since the last failure
+        self._states: dict[str, str] = {}  # what the launchers do, by node
+        self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
         self._pending = list(options.kills) if name == "training" else []
         self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
         self._step = 0  # of the newest start
@@ -245,6 +238,9 @@ class Job:
         self._directory, self._memory = directory, memory
         self._events, self._temporary = directory / "events", directory / "tmp"
         self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
+        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(self._temporary)}
+        self.nodes = LocalNodes(environment)
         trained = {
             "steps": options.steps,
             "stages": options.pp,
@@ -265,7 +261,7 @@ class Job:
                     self._start_node(index)
                 problem = self._watch(deadline)
             finally:
-                self._kill(*self.started)
+                self.nodes.kill(*self.nodes.started)
                 shutil.rmtree(self._temporary, ignore_errors=True)
         self.take_in()
         if problem is None and self._pending:
@@ -275,59 +271,37 @@ class Job:
 
     # -- nodes -----------------------------------------------------------------------------------------
 
+    def _say(self, text: str, style: str = "") -> None:
+        self._said_at = time.monotonic()
+        self._say_now(text, style)
+
+    def doing(self) -> str:
+        """What the job is busy with while it makes no step."""
+        states = {
+            self._states.get(node) for node in [node.name for node in self.current.values()] or self._states
+        }
+        if not states - {None}:
+            return "launchers start"
+        if None in states or WAITING in states:
+            return "nodes import torch and DeepSpeed, from which trainers are forked, and meet"
+        if self._step:
+            return f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
+        return "trainers build the model, and meet"
+
     def _start_node(self, index: int) -> Node:
         """Start the launcher of a node, or of its replacement if there was one before."""
-        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.started)
+        before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.nodes.started)
         name = f"node{index}.{before}" if before else f"node{index}"
-        memory_dir, log = self._memory / name, self._directory / f"{name}.log"
         arguments = [
-            *("-m", "reft.job.launch", "--nnodes", str(self._count), "--nproc-per-node", "1"),
+            *("--nnodes", str(self._count), "--nproc-per-node", "1"),
             *("--rdzv-endpoint", self._endpoint, "--rdzv-id", self._name, "--local-addr", "127.0.0.1"),
-            *("--node-id", name, "--memory-dir", str(memory_dir), "--rank-order", "across-nodes"),
+            *("--node-id", name, "--rank-order", "across-nodes"),
             *("--max-restarts", "0"),  # a lost node uses up none
         ]
-        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # Found also where reft is not installed but run from its sources.
-        source = str(Path(__file__).resolve().parents[3])
-        own = {
-            "PYTHONPATH": os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p),
-            ENV_CLUSTER: f"{self._token}:{name}",
-            ENV_EVENTS: str(self._events),
-            "TMPDIR": str(self._temporary),
-        }
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, *arguments, *self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={"OMP_NUM_THREADS": "1", **inherited, **own},
-                start_new_session=True,
-            )
-        node = self.current[index] = Node(name, memory_dir, log, process)
-        self.started.append(node)
+        log = self._directory / f"{name}.log"
+        node = self.nodes.start(name, self._memory / name, log, arguments, self._command)
+        self.current[index] = node
         return node
-
-    def _kill(self, *nodes: Node) -> None:
-        """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
-        starts another."""
-        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
-        marks = {f"{self._token}:{node.name}" for node in nodes}
-        while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
-            for process in found:
-                with suppress(psutil.Error):
-                    process.send_signal(number)
-            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
-            number = signal.SIGKILL
-
-    def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
-        for node in self.started:
-            node.process.poll()  # no zombie counts
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                marked = process.environ().get(ENV_CLUSTER) in marks
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
 
     def _watch(self, deadline: float) -> str | None:
         failed_at: float | None = None
@@ -335,6 +309,8 @@ class Job:
             self.take_in()
             self._lose_nodes()
             now = time.monotonic()
+            if now - self._said_at > _SILENT_SECS:
+                self._say(f"... {self.doing()}", "dim")
             codes = {node.name: node.process.poll() for node in self.current.values()}
             if any(codes.values()):
                 failed_at = failed_at or now
@@ -358,15 +334,18 @@ class Job:
             return
         del self._pending[: len(due)]
         self._failed_in = self._start
+        self._restored.clear()
         for kill in due:
             self.failures.append(Failure(self._step, kill.node, time.time()))
             lost = self.current[kill.node]
-            self._kill(lost)
-            shutil.rmtree(lost.memory_dir, ignore_errors=True)
+            self.nodes.lose(lost)
             self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
         for kill in due:
             node = self._start_node(kill.node)
-            self._say(f"{node.name} starts in its place, with empty memory", "yellow")
+            said = (
+                "with empty memory, and cold: its launcher and its trainer import torch and DeepSpeed first"
+            )
+            self._say(f"{node.name} starts in its place, {said}. A spare node would have done so", "yellow")
 
     def take_in(self) -> None:
         """The events since the last call, in the order of their times. A line that is not whole yet is left
@@ -382,27 +361,48 @@ class Job:
         for event in sorted(found, key=lambda event: float(event["time"])):
             if event.get("rank", -1) >= 0:
                 self._take(event)
+            elif event["event"] == "launcher":
+                self._states[event["node"]] = event["state"]
+                if event["state"] == WAITING:
+                    self._step = 0  # of the start that is over
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
         if kind == "recovered":
             self._recovered.append(event)
+        elif kind == "restored":
+            self._restored.append(event)
+            if len(self._restored) == self._count:
+                self._say_restored()
         elif kind == "step":
             self.losses.setdefault(step, []).append(event["loss_hex"])
         if not first:
             return
-        self._versions[kind] += 1
-        if kind == "attached":
+        if kind == "commit":
+            self._committed.add(step)
+        elif kind == "skip":
+            self._skipped += 1
+        elif kind == "attached":
             self._start, self._step, self.tolerance = event["incarnation"], 0, event["tolerance"]
             self._say(f"reft is attached, start {self._start}", "")
-        elif kind == "restored":
-            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in event["bytes_from"].items() if n)
-            said = f"state of step {event['version']} restored from {event['source']}"
-            self._say(f"{said} in {event['secs']:.2f} s ({parts})", "bold magenta")
         elif kind == "step":
             self._step = step
             if step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps:
                 self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}", "")
+
+    def _say_restored(self) -> None:
+        """All ranks have restored the same version."""
+        told, self._restored = self._restored, []
+        found = Counter[str]()
+        for event in told:
+            for source, nbytes in event["bytes_from"].items():
+                found[_SOURCES.get(source, source)] += nbytes
+        parts = ", ".join(
+            f"{nbytes / 1e6:.2f} MB from {source}" for source, nbytes in found.items() if nbytes
+        )
+        secs = max(event["secs"] for event in told)
+        said = f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
+        self._say(f"{said}: {parts}", "bold magenta")
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -427,8 +427,7 @@ class Job:
             "losses": standing(self.losses),
             "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
-            # The restored state counts once more.
-            "snapshots": {"committed": self._versions["commit"], "skipped": self._versions["skip"]},
+            "snapshots": {"committed": len(self._committed), "skipped": self._skipped},
             "problem": problem,
             "good": problem is None and difference == 0.0,
         }
@@ -469,7 +468,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
 
 def _show_log(console: Console, job: Job) -> None:
     """The end of one log that tells most; a failure of all is told alike by all."""
-    node = min(job.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
+    node = min(job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
     console.print(f"\nthe end of {node.log}:", style="bold", highlight=False)
     lines = node.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     console.print("\n".join(lines), markup=False, highlight=False)
@@ -489,7 +488,9 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         console.print(Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}"))
     versions = report["snapshots"]
     console.print(
-        f"snapshots: {versions['committed']} committed, {versions['skipped']} skipped", highlight=False
+        f"snapshots: {versions['committed']} of {report['steps']} steps committed, "
+        f"{versions['skipped']} skipped",
+        highlight=False,
     )
     console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
 
@@ -508,10 +509,3 @@ def _verdict(report: dict[str, Any]) -> str:
         f"all {report['steps']} losses equal those of the undisturbed run without reft, to the last bit "
         f"({len(report['failures'])} failure(s), {report['total_secs']:.0f} s in all)"
     )
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """The first signal to stop ends the demonstration; later ones do not disturb the tidying up."""
-    for each in _STOPS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt

@@ -1,0 +1,147 @@
+"""``reft rehearse``: whether a script comes back equal after a failure, tried before it is trusted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from reft.errors import ConfigError
+from reft.refusal import Parser
+
+_NAME = "reft rehearse"
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after the kill, or
+    the job did not come back; 3: the two undisturbed runs differ; 130: told to stop. Raises ConfigError: the
+    options do not fit together, or the job fails undisturbed."""
+    from reft.job.local import STOPS, stop_by_signal
+    from reft.rehearse.run import rehearse
+
+    what, as_json = parse(argv)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for number in STOPS:
+        signal.signal(number, stop_by_signal)
+    try:
+        with console.status("the job starts") as status:
+            report = rehearse(what, status.update, console.print)
+    except KeyboardInterrupt:
+        console.print("stopped; all processes are killed and their memory is removed", style="yellow")
+        return _EXIT_INTERRUPTED
+    if as_json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(describe(report)))
+    return int(report["exit_code"])
+
+
+def parse(argv: Sequence[str]) -> tuple[Any, bool]:
+    """The rehearsal that a command line asks for, and whether it is reported in JSON. Raises SystemExit:
+    argparse's own refusals, and ``--help``."""
+    from reft.job.options import make_parser, options_of
+    from reft.naming import safe_name
+    from reft.rehearse.run import Rehearsal, new_job_id
+
+    parser = make_parser()
+    parser.prog = _NAME
+    parser.description = (
+        "Run a job twice undisturbed and twice with a trainer killed (SIGKILL), and compare every step to "
+        "the last bit: the batch that each rank trained on, generators, learning rates, client state, the "
+        "state of the engine and every tensor. Takes the options of 'reft launch'; with --nnodes N and "
+        "without --rdzv-endpoint the nodes are started on this machine, else run it on every node of the "
+        "job. The script needs no change and keeps its working directory. The memory of the job itself is "
+        "not touched, and checkpoints that the script saves go into a directory of the rehearsal. Exit "
+        "codes: 0 equal, 1 a step differs after the kill, 2 wrong use, 3 the undisturbed runs differ."
+    )
+    _add_own(parser.add_argument_group("rehearse"))
+    args = parser.parse_args(list(argv))
+    own = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
+    _add_own(own)
+    program = len(argv) - 1 - len(args.training_script_args)
+    # "--" may stand before the script, and belongs to neither.
+    _, launch = own.parse_known_args(list(argv[:program]))
+    launch = [word for word in launch if word != "--"]
+    given_nodes = args.nnodes
+    meets = bool(args.rdzv_endpoint or args.slurm or args.hostfile or args.standalone)
+    if not meets and given_nodes is not None:
+        # Where they meet is known when they are started.
+        args.rdzv_endpoint = "127.0.0.1:0"
+    options = options_of(args)
+    nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes
+    what = Rehearsal(
+        launch=tuple(launch),
+        program=tuple(argv[program:]),
+        job_id=new_job_id() if nodes else safe_name(f"rehearse-{options.job_id}"),
+        memory_parent=options.memory_dir,
+        steps=args.rehearse_steps,
+        kill_after=args.rehearse_kill,
+        kills_node=args.rehearse_node,
+        overwrites=args.rehearse_overwrite,
+        nodes=nodes,
+        directory=args.rehearse_dir and args.rehearse_dir.absolute(),
+    )
+    if what.directory is not None and what.directory.exists() and any(what.directory.iterdir()):
+        raise ConfigError(f"--dir {what.directory} is not empty; give a directory for this rehearsal alone")
+    return what, args.rehearse_json
+
+
+def _add_own(group: argparse._ActionsContainer) -> None:
+    def add(option: str, says: str, **how: Any) -> None:
+        group.add_argument(option, dest=f"rehearse_{option[2:]}", help=says, **how)
+
+    add("--steps", "steps to make and compare (default: %(default)s)", type=int, default=12, metavar="N")
+    add(
+        "--kill", "kill a trainer after this step (default: %(default)s)", type=int, default=5, metavar="STEP"
+    )
+    add("--node", "kill everything on a node and remove its memory instead", action="store_true")
+    add("--overwrite", "let the script overwrite files that are there already", action="store_true")
+    add("--dir", "keep records, logs and checkpoints in this new directory", type=Path)
+    add("--json", "print the report as JSON", action="store_true")
+
+
+def describe(report: dict[str, Any]) -> Iterator[str]:
+    """The report in lines."""
+    if report["unsteady"]:
+        first = report["unsteady"][0]
+        yield f"not deterministic by itself: {first['text']}"
+        yield f"two undisturbed runs differ, so a recovery cannot be judged: {report['advice']}"
+        return
+    for one in report["tries"]:
+        yield from _describe_try(report["steps"], one)
+    if not all(one["equal"] for one in report["tries"]):
+        for text in report["said"]:
+            yield f"reft said: {text}"
+
+
+_WHERE = {
+    "step": "killed after step {}",
+    "boundary": "killed between step {} and the next one",
+    "evaluation": "killed in the evaluation after step {}",
+    "save": "killed in the save after step {}",
+}
+
+
+def _describe_try(steps: int, one: dict[str, Any]) -> Iterator[str]:
+    killed = _WHERE[one["killed_at"]].format(one["killed_after"])
+    if one["node"]:
+        killed = killed.replace("killed", "a node killed", 1)
+    back = "" if one["back_secs"] is None else f"; back in {one['back_secs']:.1f} s"
+    if one["equal"]:
+        yield f"{steps} steps equal to the last bit, {killed}{back}"
+    elif one["failed"]:
+        yield f"NOT RESUMED, {killed}: {one['failed']}"
+    else:
+        first, more = one["differences"][0], one["different"] - 1
+        others = f" (and {more} more)" if more else ""
+        yield f"DIFFERENT, {killed}{back}: {first['text']}{others}"
+    if one["advice"]:
+        yield f"  {one['advice']}"

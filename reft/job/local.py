@@ -1,0 +1,103 @@
+"""Launchers on this machine, each a node of its own that can be lost; for commands that try a job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
+_KILL_SECS = 60.0
+_POLL_SECS = 0.01
+
+
+@dataclass(frozen=True)
+class Node:
+    """One ``reft launch`` with a memory directory of its own, and what it started."""
+
+    name: str
+    memory_dir: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+class LocalNodes:
+    """Starts launchers, and finds all of their processes again by a token in their environment."""
+
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    """Starts a launcher; tests fork theirs."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """``environment``: set for all nodes, on top of this process's own."""
+        self.started: list[Node] = []
+        self._token = uuid.uuid4().hex
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Found also where reft is not installed but run from its sources.
+        source = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
+        self._environment = {**inherited, "PYTHONPATH": path, **environment}
+
+    def start(
+        self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
+    ) -> Node:
+        """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its own."""
+        # Behind the options, which may name another one.
+        words = ["-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
+        with log.open("ab") as output:
+            process = type(self).popen(
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**self._environment, ENV_CLUSTER: f"{self._token}:{name}"},
+                start_new_session=True,
+            )
+        self.started.append(Node(name, memory_dir, log, process))
+        return self.started[-1]
+
+    def lose(self, node: Node) -> None:
+        """Kill everything on a node and remove its memory, as the loss of a host does."""
+        self.kill(node)
+        shutil.rmtree(node.memory_dir, ignore_errors=True)
+
+    def kill(self, *nodes: Node) -> None:
+        """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
+        starts another."""
+        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        marks = {f"{self._token}:{node.name}" for node in nodes}
+        while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
+            for process in found:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
+            number = signal.SIGKILL
+
+    def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
+        for node in self.started:
+            node.process.poll()  # no zombie counts
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                marked = process.environ().get(ENV_CLUSTER) in marks
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+
+
+def stop_by_signal(number: int, frame: FrameType | None) -> None:
+    """A handler of signals: the first one raises KeyboardInterrupt, later ones do not disturb the end."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt

@@ -1,0 +1,159 @@
+"""Compares the records of two runs of a job: what differed first, where, and what to write. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+DATA, GENERATORS, RATES, CLIENT, HOST = "data", "generators", "learning rate", "client state", "host state"
+LOSS, WEIGHTS, STEPS = "loss", "weights", "steps"
+CAUSES = (STEPS, DATA, GENERATORS, RATES, CLIENT, HOST, LOSS, WEIGHTS)
+"""Of two differences in one step the first in this order is more likely the cause of the other."""
+TRAINED, STATE = "trained", "state"
+
+Values = Mapping[str, Mapping[str, str]]  # by cause and key: a short value, or the digest of a longer one
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank had at one step: by what it was made (TRAINED), or the state after it (STATE).
+
+    The state is also recorded where it was restored, without having been made in that life."""
+
+    kind: str
+    rank: int
+    life: int  # incarnation of the job: 1 until the first failure
+    step: int
+    values: Values
+
+
+@dataclass(frozen=True)
+class Difference:
+    step: int
+    rank: int
+    cause: str  # one of CAUSES
+    key: str
+    expected: str | None  # of the undisturbed run; None: it has no such value
+    found: str | None
+
+    def __str__(self) -> str:
+        if self.cause == STEPS:
+            return f"step {self.step}, rank {self.rank}: {self.key}"
+        found, expected = ("nothing" if value is None else value for value in (self.found, self.expected))
+        return f"step {self.step}, rank {self.rank}: {self.cause}: {self.key}: {found} instead of {expected}"
+
+
+def compare(
+    expected: Iterable[Record], found: Iterable[Record], but: Collection[tuple[str, str]] = ()
+) -> list[Difference]:
+    """All differences between two runs, the first one first: by step, then in the order of causes. ``but``:
+    causes and keys that are not compared.
+
+    A step that was made twice, or made and restored, has to be equal each time.
+    """
+    reference = {(r.kind, r.rank, r.step): r for r in expected}
+    missing = set(reference)
+    differences: list[Difference] = []
+    for record in found:
+        at = record.kind, record.rank, record.step
+        missing.discard(at)
+        if at in reference:
+            differences += _of_record(reference[at], record)
+        else:
+            what = f"{record.kind}, but not in the undisturbed run"
+            differences.append(Difference(record.step, record.rank, STEPS, what, None, ""))
+    for kind, rank, step in missing:
+        differences.append(Difference(step, rank, STEPS, f"not {kind}", "", None))
+    # dict: a step that was made twice may differ both times in the same way.
+    unique = dict.fromkeys(one for one in differences if (one.cause, one.key) not in but)
+    return sorted(unique, key=_order)
+
+
+def _of_record(expected: Record, found: Record) -> Iterator[Difference]:
+    for cause in dict.fromkeys([*expected.values, *found.values]):
+        before, after = expected.values.get(cause, {}), found.values.get(cause, {})
+        for key in dict.fromkeys([*before, *after]):
+            if before.get(key) != after.get(key):
+                yield Difference(found.step, found.rank, cause, key, before.get(key), after.get(key))
+
+
+def _order(difference: Difference) -> tuple[int, int, int, str]:
+    return difference.step, CAUSES.index(difference.cause), difference.rank, difference.key
+
+
+def split_unsteady(differences: Sequence[Difference]) -> tuple[list[Difference], set[tuple[str, str]]]:
+    """What two undisturbed runs differ in, and what is not compared because of it.
+
+    Generators that the script neither seeds nor draws from, such as NumPy's, differ in every process and
+    change nothing: where nothing else differs, their states are left out, by cause and key.
+    """
+    others = [one for one in differences if one.cause != GENERATORS]
+    return others, {(one.cause, one.key) for one in differences if one.cause == GENERATORS}
+
+
+_ADVICE = {
+    DATA: (
+        "after the failure other samples were trained on. Let reft keep the position: loader = "
+        "reft.resumable(loader) after deepspeed.initialize, and before the first step "
+        "engine.load_checkpoint(save_dir) or reft.resume(engine). A data set with state of its own, or a "
+        "generator that draws samples, belongs into reft.attach(engine, state={...}) (docs/data.md)"
+    ),
+    GENERATORS: (
+        "a generator was not where it was. reft restores those of Python, NumPy, torch and the device; pass "
+        'another one with reft.attach(engine, state={"rng": generator}), and draw nothing between '
+        "load_checkpoint and the first step that the undisturbed run does not draw there"
+    ),
+    RATES: (
+        "a learning rate was not restored. Give the scheduler to DeepSpeed (lr_scheduler=... of "
+        'deepspeed.initialize), or write reft.attach(engine, state={"scheduler": scheduler})'
+    ),
+    CLIENT: (
+        "what client_state or state={...} of reft.attach returned was not put back: use what "
+        "load_checkpoint returns as client state, before the first step"
+    ),
+    HOST: (
+        "state that reft keeps of the engine was changed by the script, or made in another way at the "
+        "restart. Make it the same way at every start, or pass its owner with reft.attach(engine, "
+        "state={...})"
+    ),
+    LOSS: (
+        "batch, generators and rates are equal, but the step computed something else: it depends on what "
+        "reft does not know, such as a global variable, an attribute of the model, a file, or a library with "
+        'a generator of its own. Pass its owner with reft.attach(engine, state={"name": owner}), or let '
+        "client_state return it and set it from what load_checkpoint returns"
+    ),
+    STEPS: "",
+}
+_ADVICE[WEIGHTS] = _ADVICE[LOSS]
+
+
+def advise(first: Difference) -> str:
+    """What to write against the first difference after a failure; empty where no rule knows it."""
+    return _ADVICE[first.cause]
+
+
+_UNSTEADY = {
+    DATA: "seed what chooses the samples",
+    GENERATORS: "seed every generator that the script draws from, the same at every start",
+    RATES: "the learning rate depends on the time or on another thing that is not seeded",
+    CLIENT: "client_state returns what differs in every run, such as the time: leave it out",
+    HOST: "it is made of something that differs in every run",
+    LOSS: (
+        "the step draws from what is not seeded (os.urandom, the time), or computes in an order that "
+        "changes: try torch.use_deterministic_algorithms(True)"
+    ),
+    STEPS: "the runs end after different steps",
+}
+_UNSTEADY[WEIGHTS] = _UNSTEADY[LOSS]
+
+
+def advise_unsteady(first: Difference) -> str:
+    """What to change where two undisturbed runs differ."""
+    return _UNSTEADY[first.cause]
+
+
+def repeated_steps(found: Sequence[Record]) -> list[int]:
+    """Steps that a rank made more than once."""
+    made = Counter((record.rank, record.step) for record in found if record.kind == TRAINED)
+    return sorted({step for (_, step), times in made.items() if times > 1})

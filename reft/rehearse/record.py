@@ -1,0 +1,352 @@
+"""What a trainer of ``reft rehearse`` writes down: a line of JSON for each step, in a file of its rank.
+
+:func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It holds
+:data:`PLAN`, which says how many steps to make and where to die, and takes a file ``rank-N.jsonl`` of
+:class:`~reft.rehearse.compare.Record` in JSON and of other events:
+
+- ``trained``: digests of the batches by which a step was made, and the losses that the engine knows;
+- ``state``: digests of the state after it, tensor by tensor;
+- ``between``: an evaluation or a save after this step;
+- ``killed``: this rank dies now, or waits for its node to be killed;
+- ``said``: a warning of reft's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from reft.engine.boundary import Encoded
+from reft.engine.on_import import wrap
+from reft.engine.session import Session
+from reft.env import ENV_REHEARSE
+from reft.grid import Label
+from reft.memory.header import checksum
+from reft.rehearse.compare import CLIENT, DATA, GENERATORS, HOST, LOSS, RATES, STATE, TRAINED, WEIGHTS
+from reft.rehearse.keep import keep_files
+from reft.snapshot.plan import LiveImages
+from reft.state import codec
+from reft.state.blob import DecodedBlob, LateBlob
+from reft.state.catalogue import SectionImage
+
+PLAN = "plan.json"
+BETWEEN, KILLED, SAID = "between", "killed", "said"
+_CAUSES = {"data": DATA, "rng": GENERATORS, "client": CLIENT, "followed": CLIENT, "buffers": WEIGHTS}
+_CAUSES |= dict.fromkeys(("lr_scheduler", "last_lr"), RATES)
+"""What a part of the captured state belongs to; the others to :data:`HOST`."""
+_RESULTS = ("engine._global_grad_norm", "adapter.scaler")
+"""Keys, and first parts of keys, of what follows from the loss."""
+_NOT_COMPARED = "data.pass."
+"""The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
+Trainer does to skip batches. The batches are compared."""
+_COMMIT_SECS = 10.0
+_POLL_SECS = 0.01
+_MOST_CHARS = 60
+_MOST_ITEMS = 8
+
+Where = Literal["step", "evaluation", "save", "boundary"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the trainers of one run do. ``kill_after``: a trainer is killed after this step; 0: none is."""
+
+    steps: int
+    kill_after: int = 0
+    kill_at: Where = "step"  # while the next step is made, in what follows the step, or where the next begins
+    kills_node: bool = False  # the trainer waits until everything on its node is killed
+    overwrites: bool = False  # files of the script's may be overwritten
+
+    @classmethod
+    def read(cls, directory: Path) -> Plan:
+        return cls(**json.loads((directory / PLAN).read_text()))
+
+    def write(self, directory: Path) -> None:
+        (directory / PLAN).write_text(json.dumps(asdict(self)))
+
+
+def attach(session: Session) -> None:
+    """Record every step of this session from now on."""
+    Recorder(session, Path(os.environ[ENV_REHEARSE]))
+
+
+class Recorder:
+    """Records the steps of one rank, and kills it where the plan says so. Used by the training thread."""
+
+    def __init__(self, session: Session, directory: Path) -> None:
+        self._session = session
+        self._plan = Plan.read(directory)
+        self._rank = session.control.rank
+        self._path = directory / f"rank-{self._rank}.jsonl"
+        self._base_file = directory / f"base-{self._rank}"
+        self._batches: list[str] = []  # of the micro-batches of the step that is being made
+        self._losses: list[str] = []
+        self._began = 0.0  # Unix seconds: the step began; 0 before
+        self._last_step: int | None = None  # newest step that was written, or was restored
+        self._base: int | None = None
+        """Step from which the first life began: steps of the plan count from it."""
+        if self._base_file.exists():
+            self._start_from(int(self._base_file.read_text()))
+        session.state.listener = self._captured
+        logging.getLogger("reft").addHandler(_Warnings(self))
+        wrap(session, "before_optimizer_step", self._before_optimizer_step)
+        wrap(session, "after_step", self._after_step)
+        self._watch_engine()
+
+    # -- what is watched ---------------------------------------------------------------------------
+
+    def _watch_engine(self) -> None:
+        """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's chunks."""
+        engine: Any = getattr(self._session.engine, "engine", None)
+        keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
+        if engine is None:
+            for chunk in self._session.engine.chunks:  # type: ignore[attr-defined]  # Megatron-core's
+                chunk.register_forward_pre_hook(self._chunk_forward, with_kwargs=True)
+            return
+        wrap(engine, "save_checkpoint", self._save)
+        if hasattr(engine, "grid"):
+            wrap(engine, "train_batch", self._train_batch)
+            wrap(engine, "eval_batch", self._eval_batch)
+            wrap(engine, "_next_batch", self._next_batch)
+            wrap(engine, "_aggregate_total_loss", self._aggregate_total_loss)
+        else:
+            wrap(engine, "forward", self._forward)
+            # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile the hook.
+            hook = torch.compiler.disable(self._module_forward)  # type: ignore[no-untyped-call]
+            engine.module.register_forward_pre_hook(hook)
+            wrap(engine, "backward", self._backward)
+
+    def _module_forward(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        if not module.training:
+            self._between("evaluation")
+
+    def _chunk_forward(self, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin_forward((args, kwargs), training=chunk.training)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin_forward((args, kwargs), training=self._session.engine.engine.training)  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    def _begin_forward(self, inputs: Any, *, training: bool) -> None:
+        if training and torch.is_grad_enabled():
+            self._begin_training()
+            self._batches.append(digest_tensors(inputs))
+        else:
+            self._between("evaluation")
+
+    def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin_training()
+        return original(*args, **kwargs)
+
+    def _eval_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._between("evaluation")
+        return original(*args, **kwargs)
+
+    def _begin_training(self) -> None:
+        """A step begins, or a further micro-batch of it."""
+        step = self._session.engine.global_steps
+        if self._last_step is None:
+            self._last_step = step
+        self._write_trained()
+        self._began = self._began or time.time()
+        if self._base is None:
+            self._base_file.write_text(str(step))
+            self._start_from(step)
+        self._die_at("boundary")
+
+    def _start_from(self, step: int) -> None:
+        self._base = step
+        self._session.stopping.replayed_step = step + self._plan.steps
+
+    def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The first and the last stage of a pipeline load a micro-batch."""
+        batch = original(*args, **kwargs)
+        if self._session.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
+            self._batches.append(digest_tensors(batch))
+        return batch
+
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        self._losses += scalars(loss)
+        return original(loss, *args, **kwargs)
+
+    def _aggregate_total_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The stages of a pipeline agree on the loss of a step."""
+        loss = original(*args, **kwargs)
+        self._losses += scalars(loss)
+        return loss
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._between("save")
+        return result
+
+    # -- what is written ---------------------------------------------------------------------------
+
+    def _after_step(self, original: Callable[..., Any]) -> Any:
+        """A step was made. It exits where the job ends here."""
+        self._write_trained()
+        return original()
+
+    def _write_trained(self) -> None:
+        """The newest step, if it was not written yet."""
+        step = self._session.engine.global_steps
+        if step == self._last_step:
+            return
+        self._last_step = step
+        batches = {f"batch.{number}": batch for number, batch in enumerate(self._batches)}
+        losses = {f"loss.{number}": loss for number, loss in enumerate(self._losses)}
+        self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
+        self._batches, self._losses, self._began = [], [], 0.0
+
+    def _captured(self, label: Label, images: LiveImages, encode: Encoded) -> None:
+        """The state with which the next step begins is final. Called by the session for every version."""
+        block = encode()
+        if isinstance(block, LateBlob):
+            block.settle()
+        state = DecodedBlob(bytes(block)).state
+        values = defaultdict[str, dict[str, str]](dict)
+        values[RATES] |= self._rates()
+        for part, value in state.items():
+            for key, text in digest_items(part, value):
+                if not key.startswith(_NOT_COMPARED):
+                    values[cause_of(key)][key] = text
+        sections = (("replicated", images.replicated), ("owned", images.owned))
+        for name, image in sections:
+            values[WEIGHTS] |= dict(digest_image(name, image))
+        self.write(STATE, step=label.step, values=values)
+
+    def _rates(self) -> dict[str, str]:
+        engine = self._session.engine
+        optimizer = getattr(getattr(engine, "engine", engine), "optimizer", None)
+        groups = getattr(optimizer, "param_groups", ())
+        return {f"group{number}": repr(float(group["lr"])) for number, group in enumerate(groups)}
+
+    def write(self, event: str, **facts: Any) -> None:
+        line = json.dumps(
+            {"event": event, "rank": self._rank, "life": self._session.memory.incarnation, **facts}
+            | {"time": time.time()}
+        )
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+    # -- the failure -------------------------------------------------------------------------------
+
+    def _between(self, what: Where) -> None:
+        """The script evaluates or saves between two steps."""
+        if self._base is not None:
+            self.write(BETWEEN, what=what, step=self._session.engine.global_steps)
+            self._die_at(what)
+
+    def _before_optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._die_at("step")
+        return result
+
+    def _die_at(self, where: Where) -> None:
+        """Die, if it is here. The last rank does: in a pipeline it computes the loss."""
+        plan, session = self._plan, self._session
+        is_first_life = session.memory.incarnation == 1
+        is_last_rank = self._rank == session.topology.degrees.world_size - 1
+        if not (plan.kill_after and where == plan.kill_at and is_first_life and is_last_rank):
+            return
+        step = session.engine.global_steps
+        assert self._base is not None
+        if step != self._base + plan.kill_after:
+            return
+        # Else the job might begin anew. Of a kill between steps the version before may be the newest.
+        self._await_commit(step if where == "step" else step - 1)
+        memory_dir = str(session.memory.job_dir.path)
+        self.write(KILLED, step=step, committed=session.stats.committed_step, memory_dir=memory_dir)
+        while plan.kills_node:
+            time.sleep(1.0)  # the command kills all processes of this node
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _await_commit(self, step: int) -> None:
+        deadline, stats = time.monotonic() + _COMMIT_SECS, self._session.stats
+        while (stats.committed_step or 0) < step and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+
+
+class _Warnings(logging.Handler):
+    """Writes what reft warns of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(logging.WARNING)
+        self._recorder = recorder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._recorder.write(SAID, text=record.getMessage())
+
+
+def cause_of(key: str) -> str:
+    """Where an item of the captured state belongs."""
+    if ".start." in key:  # A position in the data begins with the generators that chose the order.
+        return GENERATORS
+    if key.startswith(_RESULTS):
+        return LOSS
+    return _CAUSES.get(key.partition(".")[0], HOST)
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+def digest_items(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every item of nested mappings and short lists by dotted name: a short value as it is, else a digest."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from digest_items(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple) and 0 < len(value) <= _MOST_ITEMS:
+        for index, item in enumerate(value):
+            yield from digest_items(f"{name}.{index}", item)
+    else:
+        yield name, digest(value)
+
+
+def digest(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        if len(text) <= _MOST_CHARS:
+            return text
+    return f"#{checksum(codec.encode(value)):016x}"
+
+
+def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]:
+    """Every tensor of a section by its name."""
+    for spec, offset in zip(image.specs, image.offsets, strict=True):
+        if spec.nbytes:
+            (live,) = image.live(offset, offset + spec.nbytes)
+            yield f"{section}.{spec.name}", f"#{checksum(live.cpu().numpy().data):016x}"
+
+
+def digest_tensors(value: Any) -> str:
+    """One digest of all tensors in nested containers, their shapes and dtypes."""
+    found = [[str(t.dtype), list(t.shape), t.detach().cpu()] for t in tensors_in(value)]
+    return f"#{checksum(codec.encode(found)):016x}"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def scalars(loss: Any) -> list[str]:
+    """Numbers of a loss, exactly; none where it is no tensor of one number."""
+    return [repr(t.item()) for t in tensors_in(loss) if t.numel() == 1]

@@ -1,0 +1,359 @@
+"""Runs a job undisturbed twice and again with a trainer or a node killed; compares; leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reft.env import ENV_PROFILE, ENV_REHEARSE
+from reft.errors import ConfigError
+from reft.job.local import LocalNodes, Node
+from reft.job.rendezvous.server import RendezvousServer
+from reft.rehearse.compare import (
+    STATE,
+    TRAINED,
+    Difference,
+    Record,
+    advise,
+    advise_unsteady,
+    compare,
+    repeated_steps,
+    split_unsteady,
+)
+from reft.rehearse.keep import MADE, SAVED
+from reft.rehearse.record import BETWEEN, KILLED, SAID, Plan, Where
+
+EQUAL, DIFFERENT, UNSTEADY = 0, 1, 3
+_POLL_SECS = 0.05
+_END_SECS = 20.0  # when one launcher has failed, the others have so long to end, too
+_LOG_LINES = 25
+_MOST_DIFFERENCES = 50
+_RESTARTS = 2  # of a killed run: that after the kill, and one more
+_BLOCK = {
+    "persist": {},
+    "profile": {},
+    "interval_steps": 1,
+    "max_lost_steps": None,
+    "allow_unprotected": True,
+}
+"""What a rehearsal sets in the ``reft`` block: a version of every step, and nothing on storage."""
+
+_PREFIX = re.compile(r"^reft \[[^]]*\] ")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is rehearsed, and how."""
+
+    launch: tuple[str, ...]  # options of ``reft launch``
+    program: tuple[str, ...]  # the script and its arguments
+    job_id: str  # of the rehearsal
+    memory_parent: Path  # where its memory directory is made
+    steps: int = 12
+    kill_after: int = 5
+    kills_node: bool = False
+    overwrites: bool = False
+    nodes: int = 0  # nodes to start on this machine; 0: one node of several, which meet elsewhere
+    directory: Path | None = None  # keeps records, logs and checkpoints; None: they are removed
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kill_after < self.steps:
+            raise ConfigError(
+                f"--kill is {self.kill_after} and --steps {self.steps}; write a step to kill after from 1 to "
+                f"{self.steps - 1}, so that there are steps to compare after the failure"
+            )
+        if self.kills_node and self.nodes == 1:
+            raise ConfigError(
+                "--node kills a node, but the job has one, and its memory would be lost with it; write "
+                "--nnodes 2 or more: the nodes are started on this machine unless --rdzv-endpoint is given"
+            )
+
+
+@dataclass
+class Run:
+    """One run of the job, and what it left."""
+
+    name: str
+    plan: Plan
+    codes: list[int] = field(default_factory=list)  # exit codes of its launchers
+    events: list[dict[str, Any]] = field(default_factory=list)
+    log: str = ""
+    secs: float = 0.0
+
+    @property
+    def records(self) -> list[Record]:
+        kinds = (TRAINED, STATE)
+        names = ("rank", "life", "step", "values")
+        found = [event for event in self.events if event["event"] in kinds]
+        return [Record(event["event"], *(event[name] for name in names)) for event in found]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def newest_step(self) -> int:
+        return max((event["step"] for event in self.of_kind(TRAINED)), default=0)
+
+    @property
+    def back_secs(self) -> float | None:
+        """From the kill to the first step that was begun afterwards; None: there was none."""
+        killed = self.of_kind(KILLED)
+        began = [event["began"] for event in self.of_kind(TRAINED) if event["life"] > 1]
+        return min(began) - killed[0]["time"] if killed and began else None
+
+
+def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
+    """Run, kill, compare.
+
+    Args:
+        progress: is given which run is under way and its step, several times a second.
+        say: is given a line for each run that has begun or ended.
+
+    Returns:
+        The report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
+
+    Raises:
+        ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was recorded.
+    """
+    with ExitStack() as stack:
+        directory = what.directory
+        if directory is None:
+            directory = Path(tempfile.mkdtemp(prefix="reft-rehearse-"))
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        what.memory_parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        memory = Path(tempfile.mkdtemp(prefix="rehearse-", dir=what.memory_parent))
+        stack.callback(shutil.rmtree, memory, ignore_errors=True)
+        return _Runs(what, directory, memory, progress, say).report()
+
+
+class _Runs:
+    """All runs of one rehearsal, consecutively, in the same directories."""
+
+    def __init__(self, what: Rehearsal, directory: Path, memory: Path, progress: Say, say: Say) -> None:
+        self._what, self._directory, self._memory = what, directory, memory
+        self._progress, self._say = progress, say
+        self._number = 0
+
+    def report(self) -> dict[str, Any]:
+        what = self._what
+        undisturbed = Plan(what.steps, overwrites=what.overwrites)
+        first, second = (self._run(f"undisturbed-{n}", undisturbed) for n in (1, 2))
+        unsteady, unseeded = split_unsteady(compare(first.records, second.records))
+        steps = sorted({r.step for r in first.records if r.kind == TRAINED})
+        tries: list[dict[str, Any]] = []
+        if not unsteady:
+            for name, plan in self._kills(first, undisturbed, steps[0] - 1, len(steps)):
+                run = self._run(name, plan)
+                tries.append(_judge(first, run, unseeded))
+        code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
+        made = self._directory / MADE
+        said = (_PREFIX.sub("", event["text"]) for event in first.of_kind(SAID))
+        return {
+            "exit_code": code,
+            "steps": len(steps),
+            "first_step": steps[0],
+            "deterministic": not unsteady,
+            "unsteady": _to_json(unsteady),
+            "not_compared": sorted(key for _, key in unseeded),
+            "advice": advise_unsteady(unsteady[0]) if unsteady else "",
+            "tries": tries,
+            "said": list(dict.fromkeys(said)),
+            "written": sorted(set(made.read_text().splitlines())) if made.exists() else [],
+        }
+
+    def _kills(self, first: Run, undisturbed: Plan, base: int, made: int) -> Iterable[tuple[str, Plan]]:
+        """What the killed runs do: the first dies while a step is made, the second between two steps."""
+        what = self._what
+        if made <= what.kill_after:
+            raise ConfigError(
+                f"the job made {made} steps and ended; --kill {what.kill_after} is not one of them with a "
+                "step after it. Give a smaller --kill, or let the script make more steps"
+            )
+        plan = replace(undisturbed, kill_after=what.kill_after, kills_node=what.kills_node)
+        yield f"killed-after-{what.kill_after}", plan
+        # Where the script evaluates or saves between two steps a failure is more telling.
+        pauses: list[tuple[int, Where]] = [
+            (event["step"] - base, event["what"]) for event in first.of_kind(BETWEEN)
+        ]
+        fitting = [pause for pause in pauses if 0 < pause[0] < made]
+        step, where = min(
+            fitting,
+            key=lambda pause: (abs(pause[0] - what.kill_after), pause[1]),
+            default=(what.kill_after, "boundary"),
+        )
+        yield f"killed-in-{where}-after-{step}", replace(plan, kill_after=step, kill_at=where)
+
+    def _run(self, name: str, plan: Plan) -> Run:
+        """Run the job once. Raises ConfigError: it fails although nothing disturbs it."""
+        self._number += 1
+        records = self._directory / name
+        for path in (records, self._directory / SAVED):
+            shutil.rmtree(path, ignore_errors=True)
+        records.mkdir()
+        plan.write(records)
+        run = Run(name, plan)
+        self._say(f"run {self._number}: {name}")
+        began = time.monotonic()
+        with ExitStack() as stack:
+            restarts = _RESTARTS if plan.kill_after else 0
+            job = _Job(self._what, f"{self._what.job_id}-{self._number}", records, self._memory, restarts)
+            stack.callback(job.end)
+            job.start(stack)
+            reader = Reader(records)
+            while job.runs():
+                run.events += reader.read()
+                job.replace_lost(run.of_kind(KILLED))
+                self._progress(f"run {self._number}: {name}, step {run.newest_step}")
+                time.sleep(_POLL_SECS)
+        run.events += reader.read()
+        run.codes, run.log, run.secs = job.codes(), job.log(), time.monotonic() - began
+        if not plan.kill_after:
+            self._check(run)
+        return run
+
+    def _check(self, run: Run) -> None:
+        if any(run.codes):
+            raise ConfigError(
+                f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: nothing can be "
+                f"compared. Mend this first:\n{_end_of(run.log)}"
+            )
+        if not run.of_kind(TRAINED):
+            raise ConfigError(
+                "the job ended well, but reft has seen no step of it: it trains with no engine of "
+                "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. The end of "
+                f"its output:\n{_end_of(run.log)}"
+            )
+
+
+def _judge(undisturbed: Run, run: Run, but: set[tuple[str, str]]) -> dict[str, Any]:
+    """What one killed run shows."""
+    differences = compare(undisturbed.records, run.records, but)
+    killed = run.of_kind(KILLED)
+    failed = ""
+    if not killed:
+        failed = "the kill did not come about"
+    elif any(run.codes):
+        codes = ", ".join(map(str, run.codes))
+        failed = f"the job did not go on to its end (exit code {codes}):\n{_end_of(run.log)}"
+    resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
+    if not failed and resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
+        failed = "the job was not resumed: it made its first step again"
+    return {
+        "name": run.name,
+        "killed_after": run.plan.kill_after,
+        "killed_at": run.plan.kill_at,
+        "node": run.plan.kills_node,
+        "equal": not failed and not differences,
+        "failed": failed,
+        "back_secs": run.back_secs,
+        "resumed_with_step": resumed,
+        "repeated_steps": repeated_steps(run.records),
+        "different": len(differences),
+        "differences": _to_json(differences),
+        "advice": advise(differences[0]) if differences and not failed else "",
+        "secs": run.secs,
+    }
+
+
+def _to_json(differences: Sequence[Difference]) -> list[dict[str, Any]]:
+    return [asdict(one) | {"text": str(one)} for one in differences[:_MOST_DIFFERENCES]]
+
+
+def _end_of(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LOG_LINES:])
+
+
+class Reader:
+    """Reads what the trainers of a run append to their files, whole lines only."""
+
+    def __init__(self, records: Path) -> None:
+        self._records = records
+        self._offsets = Counter[Path]()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Events since the last call, in the order of their times."""
+        found: list[dict[str, Any]] = []
+        for path in self._records.glob("rank-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets[path])
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._offsets[path] += len(whole) + 1
+                found += map(json.loads, whole.split(b"\n"))
+        return sorted(found, key=lambda event: float(event["time"]))
+
+
+class _Job:
+    """The launchers of one run on this machine."""
+
+    def __init__(self, what: Rehearsal, run_id: str, records: Path, memory: Path, restarts: int) -> None:
+        self._what, self._records, self._memory = what, records, memory
+        self._meeting = ["--job-id", what.job_id, "--rdzv-id", run_id, "--max-restarts", str(restarts)]
+        self._nodes = LocalNodes({ENV_REHEARSE: str(records), ENV_PROFILE: json.dumps(_BLOCK)})
+        self._current: dict[str, Node] = {}
+        self._failed_at: float | None = None
+
+    def start(self, stack: ExitStack) -> None:
+        shutil.rmtree(self._memory, ignore_errors=True)
+        self._memory.mkdir(mode=0o700)
+        if self._what.nodes > 1:
+            # In this process: a SIGKILL of it leaves no store behind.
+            store = stack.enter_context(closing(RendezvousServer("127.0.0.1", 0)))
+            self._meeting += ["--rdzv-endpoint", store.endpoint, "--local-addr", "127.0.0.1"]
+        for number in range(max(1, self._what.nodes)):
+            self._start_node(f"node{number}")
+
+    def _start_node(self, name: str) -> None:
+        what = self._what
+        words = [*what.launch, *self._meeting]
+        if what.nodes > 1:
+            words += ["--node-id", name]
+        memory, log = self._memory / name, self._records / f"{name}.log"
+        self._current[name] = self._nodes.start(name, memory, log, words, what.program)
+
+    def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
+        """Kill the node of a trainer that waits for it, once, and start another one in its place."""
+        if not self._what.kills_node or not killed or len(self._nodes.started) > len(self._current):
+            return
+        name = self._node_of(killed[0])
+        self._nodes.lose(self._current[name])
+        self._start_node(name)
+
+    def _node_of(self, killed: dict[str, Any]) -> str:
+        """The node of a trainer: it tells its memory directory."""
+        lost = Path(killed["memory_dir"])
+        return next(name for name, node in self._current.items() if lost.is_relative_to(node.memory_dir))
+
+    def runs(self) -> bool:
+        codes = [node.process.poll() for node in self._current.values()]
+        if any(codes):
+            self._failed_at = self._failed_at or time.monotonic()
+        late = self._failed_at is not None and time.monotonic() - self._failed_at > _END_SECS
+        return None in codes and not late
+
+    def codes(self) -> list[int]:
+        return [node.process.returncode for node in self._current.values()]
+
+    def log(self) -> str:
+        paths = sorted(self._records.glob("*.log"))
+        return "\n".join(path.read_text(errors="replace") for path in paths)
+
+    def end(self) -> None:
+        self._nodes.kill(*self._nodes.started)
+
+
+def new_job_id() -> str:
+    return f"rehearse-{os.getuid()}-{uuid.uuid4().hex[:8]}"
