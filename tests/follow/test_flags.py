@@ -10,6 +10,7 @@ import pytest
 import reft
 from tests.follow.lives import Life, batch, live, mlp, resumed, said, square
 
+pytestmark = pytest.mark.integration
 AT = 3  # with 3 micro-batches a step, steps of the engine end where those of the script do
 
 

@@ -11,6 +11,7 @@ import torch
 import reft
 from tests.follow.lives import Life, live, mlp, resumed, said, square
 
+pytestmark = pytest.mark.integration
 AT = 3
 
 
