@@ -77,7 +77,7 @@ _OF_JOB = """
 _AHEAD = (
     "the script reads the resumable loader ahead of training: after a failure the batches in between would "
     "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker processes "
-    "prefetch by themselves"
+    "prefetch by themselves. Skip no batches either: the loader continues after those that were trained on"
 )
 
 
