@@ -50,7 +50,7 @@ _RESULTS = ("engine._global_grad_norm", "adapter.scaler")
 _NOT_COMPARED = "data.pass."
 """The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
 Trainer does to skip batches. The batches are compared."""
-_COMMIT_SECS = 10.0
+_COMMIT_SECS = 3.0  # Well below the time after which a trainer is taken to hang.
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
 _MOST_ITEMS = 8
@@ -100,7 +100,7 @@ class Recorder:
             self._start_from(int(self._base_file.read_text()))
         session.state.listener = self._captured
         logging.getLogger("reft").addHandler(_Warnings(self))
-        wrap(session, "before_optimizer_step", self._before_optimizer_step)
+        wrap(session.fence, "hold", self._hold)
         wrap(session, "after_step", self._after_step)
         self._watch_engine()
 
@@ -123,7 +123,7 @@ class Recorder:
         else:
             wrap(engine, "forward", self._forward)
             # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile the hook.
-            hook = torch.compiler.disable(self._module_forward)
+            hook = torch.compiler.disable(self._module_forward)  # type: ignore[no-untyped-call]
             engine.module.register_forward_pre_hook(hook)
             wrap(engine, "backward", self._backward)
 
@@ -248,10 +248,10 @@ class Recorder:
             self.write(BETWEEN, what=what, step=self._session.engine.global_steps)
             self._die_at(what)
 
-    def _before_optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def _hold(self, original: Callable[[], None]) -> None:
+        """The optimizer is about to write; the version with which the step began was copied by then."""
+        original()
         self._die_at("step")
-        return result
 
     def _die_at(self, where: Where) -> None:
         """Die, if it is here. The last rank does: in a pipeline it computes the loss."""
